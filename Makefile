@@ -1,0 +1,52 @@
+# make run     set up .venv where there is none, then generate text with the default model
+# make test    the whole test suite
+# make lint    ruff and mypy
+# make clean   remove .venv and everything that was generated
+#
+# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), PIP_ARGS (for `pip install`).
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= def read_config(path):
+ARGS ?=
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
+PACKAGE := __init__.py errors.py actors cluster kernels proto
+# What an installation depends on: the requirements, and the C++ sources that it compiles.
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp)
+
+.PHONY: run test lint clean
+export PROMPT
+
+run: $(VENV)/.installed
+	@$(BIN)/tiermoe run "$$PROMPT" $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	@mkdir -p build/typecheck/tiermoe
+	@ln -sfn $(addprefix $(CURDIR)/,$(PACKAGE)) build/typecheck/tiermoe/
+	MYPYPATH=build/typecheck $(BIN)/mypy -p tiermoe
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are renewed when a requirement or a C++ source changes; a second `make run` installs nothing.
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	@echo "installing into $(VENV) (some minutes the first time) ..." >&2
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
+	@echo "installing into $(VENV) (some minutes the first time) ..." >&2
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

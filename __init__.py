@@ -1,0 +1,3 @@
+"""tiermoe: serve Mixture-of-Experts language models beyond their GPU memory budget."""
+
+__version__ = "0.1.0"

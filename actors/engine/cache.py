@@ -1,0 +1,241 @@
+"""The expert cache: residency, slot tensors, loads and their counters, joined.
+
+All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
+So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from ...errors import RuntimeFailure
+from ..policies.eviction import EvictionPolicy
+from ..policies.plan import LayerPlan, Load
+from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.residency import Residency, State
+from .device import Device
+from .loader import DEMAND, PREFETCH, Loader, LoadJob
+from .pool import LayerWeights, SlotPool
+from .stats import EngineStats
+from .timeline import Timeline
+
+
+class ExpertCache:
+    """Slots for experts of all layers on one device.
+
+    Args:
+        pool: the slot tensors; `pool.bytes` is the whole expert memory, allocated once.
+        weights: host weights of each MoE layer.
+        device: copies and waits.
+        residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
+        eviction: order of leaving.
+        governor: told which prefetches were used.
+        stats: counters, one `LayerStats` per MoE layer.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        weights: Sequence[LayerWeights],
+        device: Device,
+        residency: Residency,
+        eviction: EvictionPolicy,
+        governor: PrefetchGovernor,
+        stats: EngineStats,
+        timeline: Timeline,
+    ) -> None:
+        self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
+        self.stats, self.governor, self.timeline = stats, governor, timeline
+        self._weights = weights
+        self._experts = residency.keys // len(weights)
+        self._loader = Loader(device)
+        self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
+        self._unused_prefetches: set[int] = set()
+        stats.expert_bytes_peak = pool.bytes
+
+    # -- what the forward does, in the order of a layer ------------------------------------------------
+
+    def poll(self) -> None:
+        """Make every arrived copy resident."""
+        if self._jobs:
+            for key in [k for k, job in self._jobs.items() if job.done.is_set()]:
+                self._land(key)
+
+    def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
+        """The routing of `layer` is known: forget its queued prefetches that guessed wrong."""
+        stale = [k for k, job in self._jobs.items() if job.layer == layer and job.prefetch and k not in needed]
+        for key in stale:
+            if self._loader.cancel(self._jobs[key]):
+                self._release(key)
+
+    def begin(self, layer: int, plan: LayerPlan) -> None:
+        """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
+        stats = self.stats.layers[layer]
+        stats.forwards += 1
+        stats.hits += plan.resident
+        stats.misses += len(plan.run) - plan.resident
+        stats.late_prefetches += plan.arriving
+        stats.waves += plan.waves
+        for key in plan.run[: plan.resident + plan.arriving]:
+            self.residency.pin(key)
+        for key in plan.run[: plan.resident]:
+            if key in self._unused_prefetches:
+                self._unused_prefetches.remove(key)
+                self.governor.used()
+                stats.prefetched_hits += 1
+        for key in plan.run[plan.resident : plan.resident + plan.arriving]:
+            self._unused_prefetches.discard(key)
+            self.governor.used()
+            self._loader.promote(self._jobs[key])
+
+    def issue(self, loads: Sequence[Load]) -> None:
+        """Evict, reserve and queue these demand loads; each key is pinned."""
+        for load in loads:
+            if load.evict is not None:
+                self._evict(load.evict)
+        jobs = [self._reserve(load.key, prefetch=False) for load in loads]
+        for load in loads:
+            self.residency.pin(load.key)
+        self._loader.submit(jobs, DEMAND)
+
+    def await_expert(self, key: int, layer: int) -> int:
+        """The slot of a pinned expert, after waiting for its copy if it is still on its way.
+
+        Raises:
+            RuntimeFailure: the copy failed or the cache was closed.
+        """
+        job = self._jobs.get(key)
+        if job is not None:
+            if not job.done.is_set():
+                start_s = time.perf_counter()
+                job.done.wait()
+                end_s = time.perf_counter()
+                self.stats.layers[layer].blocked_io_s += end_s - start_s
+                self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+            self._land(key)
+        return self.residency.slot(key)
+
+    def ran(self, keys: Sequence[int]) -> None:
+        """These experts of the present layer have run: unpin them and tell the eviction policy."""
+        for key in keys:
+            self.residency.unpin(key)
+        self.eviction.used(keys)
+
+    def prefetch(self, keys: Iterable[int]) -> int:
+        """Queue loads of absent experts, most wanted first; the number queued.
+
+        Victims are residents that are neither pinned (the present layer's are) nor themselves wanted,
+        so a pool as small as the working set is left to demand.
+        """
+        wanted = list(keys)
+        residency = self.residency
+        absent = [k for k in wanted if residency.state(k) == State.ABSENT]
+        if not absent:
+            return 0
+        keep = set(wanted)
+        short = len(absent) - residency.free_slots
+        victims = self.eviction.victims(
+            short, lambda k: k not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
+        )
+        for victim in victims:
+            self._evict(victim)
+        absent = absent[: residency.free_slots]
+        self._unused_prefetches.update(absent)
+        self._loader.submit([self._reserve(k, prefetch=True) for k in absent], PREFETCH)
+        return len(absent)
+
+    # -- around forwards ---------------------------------------------------------------------------------
+
+    def preload(self, keys: Sequence[int]) -> None:
+        """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
+        jobs = [self._reserve(k, prefetch=False) for k in keys[: self.residency.free_slots]]
+        self._loader.submit(jobs, DEMAND)
+        for job in jobs:
+            job.done.wait()
+            self._finish(self._jobs.pop(job.reservation.key))
+        self.stats.bytes_preloaded += len(jobs) * self.residency.slot_bytes
+
+    def flush(self) -> None:
+        """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
+        for key in list(self._jobs):
+            self._jobs[key].done.wait()
+            self._land(key)
+        for key in list(self.residency.held()):
+            self._evict(key)
+
+    def check_integrity(self) -> None:
+        """Raise ResidencyError unless slots, jobs and policy agree."""
+        self.residency.check_integrity()
+        for key, job in self._jobs.items():
+            if self.residency.state(key) != State.LOADING or self.residency.slot(key) != job.reservation.slot:
+                raise RuntimeFailure(f"expert {key} has a load but is not loading", "report this as a bug")
+
+    @property
+    def loads_in_flight(self) -> int:
+        return self._loader.pending
+
+    def close(self) -> None:
+        """Stop the loader. Safe to call twice."""
+        self._loader.close()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _reserve(self, key: int, *, prefetch: bool) -> LoadJob:
+        layer, expert = divmod(key, self._experts)
+        reservation = self.residency.reserve(key)
+        self.eviction.admitted(key)
+        job = LoadJob(
+            reservation=reservation,
+            dst=self.pool.slot(reservation.slot),
+            src=self._weights[layer].expert(expert),
+            after=self.device.mark_use(),
+            layer=layer,
+            prefetch=prefetch,
+        )
+        self._jobs[key] = job
+        return job
+
+    def _finish(self, job: LoadJob) -> None:
+        if job.error is not None:
+            self.residency.release(job.reservation)
+            self.eviction.removed(job.reservation.key)
+            raise RuntimeFailure(f"copying an expert of MoE layer {job.layer} failed: {job.error}", "see the log")
+        if job.copied is None:
+            raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
+        self.device.wait(job.copied)
+        self.residency.publish(job.reservation)
+
+    def _land(self, key: int) -> None:
+        job = self._jobs.pop(key)
+        self._finish(job)
+        assert job.copied is not None
+        stats = self.stats.layers[job.layer]
+        if job.prefetch:
+            stats.bytes_loaded_prefetch += self.residency.slot_bytes
+        else:
+            stats.bytes_loaded_demand += self.residency.slot_bytes
+        stats.total_io_s += job.copied.end_s - job.copied.start_s
+        track = "prefetch" if job.prefetch else "copy"
+        self.timeline.span(track, f"L{job.layer} E{key % self._experts}", job.copied.start_s, job.copied.end_s)
+
+    def _release(self, key: int) -> None:
+        """Undo the reservation of a cancelled load; no byte has moved."""
+        self._unused_prefetches.discard(key)
+        self.eviction.removed(key)
+        self.residency.release(self._jobs.pop(key).reservation)
+
+    def _evict(self, key: int) -> None:
+        job = self._jobs.get(key)
+        if job is not None:
+            if self._loader.cancel(job):
+                self._release(key)
+                return
+            job.done.wait()
+            self._land(key)
+        self.residency.evict(key)
+        self.eviction.removed(key)
+        if key in self._unused_prefetches:
+            self._unused_prefetches.remove(key)
+            self.governor.wasted()
+            self.stats.layers[key // self._experts].bytes_wasted += self.residency.slot_bytes

@@ -1,0 +1,155 @@
+"""Where experts are cached and how bytes get there: CUDA, or the CPU standing in for a GPU.
+
+A device copies host tensors into slot tensors (on the loader's thread) and lets the compute wait
+for a copy. It knows no experts and decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...errors import ConfigError
+from ..settings import LinkSettings
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A finished (CPU) or enqueued (CUDA) copy.
+
+    start_s, end_s: the time the link was given to it, `time.perf_counter` seconds.
+    event: what the compute stream must wait for; None when the bytes are already there.
+    """
+
+    start_s: float
+    end_s: float
+    event: Any
+
+
+class Device(Protocol):
+    """What the cache and the loader need of a device."""
+
+    torch_device: torch.device
+    executor: Literal["real", "emulated"]
+
+    def mark_use(self) -> Any:
+        """A token for 'all compute enqueued so far', which a later copy into its slots waits for."""
+        ...
+
+    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
+        """Copy one expert; called on the loader's thread. `after` is a token of `mark_use`."""
+        ...
+
+    def wait(self, copied: Copied) -> None:
+        """Make compute enqueued from now on see the copied bytes."""
+        ...
+
+    def pin_host(self, tensors: Tensors) -> bool:
+        """Register host memory as pinned; False when the device cannot."""
+        ...
+
+
+class CpuDevice:
+    """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate.
+
+    A copy occupies the link for `latency_us + bytes / gbps`; copies follow each other without
+    overlap, as on one PCIe direction. Bytes are those written to the slot, in the slot's dtype.
+    With `gbps` None the link is as fast as memory and only latency is added.
+    """
+
+    executor: Literal["real", "emulated"] = "emulated"
+
+    def __init__(self, link: LinkSettings) -> None:
+        self.torch_device = torch.device("cpu")
+        self._latency_s = link.latency_us * 1e-6
+        self._bytes_per_s = link.gbps * 1e9 if link.gbps is not None else None
+        self._link_free_s = 0.0
+
+    def mark_use(self) -> None:
+        return None  # compute is synchronous: what was enqueued is done
+
+    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
+        start_s = max(time.perf_counter(), self._link_free_s)
+        duration_s = self._latency_s
+        for d, s in zip(dst, src, strict=True):
+            d.copy_(s)
+            if self._bytes_per_s is not None:
+                duration_s += d.nbytes / self._bytes_per_s
+        end_s = max(start_s + duration_s, time.perf_counter())
+        self._link_free_s = end_s
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        return Copied(start_s, end_s, None)
+
+    def wait(self, copied: Copied) -> None:
+        return None
+
+    def pin_host(self, tensors: Tensors) -> bool:
+        return False
+
+
+class CudaDevice:
+    """One CUDA device with a copy stream for demand loads and one for prefetches.
+
+    Copies are asynchronous where the source is pinned; the compute stream waits on events, the
+    host never synchronises with the device here.
+    """
+
+    executor: Literal["real", "emulated"] = "real"
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._demand = torch.cuda.Stream(self.torch_device)
+        self._prefetch = torch.cuda.Stream(self.torch_device)
+
+    def mark_use(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
+        stream = self._demand if demand else self._prefetch
+        start_s = time.perf_counter()
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            for d, s in zip(dst, src, strict=True):
+                # Cast on the device: the link carries the store's bytes, and pinned sources stay asynchronous.
+                staged = s if s.dtype == d.dtype else s.to(self.torch_device, non_blocking=True)
+                d.copy_(staged, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        # The loader's thread may wait: it keeps at most one copy in flight, so that demand overtakes prefetch.
+        done.synchronize()
+        return Copied(start_s, time.perf_counter(), done)
+
+    def wait(self, copied: Copied) -> None:
+        torch.cuda.current_stream(self.torch_device).wait_event(copied.event)
+
+    def pin_host(self, tensors: Tensors) -> bool:
+        cudart = torch.cuda.cudart()
+        for tensor in tensors:
+            read_only = 8  # cudaHostRegisterReadOnly: the mapping is read-only
+            if int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, read_only)) != 0:
+                return False
+        return True
+
+
+def make_device(kind: str, link: LinkSettings) -> Device:
+    """The device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return CpuDevice(link)
+    if not torch.cuda.is_available():
+        raise ConfigError("device cuda is not available", "use --device cpu (the CPU stands in for a GPU)")
+    return CudaDevice(torch.cuda.current_device())

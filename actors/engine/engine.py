@@ -1,0 +1,182 @@
+"""The expert engine of one process: slot pool, cache and MoE layers, attached to a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import BudgetError, ConfigError
+from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
+from ..expert_store import LayerArrays
+from ..policies.eviction import EVICTION
+from ..policies.plan import LoadOnMiss
+from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.residency import Residency
+from ..settings import EngineSettings
+from ..store_format import ExpertShape
+from .cache import ExpertCache
+from .device import Device
+from .dispatch import Dispatcher
+from .layer import MoeLayer, NextGate
+from .model import DTYPES, MoeBlock
+from .operator import attach, detach
+from .pool import LayerWeights, SlotPool
+from .stats import EngineStats, LayerStats
+from .timeline import Timeline
+
+
+def slots_for(budget: float | int, shape: ExpertShape, layers: int, itemsize: int) -> int:
+    """How many slots a budget buys, at most one per expert.
+
+    Args:
+        budget: a share of all routed experts' slot bytes (float) or bytes (int).
+
+    Raises:
+        BudgetError: it does not hold one expert.
+    """
+    slot_bytes, experts = shape.nbytes(itemsize), shape.num_experts * layers
+    # A share that buys a whole number of slots must not lose one to rounding.
+    slots = int(budget * experts + 1e-9) if isinstance(budget, float) else budget // slot_bytes
+    if slots < 1:
+        raise BudgetError(
+            f"budget {budget} holds no expert (one takes {slot_bytes} bytes, all {experts} take {slot_bytes * experts})",
+            f"give at least {slot_bytes} bytes or a share of {1 / experts:.6f}",
+        )
+    return min(slots, experts)
+
+
+def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
+    """Mapped arrays as torch tensors in the store's dtype, without a copy."""
+
+    def tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+        with warnings.catch_warnings():  # the mapping is read-only, torch has no such tensors: nothing writes to these
+            warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+            return torch.frombuffer(array.data.cast("B"), dtype=dtype).view(array.shape)
+
+    out = []
+    for layer in arrays:
+        dtype = DTYPES[layer.dtype]
+        kinds = (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        out.append(LayerWeights(tuple(tensor(a, dtype) for a in kinds if a is not None)))
+    return out
+
+
+def kernel_for(pool: SlotPool, block: MoeBlock) -> ExpertKernel:
+    """The fastest kernel that can run a layer's experts."""
+    operands = Operands(pool.gate_up, pool.down, pool.gate_up_bias, pool.down_bias)
+    reference = TorchKernel(operands, block.gate)
+    if pool.gate_up.device.type == "cpu" and block.activation is not None:
+        from ...kernels.cpu_ffn import CpuKernel
+
+        if CpuKernel.supports(operands, block.activation):
+            return CpuKernel(operands, block.activation, reference)
+    return reference
+
+
+class ExpertEngine:
+    """Runs a model's experts out of a bounded slot pool.
+
+    Args:
+        settings: policy, budget and checks.
+        shape: shape of one expert.
+        weights: host weights per MoE layer.
+        blocks: the model's MoE layers, in the same order.
+        top_k: experts per token.
+        device: where the pool lives.
+        dtype: of the slots and of the compute.
+
+    Raises:
+        BudgetError: not one slot fits. ConfigError: the policy needs what the model or budget lacks.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        shape: ExpertShape,
+        weights: Sequence[LayerWeights],
+        blocks: Sequence[MoeBlock],
+        top_k: int,
+        device: Device,
+        dtype: torch.dtype,
+    ) -> None:
+        layers, policy = len(weights), settings.policy
+        keys = layers * shape.num_experts
+        slots = slots_for(settings.budget, shape, layers, dtype.itemsize)
+        if policy.preload == "all" and slots < keys:
+            raise ConfigError(
+                f"policy {policy.name} keeps all {keys} experts resident, the budget holds {slots}",
+                "use --budget 1.0 or another policy",
+            )
+        self.slot_bytes = shape.nbytes(dtype.itemsize)
+        self.experts, self.top_k, self.device = shape.num_experts, top_k, device
+        self.timeline = Timeline(settings.trace)
+        self._stats = EngineStats(
+            layers=[LayerStats() for _ in range(layers)],
+            expert_budget_bytes=budget_bytes(settings.budget, keys * self.slot_bytes),
+            slots=slots,
+            experts=keys,
+            executor=device.executor,
+        )
+        self.cache = ExpertCache(
+            SlotPool.allocate(shape, slots, dtype, device.torch_device),
+            weights,
+            device,
+            Residency(keys, slots, self.slot_bytes),
+            EVICTION[policy.eviction](),
+            PrefetchGovernor(policy.prefetch.min_useful),
+            self._stats,
+            self.timeline,
+        )
+        dispatcher, planner = Dispatcher(self.cache, shape.num_experts), LoadOnMiss()
+        self.layers = [
+            MoeLayer(
+                i, shape.num_experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
+                self._next_gates(i, blocks, settings), settings.integrity_checks,
+            )
+            for i, block in enumerate(blocks)
+        ]  # fmt: skip
+        self._handles = [attach(block.experts, layer) for block, layer in zip(blocks, self.layers, strict=True)]
+        if policy.preload == "all":
+            self.cache.preload(range(keys))
+
+    def _next_gates(self, index: int, blocks: Sequence[MoeBlock], settings: EngineSettings) -> list[NextGate]:
+        prefetch = settings.policy.prefetch
+        if prefetch.kind != "next-gate":
+            return []
+        top = prefetch.top if prefetch.top is not None else self.top_k
+        gates = []
+        for later in range(index + 1, min(index + 1 + prefetch.distance, len(blocks))):
+            router = blocks[later].router
+            if router is None:
+                raise ConfigError(
+                    "next-gate prefetch needs router logits, which this model does not expose",
+                    "use --policy on-demand",
+                )
+            gates.append(NextGate(later, router, top))
+        return gates
+
+    def stats(self) -> EngineStats:
+        """The counters so far; the record is live."""
+        self._stats.loads_in_flight = self.cache.loads_in_flight
+        self._stats.prefetch_resting = self.cache.governor.resting
+        return self._stats
+
+    def reset_stats(self) -> None:
+        """Zero the per-layer counters and the timeline; residency stays."""
+        self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
+        self.timeline.clear()
+
+    def close(self) -> None:
+        """Stop the loader and forget the layers. Safe to call twice."""
+        self.cache.close()
+        for handle in self._handles:
+            detach(handle)
+        self._handles = []
+
+
+def budget_bytes(budget: float | int, total_bytes: int) -> int:
+    """The budget in bytes."""
+    return int(budget * total_bytes) if isinstance(budget, float) else budget

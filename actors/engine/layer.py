@@ -1,0 +1,79 @@
+"""One MoE layer, one page: route, view, plan, dispatch, combine, observe, prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.expert_ffn import ExpertKernel
+from ..policies.plan import LoadOnMiss
+from ..policies.prefetch.next_gate import predicted_experts
+from .cache import ExpertCache
+from .dispatch import Dispatcher, Routing
+
+RouterProbe = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class NextGate:
+    """What the next-gate prefetcher needs of one later layer.
+
+    logits: that layer's router on a hidden state [T, H] -> [T, E].
+    """
+
+    layer: int
+    logits: RouterProbe
+    top: int
+
+
+class MoeLayer:
+    """The experts of one layer, behind transformers' experts interface.
+
+    Args:
+        index: MoE layer, counted from 0 over layers with experts.
+        kernel: runs experts on the cache's slots. post: the module's norm after each expert, if it has one.
+        next_gates: later layers to prefetch for, nearest first; empty for no prefetch.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        experts: int,
+        cache: ExpertCache,
+        planner: LoadOnMiss,
+        dispatcher: Dispatcher,
+        kernel: ExpertKernel,
+        post: torch.nn.Module | None,
+        next_gates: Sequence[NextGate],
+        check: bool,
+    ) -> None:
+        self.index, self._base, self._experts = index, index * experts, experts
+        self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
+        self._kernel, self._post, self._next_gates, self._check = kernel, post, next_gates, check
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+        cache, base = self._cache, self._base
+        routing = Routing.of(ids)  # route: done by the model, sorted here
+        cache.poll()  # view
+        needed = [base + e for e in routing.experts]
+        cache.drop_stale(self.index, needed)
+        plan = self._planner.plan(needed, cache.residency, cache.eviction)
+        cache.begin(self.index, plan)
+        if plan.loads:
+            cache.issue([load for load in plan.loads if not load.after])
+        if self._next_gates and cache.governor.allows():
+            self._prefetch(hidden)
+        out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self._kernel, self._post)
+        if self._check:
+            cache.check_integrity()
+        return out
+
+    def _prefetch(self, hidden: torch.Tensor) -> None:
+        """Queue loads for later layers behind this layer's demand, while this layer computes."""
+        for gate in self._next_gates:
+            logits = gate.logits(hidden).float().cpu().numpy()
+            base = gate.layer * self._experts
+            self._cache.prefetch([base + e for e in predicted_experts(logits, gate.top)])

@@ -1,0 +1,119 @@
+"""The loader: one thread that copies experts into slots, demand loads always first."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..policies.residency import Reservation
+from .device import Copied, Device, Tensors
+
+DEMAND, PREFETCH = 0, 1
+
+
+@dataclass(eq=False, slots=True)
+class LoadJob:
+    """One expert on its way into one slot.
+
+    `copied` is set by the loader's thread before `done`; `error` instead of it when the copy raised.
+    """
+
+    reservation: Reservation
+    dst: Tensors
+    src: Tensors
+    after: Any
+    layer: int
+    prefetch: bool  # why it was asked for; stays so when demand overtakes it
+    done: threading.Event = field(default_factory=threading.Event)
+    copied: Copied | None = None
+    error: BaseException | None = None
+    started: bool = False
+    cancelled: bool = False
+
+
+class Loader:
+    """A priority queue of copies in front of one device link.
+
+    Order: demand before prefetch, then first come first served. A copy that has started is never
+    interrupted. `close` drops what is queued and joins the thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._heap: list[tuple[int, int, LoadJob]] = []
+        self._sequence = 0
+        self._wake = threading.Condition()
+        self._closed = False
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
+        self._thread.start()
+
+    def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        """Queue copies in this order. Raises RuntimeError after `close`."""
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the loader is closed")
+            for job in jobs:
+                heapq.heappush(self._heap, (priority, self._sequence, job))
+                self._sequence += 1
+            self._wake.notify()
+
+    def promote(self, job: LoadJob) -> None:
+        """Give a queued prefetch the priority of a demand load; nothing if it has started."""
+        with self._wake:
+            if job.started or job.cancelled:
+                return
+            self._heap = [entry for entry in self._heap if entry[2] is not job]
+            heapq.heapify(self._heap)
+            heapq.heappush(self._heap, (DEMAND, self._sequence, job))
+            self._sequence += 1
+
+    def cancel(self, job: LoadJob) -> bool:
+        """Drop a copy that has not started. False if it has: then wait for `done`."""
+        with self._wake:
+            if job.started:
+                return False
+            job.cancelled = True
+            self._heap = [entry for entry in self._heap if entry[2] is not job]
+            heapq.heapify(self._heap)
+            job.done.set()
+            return True
+
+    @property
+    def pending(self) -> int:
+        """Copies queued or under way."""
+        with self._wake:
+            return len(self._heap) + self._busy
+
+    def close(self) -> None:
+        """Stop after the copy under way; queued copies are dropped. Safe to call twice."""
+        with self._wake:
+            self._closed = True
+            for _, _, job in self._heap:
+                job.cancelled = True
+                job.done.set()
+            self._heap.clear()
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.copied = self._device.copy(job.dst, job.src, job.after, not job.prefetch)
+            except BaseException as error:  # handed to the waiting forward, which raises it
+                job.error = error
+            job.done.set()
+
+    def _next(self) -> LoadJob | None:
+        with self._wake:
+            self._busy = False
+            while not self._heap and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return None
+            _, _, job = heapq.heappop(self._heap)
+            job.started = True
+            self._busy = True
+            return job

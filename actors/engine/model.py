@@ -1,0 +1,178 @@
+"""The binding to transformers: its model code, our experts, expert parameters never materialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import StoreError, UnsupportedModelError
+from ...kernels.expert_ffn import Gate
+from ..store_format import Manifest
+from .layer import RouterProbe
+from .operator import register_implementation
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MoeBlock:
+    """What the engine needs to know of one MoE layer of the model.
+
+    experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I].
+    activation: its name where gating is plainly act(gate) * up, for kernels that build it in; else None.
+    post: its norm after each expert, if any. router: logits [T, E] for a hidden state [T, H], or None where
+    the router's logits cannot be had. top_k: experts per token.
+    """
+
+    experts: nn.Module
+    gate: Gate
+    activation: str | None
+    post: nn.Module | None
+    router: RouterProbe | None
+
+
+def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The transformers model of a store: dense part on `device` in `dtype`, expert parameters on meta.
+
+    Raises:
+        StoreError: the dense file lacks parameters that the model has.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(store, trust_remote_code=False)
+    implementation = register_implementation()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_for(config, attention), trust_remote_code=False
+        )
+    _assign_dense(model, store / manifest.dense.file, {layer.module for layer in manifest.layers}, device)
+    model.set_experts_implementation(implementation)
+    if (store / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(store)
+    return model.eval()
+
+
+def attention_for(config: Any, wanted: str) -> str:
+    """The attention implementation: sdpa where the model has it, else eager."""
+    from transformers import AutoModelForCausalLM
+
+    if wanted != "auto":
+        return wanted
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+
+
+def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torch.device) -> None:
+    """Fill everything but expert parameters, as `from_pretrained` does after reading a checkpoint."""
+    from safetensors.torch import load_file
+
+    dense = load_file(file)
+    expected = model.state_dict()
+    for name, tensor in dense.items():
+        if name in expected:
+            dense[name] = tensor.to(device=device, dtype=expected[name].dtype)
+    experts = {name for name in expected if name.rpartition(".")[0] in expert_modules}
+    loaded = model.load_state_dict(dense, strict=False, assign=True)
+    model.requires_grad_(False)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # so that the initialisation below leaves it alone
+    # Buffers that no checkpoint holds (rotary frequencies) are computed anew, as for a meta-initialised model.
+    model._move_missing_keys_from_meta_to_device(set(), {"": device}, None, None)
+    model._initialize_missing_keys(False)
+    model.tie_weights()
+    left = [n for n, p in model.named_parameters() if p.is_meta and n not in experts]
+    left += [n for n in loaded.unexpected_keys]
+    if left:
+        raise StoreError(
+            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
+            "prepare the store again with --force",
+        )
+
+
+def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
+    """The MoE layers of a model in the store's order.
+
+    Raises:
+        UnsupportedModelError: the model lacks an experts module that the store names.
+    """
+    blocks = []
+    for layer in manifest.layers:
+        try:
+            experts = model.get_submodule(layer.module)
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"the model has no experts module {layer.module}", "prepare the store again with --force"
+            ) from error
+        post = experts.post_expert_norm if experts.has_post_expert_norm else None
+        parent = model.get_submodule(layer.module.rpartition(".")[0])
+        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, _router_probe(model, parent)))
+    return blocks
+
+
+def gate_of(experts: Any) -> Gate:
+    """The experts module's own activation, on neuron-major pre-activations [n, I*G] (gate, up interleaved)."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    act_fn = getattr(experts, "act_fn", None)
+    if not experts.has_gate:
+        return act_fn  # type: ignore[return-value]
+    if type(experts)._apply_gate is _default_apply_gate:
+
+        def default_gate(x: torch.Tensor) -> torch.Tensor:
+            pairs = x.view(x.shape[0], -1, 2)
+            return act_fn(pairs[..., 0]) * pairs[..., 1]  # type: ignore[misc]
+
+        return default_gate
+    if not experts.is_concatenated:
+        return experts._apply_gate
+
+    def concatenated_gate(x: torch.Tensor) -> torch.Tensor:
+        return experts._apply_gate(x.view(x.shape[0], -1, 2).transpose(1, 2).reshape(x.shape[0], -1))
+
+    return concatenated_gate
+
+
+def activation_of(experts: Any) -> str | None:
+    """The name of a plain act(gate) * up gating among those that kernels build in."""
+    from transformers.activations import ACT2FN
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
+        return None
+    known = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    for name, ours in known.items():
+        if type(ACT2FN[name]) is type(experts.act_fn):
+            return ours
+    return None
+
+
+def _router_probe(model: Any, block: nn.Module) -> RouterProbe | None:
+    """The router of an MoE block, found through the model's own `_can_record_outputs["router_logits"]`."""
+    for owner in model.modules():
+        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is None:
+            continue
+        target = getattr(recorder, "target_class", recorder)
+        index = getattr(recorder, "index", 0)
+        for module in block.modules():
+            if isinstance(module, target):
+                return _probe(module, index)
+    return None
+
+
+def _probe(router: Any, index: int) -> RouterProbe:
+    weight = getattr(router, "weight", None)
+    bias = getattr(router, "bias", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+        # A plain linear router: its logits without the top-k that its forward would add.
+        return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+
+    def through_module(hidden: torch.Tensor) -> torch.Tensor:
+        output = router(hidden)
+        return output[index] if isinstance(output, tuple) else output
+
+    return through_module

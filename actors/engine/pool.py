@@ -1,0 +1,64 @@
+"""The slot pool: the tensors that experts are copied into, and that kernels read in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..store_format import ExpertShape
+
+
+@dataclass(frozen=True)
+class SlotPool:
+    """One contiguous allocation per tensor kind, made once; slot s of each is one whole expert.
+
+    Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None
+    (neuron-major: neuron j of an expert is gate_up[s, j] and down[s, j]).
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    @staticmethod
+    def allocate(shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device) -> SlotPool:
+        """Allocate `slots` slots of `shape` in `dtype` on `device`."""
+
+        def empty(*dims: int) -> torch.Tensor:
+            return torch.empty((slots, *dims), dtype=dtype, device=device)
+
+        i, g, h = shape.intermediate, shape.gates, shape.hidden
+        return SlotPool(
+            gate_up=empty(i, g, h),
+            down=empty(i, h),
+            gate_up_bias=empty(i, g) if shape.has_bias else None,
+            down_bias=empty(h) if shape.has_bias else None,
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in (self.gate_up, self.down, self.gate_up_bias, self.down_bias) if t is not None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def slot(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one slot, in the order of `tensors`."""
+        return tuple(t[index] for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One MoE layer's experts in host memory, mapped read-only in the checkpoint's dtype.
+
+    Shapes as in `SlotPool`, with experts in place of slots.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def expert(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one expert, in the order of `SlotPool.tensors`."""
+        return tuple(t[index] for t in self.tensors)

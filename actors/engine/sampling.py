@@ -1,0 +1,82 @@
+"""Per-request sampling inside transformers' continuous batching: greedy, temperature, top-k, top-p, seeds.
+
+The manager takes the argmax of the processed scores. A sampled row is turned into a one-hot row
+here, so greedy and sampled requests share a batch, and a seeded request draws the same tokens
+whatever else is in the batch: its n-th draw depends on (seed, n) alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.logits_process import LogitsProcessorList
+
+from ..requests import SamplingParams
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
+    """One token of logits [V]: temperature, then top-k, then top-p, then inverse transform sampling.
+
+    Tokens are ordered by probability, ties by number. The uniform variate is Philox(key=seed, counter=step).
+    """
+    scaled = logits.double() / params.temperature
+    probabilities, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
+    keep = probabilities.shape[0] if params.top_k == 0 else min(params.top_k, probabilities.shape[0])
+    cumulative = probabilities[:keep].cumsum(0)
+    if params.top_p < 1.0:
+        # the smallest head whose mass reaches top_p of what top-k left
+        keep = int(torch.searchsorted(cumulative, params.top_p * cumulative[-1]).item()) + 1
+        cumulative = cumulative[:keep]
+    uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
+    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).item())
+    return int(tokens[min(index, cumulative.shape[0] - 1)])
+
+
+class RequestSampler(ContinuousBatchingLogitsProcessor):
+    """Applies each request's own `SamplingParams`, which travel with the request as `sampling` and `seed`."""
+
+    supported_kwargs: dict[str, type] = {"sampling": SamplingParams, "seed": int}  # noqa: RUF012 (the base's form)
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[SamplingParams, int, int] | None] = []
+        self._sampled = False
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        self._rows = []
+        for request in requests_with_new_token:
+            kwargs = request.state.logit_processor_kwargs
+            params = kwargs.get("sampling")
+            if params is None or params.temperature == 0:
+                self._rows.append(None)
+            else:
+                self._rows.append((params, kwargs["seed"], len(request.state.generated_tokens)))
+        self._sampled = any(row is not None for row in self._rows)
+        return torch.zeros(len(self._rows), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        if not self._sampled:
+            return scores
+        scores = scores.clone()
+        for i, row in enumerate(self._rows):
+            if row is not None:
+                token = draw(scores[i], *row)
+                scores[i] = float("-inf")
+                scores[i, token] = 0.0
+        return scores
+
+
+def request_sampling() -> ContinuousBatchingLogitsProcessorList:
+    """The processor list to give to a continuous batching manager."""
+    processors = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([RequestSampler()]))
+    processors.tensors_required = 1
+    return processors

@@ -1,0 +1,72 @@
+"""Counters of the expert engine: one typed record that CLI, benchmarks and metrics all read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LayerStats:
+    """What one MoE layer did since the counters were reset.
+
+    A hit is an expert that a forward needed and found resident (or wholly arrived before its turn
+    without the compute waiting is still a miss: it was not resident when the routing became known).
+    Counted per forward and expert, not per token.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    prefetched_hits: int = 0  # hits whose bytes a prefetch brought, first use only
+    late_prefetches: int = 0  # misses whose prefetch was still on its way
+    bytes_loaded_demand: int = 0
+    bytes_loaded_prefetch: int = 0
+    bytes_wasted: int = 0  # loaded by prefetch, evicted or cancelled in flight without one use
+    blocked_io_s: float = 0.0  # seconds the compute waited for a copy
+    total_io_s: float = 0.0  # seconds the link was busy
+    forwards: int = 0
+    waves: int = 0  # passes over a layer's experts; equals forwards when the working set fits
+
+    @property
+    def bytes_loaded(self) -> int:
+        return self.bytes_loaded_demand + self.bytes_loaded_prefetch
+
+
+@dataclass
+class EngineStats:
+    """Counters of one engine, per MoE layer and in total."""
+
+    layers: list[LayerStats] = field(default_factory=list)
+    expert_budget_bytes: int = 0
+    expert_bytes_peak: int = 0
+    slots: int = 0
+    experts: int = 0
+    executor: str = "real"
+    bytes_preloaded: int = 0  # loaded before the first request, in no layer's counters
+    loads_in_flight: int = 0
+    prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
+    ndp_tokens: int = 0
+    substitutions: int = 0
+    dropped: int = 0
+
+    def total(self) -> LayerStats:
+        """The sum over layers."""
+        out = LayerStats()
+        for layer in self.layers:
+            for name, value in asdict(layer).items():
+                setattr(out, name, getattr(out, name) + value)
+        return out
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over hits and misses; 1.0 where nothing was asked for."""
+        total = self.total()
+        asked = total.hits + total.misses
+        return total.hits / asked if asked else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat totals for JSON, with the per-layer counters beside them."""
+        total = self.total()
+        flat = asdict(total) | {"bytes_loaded": total.bytes_loaded, "hit_rate": self.hit_rate}
+        own = {k: v for k, v in asdict(self).items() if k != "layers"}
+        return flat | own | {"layers": [asdict(x) for x in self.layers]}

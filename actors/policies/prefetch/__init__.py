@@ -1,0 +1,1 @@
+"""Which experts of later layers to ask for, and whether asking pays."""

@@ -1,0 +1,147 @@
+"""Which expert is in which slot: bookkeeping of the expert cache, apart from tensors and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class State(IntEnum):
+    """Where an expert stands with respect to the slot pool."""
+
+    ABSENT = 0
+    LOADING = 1
+    RESIDENT = 2
+
+
+class ResidencyError(AssertionError):
+    """The bookkeeping was asked for an impossible transition, or its invariants do not hold: a bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot set aside for one expert while its bytes are on their way.
+
+    `generation` is the slot's at the time of reservation: a copy that finishes for another
+    generation came too late and must not be published.
+    """
+
+    key: int
+    slot: int
+    generation: int
+
+
+class Residency:
+    """Slots, states, pins and generations of one pool.
+
+    Two-phase: `reserve` (ABSENT -> LOADING) takes a free slot, then either `publish`
+    (LOADING -> RESIDENT) or `release` (LOADING -> ABSENT) ends it. `evict` (RESIDENT -> ABSENT)
+    frees the slot. A pinned expert is neither evicted nor released. Every operation is O(1)
+    and either succeeds whole or raises and changes nothing.
+
+    Args:
+        keys: number of experts in all layers.
+        slots: number of slots, each large enough for one expert.
+        slot_bytes: bytes of one slot, for `bytes_held`.
+    """
+
+    def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
+        if slots < 1 or keys < 1:
+            raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
+        self.keys, self.slots, self.slot_bytes = keys, slots, slot_bytes
+        self._state = [State.ABSENT] * keys
+        self._slot: dict[int, int] = {}  # key -> slot, for LOADING and RESIDENT
+        self._free = list(range(slots - 1, -1, -1))  # lowest slot first
+        self._generation = [0] * slots
+        self._pins: dict[int, int] = {}  # key -> count, only counts above zero
+
+    def state(self, key: int) -> State:
+        return self._state[key]
+
+    def slot(self, key: int) -> int:
+        """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
+        return self._slot[key]
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes_held(self) -> int:
+        return (self.slots - len(self._free)) * self.slot_bytes
+
+    def held(self) -> Iterable[int]:
+        """Keys that occupy a slot, LOADING or RESIDENT."""
+        return self._slot.keys()
+
+    def pinned(self, key: int) -> bool:
+        return key in self._pins
+
+    def reserve(self, key: int) -> Reservation:
+        """ABSENT -> LOADING in a free slot. Raises ResidencyError if not absent or no slot is free."""
+        if self._state[key] != State.ABSENT:
+            raise ResidencyError(f"expert {key} is {self._state[key].name}, not ABSENT")
+        if not self._free:
+            raise ResidencyError("no free slot; evict first")
+        slot = self._free.pop()
+        self._generation[slot] += 1
+        self._state[key] = State.LOADING
+        self._slot[key] = slot
+        return Reservation(key, slot, self._generation[slot])
+
+    def publish(self, reservation: Reservation) -> None:
+        """LOADING -> RESIDENT, once the bytes are in the slot."""
+        self._check_current(reservation)
+        self._state[reservation.key] = State.RESIDENT
+
+    def release(self, reservation: Reservation) -> None:
+        """LOADING -> ABSENT: the load was cancelled; the slot is free again."""
+        self._check_current(reservation)
+        self._drop(reservation.key)
+
+    def evict(self, key: int) -> None:
+        """RESIDENT -> ABSENT; weights are read-only, so nothing is copied back."""
+        if self._state[key] != State.RESIDENT:
+            raise ResidencyError(f"expert {key} is {self._state[key].name}, not RESIDENT")
+        self._drop(key)
+
+    def pin(self, key: int) -> None:
+        """Keep a LOADING or RESIDENT expert in its slot until as many `unpin` calls."""
+        if self._state[key] == State.ABSENT:
+            raise ResidencyError(f"expert {key} is ABSENT and cannot be pinned")
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: int) -> None:
+        count = self._pins.get(key, 0)
+        if count == 0:
+            raise ResidencyError(f"expert {key} is not pinned")
+        if count == 1:
+            del self._pins[key]
+        else:
+            self._pins[key] = count - 1
+
+    def check_integrity(self) -> None:
+        """Raise ResidencyError unless every invariant holds. O(keys + slots); for tests and idle time."""
+        used = sorted(self._slot.values())
+        if sorted(used + self._free) != list(range(self.slots)):
+            raise ResidencyError(f"slots are lost or shared: used {used}, free {sorted(self._free)}")
+        for key in range(self.keys):
+            if (self._state[key] == State.ABSENT) == (key in self._slot):
+                raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
+        for key, count in self._pins.items():
+            if count < 1 or self._state[key] == State.ABSENT:
+                raise ResidencyError(f"expert {key} has {count} pins while {self._state[key].name}")
+
+    def _check_current(self, reservation: Reservation) -> None:
+        key = reservation.key
+        if self._state[key] != State.LOADING or self._slot[key] != reservation.slot:
+            raise ResidencyError(f"expert {key} is not loading into slot {reservation.slot}")
+        if self._generation[reservation.slot] != reservation.generation:
+            raise ResidencyError(f"slot {reservation.slot} was given away since generation {reservation.generation}")
+
+    def _drop(self, key: int) -> None:
+        if key in self._pins:
+            raise ResidencyError(f"expert {key} is pinned")
+        self._free.append(self._slot.pop(key))
+        self._state[key] = State.ABSENT

@@ -1,0 +1,395 @@
+"""The expert store on disk: what its manifest says and how its tensor files are laid out.
+
+A store is a folder (see `docs/store-format.md`): `manifest.json`, one safetensors file per MoE layer
+with every expert neuron-major (DESIGN.md section 1), one with the dense rest, and copies of the
+checkpoint's configuration and tokenizer. Tensor files are ordinary safetensors whose data starts at
+a multiple of 64 bytes, so that mapped arrays are aligned for vector loads.
+
+NumPy-free and torch-free on purpose: every process of a node may import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from ..errors import StoreError, TierMoeError
+
+FORMAT_VERSION: Literal[1] = 1
+MANIFEST_NAME = "manifest.json"
+STAMP_NAME = "verified.json"
+DENSE_NAME = "dense.safetensors"
+DATA_ALIGNMENT = 64
+MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
+
+REBUILD = "rebuild it with `tiermoe prepare MODEL OUT --force`"
+
+# safetensors type codes and bytes per element
+ITEM_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+DType = Literal["bfloat16", "float16", "float32"]
+DTYPE_CODES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+# One path component that cannot climb out of the folder.
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
+
+
+def layer_name(index: int) -> str:
+    """File name of MoE layer `index`."""
+    return f"layer-{index:03d}.safetensors"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TensorSpec(_Frozen):
+    """One tensor of a safetensors file.
+
+    Attributes:
+        dtype: safetensors type code, such as "BF16".
+        offset: of the first byte, from the start of the file.
+        nbytes: length of the data.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: Bytes
+    nbytes: Bytes
+
+
+class FileRecord(_Frozen):
+    """A file of the store, its length and its digest."""
+
+    file: FileName
+    nbytes: Bytes
+    sha256: Sha256
+
+
+class LayerFile(FileRecord):
+    """The experts of one MoE layer.
+
+    Attributes:
+        index: MoE layer number in order, 0..L-1 (dense layers are not counted).
+        module: path of the experts module in the model, such as `model.layers.3.mlp.experts`.
+    """
+
+    index: Annotated[int, Field(ge=0, le=1 << 16)]
+    module: str
+
+
+class TiedWeight(_Frozen):
+    """A parameter that shares the storage of another one, which is in the dense file."""
+
+    name: str
+    source: str
+
+
+class DenseFile(FileRecord):
+    """Everything that is not a routed expert, under the names of `model.state_dict()`."""
+
+    tied: tuple[TiedWeight, ...]
+
+
+class SourceFile(_Frozen):
+    """A checkpoint file as it was when the store was made.
+
+    Attributes:
+        mtime_ns: modification time of a weight file; None for a small file, whose digest tells all.
+        sha256: of the header of a weight file, of all of a small file.
+    """
+
+    file: str
+    nbytes: Bytes
+    mtime_ns: int | None
+    sha256: Sha256
+
+
+class ExpertShape(_Frozen):
+    """Shape of one expert; all experts of a store have the same.
+
+    Attributes:
+        gates: 2 where a gate and an up projection feed the activation, 1 where there is only up.
+        has_bias: whether both projections have biases.
+    """
+
+    num_experts: Count
+    hidden: Count
+    intermediate: Count
+    gates: Literal[1, 2]
+    has_bias: bool
+
+    @property
+    def gate_up(self) -> tuple[int, int, int]:
+        """[I, G, H]: neuron j is rows (gate j, up j), or (up j) alone."""
+        return (self.intermediate, self.gates, self.hidden)
+
+    @property
+    def down(self) -> tuple[int, int]:
+        """[I, H]: row j is column j of the down projection."""
+        return (self.intermediate, self.hidden)
+
+    @property
+    def gate_up_bias(self) -> tuple[int, int] | None:
+        """[I, G], or None where the model has no biases."""
+        return (self.intermediate, self.gates) if self.has_bias else None
+
+    @property
+    def down_bias(self) -> tuple[int] | None:
+        """[H], or None where the model has no biases."""
+        return (self.hidden,) if self.has_bias else None
+
+    def elements(self) -> int:
+        """Numbers in one expert, biases included."""
+        shapes = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(math.prod(shape) for shape in shapes if shape is not None)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of one expert at `itemsize` bytes a number."""
+        return self.elements() * itemsize
+
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of a layer file, in the order in which they lie: [E, ...]."""
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "gate_up": self.gate_up,
+            "down": self.down,
+            "gate_up_bias": self.gate_up_bias,
+            "down_bias": self.down_bias,
+        }
+        return {name: (self.num_experts, *shape) for name, shape in shapes.items() if shape is not None}
+
+
+class Manifest(_Frozen):
+    """What a store holds. Written last, so a folder without one is not a store.
+
+    Attributes:
+        model: the checkpoint's folder name.
+        architecture: class of the transformers model, such as `MixtralForCausalLM`.
+        dtype: of the experts, as in the checkpoint.
+        transformers_version: the one whose conversion gave the tensor names.
+        extras: configuration and tokenizer files.
+        source: the checkpoint's files, to notice that it changed.
+    """
+
+    format_version: Literal[1]
+    model: str
+    architecture: str
+    dtype: DType
+    transformers_version: str
+    experts: ExpertShape
+    layers: Annotated[tuple[LayerFile, ...], Field(min_length=1)]
+    dense: DenseFile
+    extras: tuple[FileRecord, ...]
+    source: tuple[SourceFile, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if [layer.index for layer in self.layers] != list(range(len(self.layers))):
+            raise ValueError("layers are not numbered 0..L-1")
+        names = [record.file for record in self.files()]
+        if len(set(names)) != len(names) or MANIFEST_NAME in names:
+            raise ValueError("two files have one name")
+        if len({layer.module for layer in self.layers}) != len(self.layers):
+            raise ValueError("two layers have one module")
+        return self
+
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every file of the store but the manifest."""
+        return (*self.layers, self.dense, *self.extras)
+
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert as stored."""
+        return self.experts.nbytes(ITEM_BYTES[DTYPE_CODES[self.dtype]])
+
+    def expert_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type code and shape of each tensor of a layer file."""
+        code = DTYPE_CODES[self.dtype]
+        return {name: (code, shape) for name, shape in self.experts.stacked().items()}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The only byte string that `decode_manifest` takes for this manifest; it carries its own digest."""
+    body = manifest.model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "checksum": digest}, indent=1) + "\n").encode()
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Read a manifest and check it against its digest, byte for byte.
+
+    Args:
+        where: the path to name in errors.
+
+    Raises:
+        StoreError: not a manifest, of another format version, or altered.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is not valid JSON ({error})", REBUILD) from error
+    if not isinstance(body, dict):
+        raise StoreError(f"{where} is not a manifest", REBUILD)
+    version = body.get("format_version")
+    if version != FORMAT_VERSION:
+        raise StoreError(f"{where} has store format {version!r}, not {FORMAT_VERSION}", REBUILD)
+    body.pop("checksum", None)
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(body))
+    except (ValidationError, ValueError) as error:
+        raise StoreError(f"{where} is malformed ({first_problem(error)})", REBUILD) from error
+    if encode_manifest(manifest) != data:
+        raise StoreError(f"{where} does not match its checksum", REBUILD)
+    return manifest
+
+
+def read_manifest(store: Path) -> Manifest:
+    """The manifest of a store folder.
+
+    Raises:
+        StoreError: the folder is not a store, or its manifest is of no use.
+    """
+    path = store / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{store} is not an expert store ({path.name}: {error.strerror})",
+            "make one with `tiermoe prepare MODEL OUT`",
+        ) from error
+    return decode_manifest(data, str(path))
+
+
+def first_problem(error: Exception) -> str:
+    """The first complaint of a validation error, on one line."""
+    if isinstance(error, ValidationError):
+        item = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}".strip(": ")
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, tuple[TensorSpec, ...]]:
+    """Lay tensors out in order and make the safetensors header for them.
+
+    Args:
+        tensors: type code and shape by name.
+
+    Returns:
+        The first bytes of the file, a multiple of `DATA_ALIGNMENT` long, and where each tensor lies.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    begin = 0
+    for name, (dtype, shape) in tensors.items():
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    specs = tuple(
+        TensorSpec(
+            name=name,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=len(head) + entry["data_offsets"][0],
+            nbytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in entries.items()
+    )
+    return head, specs
+
+
+def read_header(path: Path, error: Callable[[str], TierMoeError]) -> tuple[bytes, tuple[TensorSpec, ...]]:
+    """Read and check the header of a safetensors file: types, shapes, and data without gap or overlap.
+
+    Args:
+        error: makes the error to raise from what is wrong.
+
+    Returns:
+        The raw header, length field included, and the tensors in the order in which they lie.
+
+    Raises:
+        TierMoeError: what `error` makes, when the file is absent, truncated or malformed.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(8)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise error(f"{path} is truncated or not a safetensors file ({size} bytes)")
+            text = file.read(length)
+    except OSError as cause:
+        raise error(f"{path} cannot be read ({cause.strerror})") from cause
+    try:
+        entries = json.loads(text, object_pairs_hook=_no_duplicates)
+        specs = [_tensor_spec(name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, RecursionError, AttributeError) as cause:
+        raise error(f"{path} has a malformed header ({first_problem(cause)})") from cause
+    specs.sort(key=lambda spec: (spec.offset, spec.nbytes))
+    end = 8 + length
+    for spec in specs:
+        if spec.offset != end:
+            raise error(f"{path}: the data of tensor {spec.name!r} overlaps another or leaves a gap")
+        end += spec.nbytes
+    if end != size:
+        raise error(f"{path} has {size} bytes where its header needs {end}")
+    return head + text, tuple(specs)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def _tensor_spec(name: str, entry: Any, data_start: int) -> TensorSpec:
+    """One entry of a header, checked: shape x item size is the length of the data."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
+    if not (name.isascii() and name.isprintable()):  # it would end up in error messages and other files
+        raise ValueError("a tensor's name has unprintable characters")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name!r} has type {dtype!r}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n <= 1 << 50 for n in numbers):
+            raise ValueError(f"tensor {name!r} has shape or offsets that are not natural numbers")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"tensor {name!r} of type {dtype} and shape {shape} does not fit its data")
+    return TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offset=data_start + offsets[0],
+        nbytes=offsets[1] - offsets[0],
+    )

@@ -1,0 +1,79 @@
+"""The `tiermoe` command. Every subcommand's module is imported when it is called, so that help is instant.
+
+Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says how), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import RuntimeFailure, TierMoeError
+from .versions import versions
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    name="tiermoe",
+    help="Serve Mixture-of-Experts models that outgrow the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+jobs = typer.Typer(help="Longer jobs: train the default model.", no_args_is_help=True)
+app.add_typer(jobs, name="jobs")
+
+
+def _show_versions(wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None: ...
+
+
+def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute: str, summary: str) -> None:
+    """Register a command whose options are parsed by the typer function or app `module:attribute`."""
+
+    def command(ctx: typer.Context) -> None:
+        target: Any = getattr(import_module(module, __package__), attribute)
+        if not isinstance(target, typer.Typer):
+            function, target = target, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            target.command()(function)
+        target(args=ctx.args, prog_name=f"{prefix} {name}")
+
+    parent.command(name, help=summary, context_settings=_PASS_ON)(command)
+
+
+_forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
+_forward(app, "tiermoe", "prepare", ".jobs.prepare.command", "prepare_command", "Turn a checkpoint into a store.")
+_forward(app, "tiermoe", "doctor", ".jobs.doctor", "doctor_command", "Measure this machine and say what would fit.")
+_forward(app, "tiermoe", "bench", ".jobs.bench.command", "bench_app", "Measure the system; --check compares to limits.")
+_forward(
+    jobs, "tiermoe jobs", "train-default-model", ".jobs.train_default_model.command", "train_default_model_command",
+    "Train the model that ships with the project.",
+)  # fmt: skip
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line; ends by SystemExit.
+
+    Args:
+        args: the arguments; None: those of the process.
+    """
+    try:
+        app(args=args, prog_name="tiermoe")
+    except TierMoeError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, RuntimeFailure) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)

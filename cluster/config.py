@@ -1,0 +1,217 @@
+"""What a run is: frozen settings from a YAML file with command-line options on top, checked before Ray starts.
+
+Order of precedence: option > YAML file > the defaults written here. Nothing comes from environment variables.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ..actors.settings import EngineSettings, KvSettings, LinkSettings, PolicySettings, Settings
+from ..errors import BudgetError, CheckpointError, ConfigError
+from .yaml_file import explain, read_yaml
+
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+_UNITS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
+_BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
+
+
+class RaySettings(Settings):
+    """Which Ray the run uses and how long it may take to start."""
+
+    address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
+    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: threads + 1")
+    startup_deadline_s: float = Field(default=300.0, gt=0, description="seconds until every actor must be ready")
+    object_store_bytes: int = Field(
+        default=100_000_000, ge=80_000_000, description="Ray's shared memory; weights do not pass through it"
+    )
+
+
+class RunConfig(Settings):
+    """Everything of a run besides the prompt and its sampling."""
+
+    model: str | None = Field(default=None, description="checkpoint directory; none: the default model")
+    store: str | None = Field(default=None, description="directory of the expert store; none: in the cache folder")
+    policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
+    budget: str | float | int = Field(default="0.25", description="see parse_budget")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int | None = Field(default=None, ge=1, le=1024, description="worker threads; none: all cores but one")
+    link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
+    kv: KvSettings = KvSettings()
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    integrity_checks: bool = False
+    ray: RaySettings = RaySettings()
+    request_deadline_s: float = Field(default=3600.0, gt=0, description="seconds that one request may take")
+
+    @property
+    def model_dir(self) -> Path:
+        return Path(self.model).expanduser() if self.model is not None else default_model_dir()
+
+    @property
+    def worker_threads(self) -> int:
+        """Torch threads of the worker: one core stays free for the driver, the store and Ray."""
+        if self.threads is not None:
+            return self.threads
+        mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, mine - 1)
+
+
+def configs_dir() -> Path:
+    """The presets that ship with the package."""
+    return _PACKAGE_ROOT / "configs"
+
+
+def default_model_dir() -> Path:
+    """The model that ships with the project."""
+    return _PACKAGE_ROOT / "models" / "tiny-moe"
+
+
+def parse_budget(text: str | float | int) -> float | int:
+    """Read an expert budget.
+
+    Args:
+        text: a plain number or percentage is a share of all routed experts; a number with a unit is bytes.
+
+    Returns:
+        float in (0, 1]: share; int >= 1: bytes.
+
+    Raises:
+        BudgetError: zero, negative, not finite, a share over 1, an unknown unit, or no number at all.
+    """
+    shown = str(text).strip()
+    match = _BUDGET.fullmatch(shown)
+    if match is None:
+        raise BudgetError(f"budget '{shown}' is not a share or a number of bytes", _BUDGET_REMEDY)
+    number, unit = float(match["number"]), (match["unit"] or "").upper()
+    if unit in _UNITS:
+        size = number * _UNITS[unit]
+        if not math.isfinite(size) or size < 1:
+            raise BudgetError(f"budget '{shown}' is less than one byte or not finite", _BUDGET_REMEDY)
+        return int(size)
+    share = number / 100 if unit == "%" else number
+    if not 0 < share <= 1:
+        raise BudgetError(f"budget '{shown}' is a share outside (0, 1]", _BUDGET_REMEDY)
+    return share
+
+
+def policy_names() -> list[str]:
+    """Names of the presets, sorted."""
+    return sorted(path.stem for path in (configs_dir() / "policies").glob("*.yaml"))
+
+
+def load_policy(name_or_path: str) -> PolicySettings:
+    """Read a policy preset by its name, or any policy file by its path.
+
+    Raises:
+        ConfigError: no such preset or file, or its content is refused.
+    """
+    known = ", ".join(policy_names())
+    path = _preset_path("policies", name_or_path)
+    if not path.is_file():
+        raise ConfigError(f"no policy '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+    try:
+        return PolicySettings(**read_yaml(path))
+    except ValidationError as error:
+        raise explain(error, PolicySettings, str(path)) from error
+
+
+def load_run_config(file: str | None = None, options: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read a run configuration.
+
+    Args:
+        file: path of a YAML file, or the name of one in configs/clusters; None: the defaults.
+        options: command-line options by key (nested for sections); None values are left out.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a key is unknown, or a value is out of range.
+    """
+    base: dict[str, Any] = {}
+    if file is not None:
+        path = _preset_path("clusters", file)
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in (configs_dir() / "clusters").glob("*.yaml")))
+            raise ConfigError(f"no configuration file '{file}'", f"give the path of a YAML file or one of {known}")
+        base = read_yaml(path)
+    given = _without_none(options or {})
+    try:
+        return RunConfig(**_merge(base, given))
+    except ValidationError as error:
+        raise explain(error, RunConfig, file or "the run configuration", given) from error
+
+
+def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings:
+    """What the worker needs, with policy and budget resolved and checked against each other.
+
+    Raises:
+        ConfigError: unknown policy. BudgetError: budget malformed, or too small for the policy.
+    """
+    policy, budget = load_policy(config.policy), parse_budget(config.budget)
+    if policy.preload == "all" and isinstance(budget, float) and budget < 1:
+        raise BudgetError(
+            f"policy '{policy.name}' keeps every expert on the device, but the budget is {budget:.4g} of them",
+            "pass --budget 1.0, or choose a policy that loads on demand",
+        )
+    return EngineSettings(
+        policy=policy,
+        budget=budget,
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.worker_threads,
+        link=config.link,
+        kv=config.kv,
+        attention=config.attention,
+        integrity_checks=config.integrity_checks,
+        trace=trace,
+    )
+
+
+def check_model_dir(path: Path) -> None:
+    """Refuse a model directory that cannot be served, before anything is started.
+
+    Raises:
+        CheckpointError: no such directory, or one without config.json or tokenizer.json.
+    """
+    if not path.is_dir():
+        remedy = (
+            "make it with `tiermoe jobs train-default-model`, or pass --model DIRECTORY"
+            if path == default_model_dir()
+            else "pass --model the directory of a downloaded checkpoint (safetensors, config.json, tokenizer.json)"
+        )
+        raise CheckpointError(f"no model at '{path}'", remedy)
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise CheckpointError(f"'{path}' has no {name}", "download the whole checkpoint, with its fast tokenizer")
+
+
+def _preset_path(section: str, name_or_path: str) -> Path:
+    """A bare word is a preset of configs/SECTION; anything with a suffix or a separator is a path."""
+    path = Path(name_or_path).expanduser()
+    if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
+        return path
+    return configs_dir() / section / f"{name_or_path}.yaml"
+
+
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    cleaned = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in options.items() if v is not None}
+    return {k: v for k, v in cleaned.items() if v != {}}
+
+
+def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in top.items():
+        below = out.get(key)
+        out[key] = _merge(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return out

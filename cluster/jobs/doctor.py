@@ -1,0 +1,125 @@
+"""`tiermoe doctor`: measure this machine and say what would fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+from ...errors import CheckpointError
+from ..config import check_model_dir, default_model_dir
+from ..report.tables import facts, size
+from ..versions import versions
+from .machine import cpu, devices, host_copy_gbps
+
+_ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def routed_expert_elements(model_dir: Path) -> int:
+    """Numbers held by the routed experts of a safetensors checkpoint; reads its headers only.
+
+    Raises:
+        CheckpointError: no safetensors file, or one whose header cannot be read.
+    """
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"'{model_dir}' has no safetensors file", "download the checkpoint as safetensors")
+    return sum(
+        math.prod(tensor["shape"])
+        for path in files
+        for name, tensor in _header(path).items()
+        if name != "__metadata__" and _ROUTED.search(name)
+    )
+
+
+def examine(model_dir: Path) -> dict[str, Any]:
+    """Everything that the command prints; takes a few seconds and half a gigabyte.
+
+    Raises:
+        CheckpointError: a model other than the absent default one was given and cannot be read.
+    """
+    memory = psutil.virtual_memory()
+    found = devices()
+    report: dict[str, Any] = {
+        "cpu": cpu(),
+        "memory": {"total_bytes": memory.total, "free_bytes": memory.available, "copy_gbps": host_copy_gbps()},
+        "devices": [asdict(device) for device in found],
+        "versions": versions(),
+        "model": None,
+    }
+    if model_dir == default_model_dir() and not model_dir.is_dir():
+        return report
+    check_model_dir(model_dir)
+    elements = routed_expert_elements(model_dir)
+    needs = {dtype: elements * each for dtype, each in _ITEM_BYTES.items()}
+    free = max(device.free_bytes for device in found)
+    report["model"] = {
+        "path": str(model_dir),
+        "expert_bytes": needs,
+        "share_that_fits": {dtype: min(1.0, free / need) if need else 1.0 for dtype, need in needs.items()},
+    }
+    return report
+
+
+def doctor_command(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder to size; default: the project's model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine and say what would fit."""
+    with Console(stderr=True).status("measuring ..."):
+        report = examine(Path(model).expanduser() if model is not None else default_model_dir())
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(facts("This machine", _rows(report)))
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    chip, memory, model = report["cpu"], report["memory"], report["model"]
+    rows = [
+        ("cpu", f"{chip['model']}, {chip['cores']} usable cores ({chip['physical_cores']} physical)"),
+        ("instruction sets", " ".join(chip["instruction_sets"]) or "none that matter here"),
+        ("host memory", f"{size(memory['free_bytes'])} free of {size(memory['total_bytes'])}, "
+                        f"copy {memory['copy_gbps']:.1f} GB/s (one thread, measured)"),
+    ]  # fmt: skip
+    for device in report["devices"]:
+        rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))
+        rows.append(("link", f"{device['link_gbps']:.1f} GB/s, {device['link']}"))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
+    if model is None:
+        rows.append(("model", "none: make the default one with `tiermoe jobs train-default-model`"))
+        return rows
+    rows.append(("model", model["path"]))
+    for dtype, need in model["expert_bytes"].items():
+        rows.append((f"experts {dtype}", f"{size(need)}; the free device memory holds {_share(model, dtype)} of them"))
+    return rows
+
+
+def _share(model: dict[str, Any], dtype: str) -> str:
+    share = model["share_that_fits"][dtype]
+    return "all" if share >= 1 else f"{share:.1%}"
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The tensors of one safetensors file: name -> dtype, shape, offsets."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"'{path}' has no readable header: {error}", "download the file again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"'{path}' has no readable header", "download the file again")
+    return header

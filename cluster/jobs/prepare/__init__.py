@@ -1,0 +1,5 @@
+"""`tiermoe prepare`: turn a safetensors checkpoint into an expert store."""
+
+from .job import default_store_dir, ensure_prepared, is_store, prepare
+
+__all__ = ["default_store_dir", "ensure_prepared", "is_store", "prepare"]

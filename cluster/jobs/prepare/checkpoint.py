@@ -1,0 +1,184 @@
+"""A checkpoint folder, opened and checked without reading any weight and without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....actors.store_format import (
+    ITEM_BYTES,
+    MANIFEST_NAME,
+    STAMP_NAME,
+    SourceFile,
+    TensorSpec,
+    first_problem,
+    read_header,
+)
+from ....errors import CheckpointError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+JOURNAL_NAME = "journal.json"
+_EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_MAX_JSON_BYTES = 256 << 20
+
+REFETCH = "download the checkpoint again"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the checkpoint: its file, and its type, shape and place in it."""
+
+    path: Path
+    spec: TensorSpec
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; a scalar is one row."""
+        return self.spec.shape[0] if self.spec.shape else 1
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one entry of the first dimension."""
+        return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint folder.
+
+    Attributes:
+        config: the parsed `config.json`.
+        tensors: by name.
+        source: its files as they are now; two openings of an unchanged checkpoint give the same.
+    """
+
+    path: Path
+    config: dict[str, Any] = field(repr=False)
+    tensors: dict[str, TensorEntry] = field(repr=False)
+    source: tuple[SourceFile, ...]
+
+    @property
+    def name(self) -> str:
+        """The folder's name, or the model's in a Hugging Face cache (`models--ORG--NAME/snapshots/HASH`)."""
+        parents = [parent.name for parent in self.path.parents]
+        if len(parents) > 1 and parents[0] == "snapshots" and parents[1].startswith("models--"):
+            return parents[1].rpartition("--")[2]
+        return self.path.name or "model"
+
+    def extras(self) -> list[Path]:
+        """Configuration and tokenizer files, which a store copies."""
+        return sorted(path for path in self.path.iterdir() if _is_extra(path))
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Open a folder of safetensors files and check that it is whole.
+
+    Raises:
+        CheckpointError: the folder or a file is missing, truncated or malformed, or two files hold
+            one tensor.
+    """
+    path = model_dir.resolve()
+    if not path.is_dir():
+        raise CheckpointError(f"{model_dir} is not a folder", "pass the folder of a downloaded checkpoint")
+    config = _read_json(path / CONFIG_NAME)
+    tensors: dict[str, TensorEntry] = {}
+    source = [_small_file(path / CONFIG_NAME)]
+    for shard in _shards(path, source):
+        header, specs = read_header(shard, lambda what: CheckpointError(what, REFETCH))
+        status = shard.stat()
+        digest = hashlib.sha256(header).hexdigest()
+        source.append(SourceFile(file=shard.name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest))
+        for spec in specs:
+            if spec.name in tensors:
+                first = tensors[spec.name].path.name
+                raise CheckpointError(f"{first} and {shard.name} both hold tensor {spec.name!r}", REFETCH)
+            tensors[spec.name] = TensorEntry(shard, spec)
+    _check_index(path, tensors)
+    return Checkpoint(path=path, config=config, tensors=tensors, source=tuple(source))
+
+
+def read_source(model_dir: Path) -> tuple[SourceFile, ...]:
+    """The files of a checkpoint as they are now; compare with `Manifest.source`.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`.
+    """
+    return open_checkpoint(model_dir).source
+
+
+def _shards(path: Path, source: list[SourceFile]) -> list[Path]:
+    """The weight files, in transformers' order of preference; an index is added to `source`."""
+    single, index = path / SINGLE_NAME, path / INDEX_NAME
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
+        found = f"only {other[0]}" if other else "no weights"
+        raise CheckpointError(
+            f"{path} has {found}, neither {SINGLE_NAME} nor {INDEX_NAME}",
+            "download the safetensors form, or convert with transformers' `save_pretrained`",
+        )
+    source.append(_small_file(index))
+    names = sorted({str(name) for name in _weight_map(index).values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is not a safetensors file beside it", REFETCH)
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing, though {INDEX_NAME} names it", REFETCH)
+    if not names:
+        raise CheckpointError(f"{index} names no file", REFETCH)
+    return [path / name for name in names]
+
+
+def _check_index(path: Path, tensors: dict[str, TensorEntry]) -> None:
+    """Every tensor of the index must be in the file that the index says."""
+    if (path / SINGLE_NAME).is_file():
+        return
+    for name, shard in _weight_map(path / INDEX_NAME).items():
+        entry = tensors.get(name)
+        if entry is None or entry.path.name != shard:
+            raise CheckpointError(f"tensor {name!r} is missing from {shard}, though {INDEX_NAME} says so", REFETCH)
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map", REFETCH)
+    return weight_map
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too large for a configuration file", REFETCH)
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", "pass a whole checkpoint folder") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({first_problem(error)})", REFETCH) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object", REFETCH)
+    return content
+
+
+def _small_file(path: Path) -> SourceFile:
+    data = path.read_bytes()
+    return SourceFile(file=path.name, nbytes=len(data), mtime_ns=None, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _is_extra(path: Path) -> bool:
+    reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME)
+    return (
+        path.suffix in _EXTRA_SUFFIXES
+        and path.name[0] not in ".-"
+        and path.name not in reserved
+        and not path.name.endswith(".index.json")
+        and path.is_file()
+        and path.stat().st_size <= _MAX_JSON_BYTES
+    )

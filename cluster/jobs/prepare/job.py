@@ -1,0 +1,209 @@
+"""Makes a store from a checkpoint, whole or not at all, once however many ask for it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ....actors.store_format import DENSE_NAME, MANIFEST_NAME, Manifest, SourceFile, layer_name, read_manifest
+from ....errors import StoreError
+from .checkpoint import Checkpoint, open_checkpoint
+from .lock import exclusive
+from .write import disk_errors, sync_folder
+
+_PARTIAL = ".partial"
+_OLD = ".old"
+_LOCK = ".lock"
+_SPARE_BYTES = 256 << 20  # left free on the disk beside the store itself
+
+
+def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
+    """Where the store of a checkpoint goes when the user names no folder.
+
+    The name holds a digest of the checkpoint's path and of its files as they are now, so a changed
+    checkpoint gets another folder.
+
+    Args:
+        cache_dir: parent folder; by default the user's cache folder.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or malformed.
+    """
+    return _store_dir(open_checkpoint(Path(model_dir)), cache_dir)
+
+
+def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
+    """Make the store `out_dir` from the checkpoint `model_dir`.
+
+    A store of the same checkpoint that is already there is kept. An interrupted preparation is
+    resumed. `out_dir` appears under its name only when it is whole.
+
+    Args:
+        progress: show a progress bar on stderr.
+        force: make it anew even if it is there.
+
+    Returns:
+        The store folder.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, malformed, not finite or not supported.
+        StoreError: `out_dir` is something other than a store, or the disk is full.
+    """
+    return _prepare(open_checkpoint(Path(model_dir)), Path(out_dir), progress=progress, force=force)
+
+
+def ensure_prepared(
+    model_dir: Path, out_dir: Path | None = None, *, cache_dir: Path | None = None, progress: bool = True
+) -> Path:
+    """The store of a checkpoint, made now if there is none or the checkpoint changed.
+
+    Several processes may ask at once: one makes it, the others wait and use it.
+
+    Args:
+        model_dir: a checkpoint, or a store, which is returned as it is.
+        out_dir: the store folder; by default one in the cache folder.
+
+    Raises:
+        CheckpointError: as `prepare`.
+        StoreError: as `prepare`.
+    """
+    model_dir = Path(model_dir)
+    if is_store(model_dir):
+        read_manifest(model_dir)
+        return model_dir
+    checkpoint = open_checkpoint(model_dir)
+    out = Path(out_dir) if out_dir is not None else _store_dir(checkpoint, cache_dir)
+    return _prepare(checkpoint, out, progress=progress, force=False)
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder is an expert store rather than a checkpoint; its bytes are not verified."""
+    return (path / MANIFEST_NAME).is_file() and (path / DENSE_NAME).is_file()
+
+
+def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) -> Path:
+    if not force and _is_current(out, checkpoint.source):
+        return out
+    _refuse_foreign(out)
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True, quiet=not progress)
+    waited = False
+
+    def on_wait() -> None:
+        nonlocal waited
+        waited = True
+        console.print(f"waiting for another process that prepares {out}")
+
+    with exclusive(_beside(out, _LOCK), on_wait):
+        # Whoever held the lock may have made this very store, even where `force` asked for a new one.
+        if (not force or waited) and _is_current(out, checkpoint.source):
+            return out
+        _make(checkpoint, out, console)
+    return out
+
+
+def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
+    """Convert into a folder beside `out`, then put it in place. The caller holds the lock."""
+    from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
+
+    partial, old = _beside(out, _PARTIAL), _beside(out, _OLD)
+    with console.status(f"checking {checkpoint.name}"):
+        conversion = plan_store(checkpoint)
+    _check_space(partial, conversion.total_bytes())
+    with _bar(console, f"preparing {checkpoint.name}", conversion.total_bytes()) as advance:
+        write_store(conversion, partial, advance)
+    with disk_errors(out):
+        _discard(old)
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+        sync_folder(out.parent)
+        _discard(old)
+
+
+def _is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
+    """Whether `out` is a complete store of this very checkpoint."""
+    try:
+        manifest = read_manifest(out)
+    except StoreError:
+        return False
+    return manifest.source == source and all(_has_length(out, manifest))
+
+
+def _has_length(out: Path, manifest: Manifest) -> Iterator[bool]:
+    for record in manifest.files():
+        path = out / record.file
+        yield path.is_file() and path.stat().st_size == record.nbytes
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Never replace a folder that is not a store, damaged perhaps: it may be the user's.
+
+    Raises:
+        StoreError: `out` is such a folder, or a file.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME, layer_name(0)))
+    if marks < 2:
+        raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
+
+
+def _check_space(partial: Path, needed: int) -> None:
+    """Refuse to start what cannot be finished; what an earlier run left counts as done.
+
+    Raises:
+        StoreError: the disk has too little space.
+    """
+    with disk_errors(partial):
+        done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if partial.exists() else 0
+        free = shutil.disk_usage(partial.parent).free
+    if free + done < needed + _SPARE_BYTES:
+        raise StoreError(
+            f"the store needs {needed / 1e9:.1f} GB, {partial.parent} has {free / 1e9:.1f} GB free",
+            "free some space, or name a folder on another disk as OUT",
+        )
+
+
+@contextmanager
+def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _discard(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    return out.absolute().with_name(out.absolute().name + suffix)
+
+
+def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
+    text = "\n".join([str(checkpoint.path), *(file.model_dump_json() for file in checkpoint.source)])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    root = cache_dir if cache_dir is not None else _user_cache() / "tiermoe" / "stores"
+    return root / f"{checkpoint.name}-{digest}"
+
+
+def _user_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path.home() / ".cache"

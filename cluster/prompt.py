@@ -1,0 +1,157 @@
+"""Text into token ids and back, in the driver: the `tokenizers` library alone, so that nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ..actors.requests import SamplingParams
+from ..actors.settings import KvSettings
+from ..errors import CheckpointError, RequestError
+
+_MAX_TOKENS = 1_000_000
+_MAX_TEMPERATURE = 2.0
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """The model's fast tokenizer.
+
+    Raises:
+        CheckpointError: tokenizer.json is not one.
+    """
+    try:
+        return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        remedy = "download tokenizer.json again"
+        raise CheckpointError(f"'{model_dir / 'tokenizer.json'}' cannot be read: {_line(error)}", remedy) from error
+
+
+def load_model_config(model_dir: Path) -> dict[str, Any]:
+    """The text model's part of config.json.
+
+    Raises:
+        CheckpointError: config.json is not a JSON object.
+    """
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", "download config.json again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"'{path}' is not a JSON object", "download config.json again")
+    inner = config.get("text_config")  # multimodal checkpoints nest the language model
+    return inner if isinstance(inner, dict) else config
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of a prompt.
+
+    Raises:
+        RequestError: the prompt is empty, not encodable, or yields no token.
+    """
+    if not text:
+        raise RequestError("the prompt is empty", "pass a PROMPT with at least one character")
+    try:
+        ids = tuple(tokenizer.encode(text).ids)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise RequestError("the prompt is not valid Unicode text", "pass UTF-8 text") from error
+    if not ids:
+        raise RequestError("the prompt yields no token", "pass a longer PROMPT")
+    return ids
+
+
+def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, Any], kv: KvSettings) -> None:
+    """Refuse a request that cannot fit, before anything is started.
+
+    Args:
+        prompt_tokens: tokens of the prompt.
+        max_tokens: tokens that may be generated.
+        model_config: as from `load_model_config`; `max_position_embeddings` bounds the positions where it is there.
+        kv: page size in tokens, and pages.
+
+    Raises:
+        RequestError: prompt and generation exceed the model's positions or the KV cache.
+    """
+    asked = f"{prompt_tokens} prompt tokens and {max_tokens} to generate"
+    positions = model_config.get("max_position_embeddings")
+    if isinstance(positions, int) and prompt_tokens + max_tokens > positions:
+        raise RequestError(
+            f"{asked} exceed the model's {positions} positions", "shorten the prompt or lower --max-tokens"
+        )
+    capacity = kv.page_size * kv.num_blocks
+    if prompt_tokens + max_tokens > capacity:
+        raise RequestError(
+            f"{asked} exceed the KV cache of {capacity} tokens",
+            "shorten the prompt, lower --max-tokens, or raise kv.num_blocks in the configuration file",
+        )
+
+
+def sampling_params(
+    max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None
+) -> SamplingParams:
+    """Checked sampling options.
+
+    Raises:
+        RequestError: a value is out of range; the message names its option.
+    """
+    checks = (
+        (1 <= max_tokens <= _MAX_TOKENS, "--max-tokens", max_tokens, f"a number from 1 to {_MAX_TOKENS}"),
+        (
+            math.isfinite(temperature) and 0 <= temperature <= _MAX_TEMPERATURE,
+            "--temperature", temperature, f"a number from 0 (greedy) to {_MAX_TEMPERATURE:g}",
+        ),
+        (math.isfinite(top_p) and 0 < top_p <= 1, "--top-p", top_p, "a number over 0 and up to 1"),
+        (top_k >= 0, "--top-k", top_k, "0 (no limit) or a positive number"),
+        (seed is None or 0 <= seed < 2**63, "--seed", seed, "a number from 0 to 2^63-1"),
+    )  # fmt: skip
+    for fine, option, value, wanted in checks:
+        if not fine:
+            raise RequestError(f"{option} is {value}", f"give {wanted}")
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
+class IncrementalText:
+    """Token ids into text as they arrive.
+
+    A character of several bytes may be spread over tokens: its text comes when it is whole. The pieces together are
+    `tokenizer.decode(all ids)`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._emitted = ""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        pieces: list[str] = []
+        for token in token_ids:
+            self._ids.append(token)
+            piece = self._stream.step(self._tokenizer, token)
+            if piece is not None:
+                pieces.append(piece)
+        text = "".join(pieces)
+        self._emitted += text
+        return text
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: an unfinished character shows as U+FFFD."""
+        whole = self.text
+        rest = whole[len(self._emitted) :] if whole.startswith(self._emitted) else ""
+        self._emitted += rest
+        return rest
+
+    @property
+    def text(self) -> str:
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

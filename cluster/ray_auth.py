@@ -1,0 +1,94 @@
+"""Ray's token authentication: the token kept private, and the mode of a cluster known before it is joined.
+
+A local Ray turns on token authentication and keeps its token in ~/.ray/auth_token. It writes that file readable to
+everybody, and two drivers that start at the same moment on a fresh machine would each write a token of their own. So
+the token is made here first, atomically and with mode 0600.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import grpc
+
+from ..errors import RuntimeFailure
+
+_ANSWER_DEADLINE_S = 5.0
+
+
+def ensure_private_token() -> None:
+    """Make ~/.ray/auth_token where there is none, and readable to its owner only.
+
+    Raises:
+        RuntimeFailure: the home directory cannot be written.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or _token_elsewhere():
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            draft = path.with_name(f"{path.name}.{os.getpid()}")
+            draft.unlink(missing_ok=True)
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            try:
+                os.link(draft, path)  # unlike a rename, this fails where another driver was first
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise RuntimeFailure(
+            f"Ray's token '{path}' cannot be made private: {error.strerror or error}",
+            "make the home directory writable, or set RAY_AUTH_TOKEN_PATH to a token file of your own",
+        ) from error
+
+
+def _token_elsewhere() -> bool:
+    return any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+
+
+def check_joinable(address: str) -> None:
+    """Find out in a moment what Ray's own client needs twenty seconds for, and then does not say.
+
+    Asks the head node for its cluster id, once and without a token. Ray's client fixes its authentication mode when it
+    is imported, so a mismatch cannot be mended from here.
+
+    Args:
+        address: HOST:PORT of a head node.
+
+    Raises:
+        RuntimeFailure: the address is malformed, no Ray answers, or it has another authentication mode than this process.
+    """
+    remedy = "give ray.address as HOST:PORT of a running head node (`ray start --head` prints it)"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RuntimeFailure(f"Ray address '{address}' is not HOST:PORT", remedy)
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return  # the question below would have to be asked with the cluster's certificates
+    code = _ask_for_cluster_id(address)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise RuntimeFailure(f"no Ray answers at '{address}'", remedy)
+    theirs = "token" if code is grpc.StatusCode.UNAUTHENTICATED else "disabled"
+    ours = os.environ.get("RAY_AUTH_MODE", "disabled").lower()
+    if theirs != ours:
+        raise RuntimeFailure(
+            f"the Ray at '{address}' has authentication mode '{theirs}', this process has '{ours}'",
+            f"set RAY_AUTH_MODE={theirs}"
+            + (" and keep the cluster's token in ~/.ray/auth_token" if theirs == "token" else ""),
+        )
+
+
+def _ask_for_cluster_id(address: str) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=_ANSWER_DEADLINE_S)  # the empty message; the answer itself does not matter
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK

@@ -1,0 +1,61 @@
+"""The effective plan: what runs where, how many bytes, over which link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from .tables import facts, size
+
+
+def plan_table(plan: Mapping[str, Any]) -> Table:
+    """The worker's plan as a table.
+
+    Args:
+        plan: what `GpuWorker.start` returned.
+    """
+    rows = [
+        ("model", f"{plan['model']} ({plan['architecture']}), {plan['dtype']}"),
+        ("experts", _experts(plan)),
+        ("policy", f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}, "
+                   f"prefetch {plan['prefetch']}, eviction {plan['eviction']}"),
+        ("executor", _executor(plan)),
+        ("on the device", f"{size(plan['dense_bytes'])} dense, "
+                          f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
+        ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
+        ("link", _link(plan)),
+        ("KV cache", f"{plan['kv_tokens']} tokens; prompts up to {plan['max_prompt_tokens']} tokens"),
+    ]  # fmt: skip
+    rows += [("note", str(note)) for note in plan.get("notes", ())]
+    return facts("Plan", rows)
+
+
+def _experts(plan: Mapping[str, Any]) -> str:
+    layers, each = plan["moe_layers"], plan["experts_per_layer"]
+    total = size(plan["expert_bytes_total"])
+    return f"{layers} layers x {each}, top-{plan['top_k']}, {size(plan['slot_bytes'])} each, {total} in all"
+
+
+def _slots(plan: Mapping[str, Any]) -> str:
+    share = plan["slots"] / plan["experts"] if plan["experts"] else 0.0
+    return f"{plan['slots']} of {plan['experts']} slots ({share:.0%})"
+
+
+def _executor(plan: Mapping[str, Any]) -> str:
+    threads = f"{plan['threads']} thread{'s' if plan['threads'] != 1 else ''}"
+    stand_in = " (the CPU stands in for a GPU)" if plan["executor"] == "emulated" else ""
+    return f"{plan['executor']} on {plan['device']}, {threads}{stand_in}"
+
+
+def _link(plan: Mapping[str, Any]) -> str:
+    if plan["executor"] == "real":
+        return "the hardware's own"
+    link = plan["link"]
+    speed = f"{link['gbps']:g} GB/s" if link["gbps"] else "unthrottled"
+    return f"{speed}, {link['latency_us']:g} us before each copy (emulated)"
+
+
+def _pinned(plan: Mapping[str, Any]) -> str:
+    return {True: ", pinned", False: ", not pinned", None: ""}[plan["pinned"]]

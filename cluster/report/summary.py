@@ -1,0 +1,41 @@
+"""What a run did, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from .tables import facts, seconds, size
+
+
+def summary_table(result: Mapping[str, Any]) -> Table:
+    """The measurements of one request.
+
+    Args:
+        result: the record that `tiermoe run --json` prints.
+    """
+    rows = [
+        ("tokens", f"{result['prompt_tokens']} prompt, {result['generated_tokens']} generated ({result['finish']})"),
+        ("time to first token", seconds(result["ttft_s"])),
+        ("time per output token", _per_token(result["tpot_s"])),
+        ("expert hit rate", f"{result['hit_rate']:.1%} ({result['hits']} hits, {result['misses']} misses)"),
+        ("loaded", f"{size(result['bytes_loaded'])}, of it prefetched {size(result['bytes_loaded_prefetch'])}, "
+                   f"wasted {size(result['bytes_wasted'])}"),
+        ("link busy", f"{seconds(result['total_io_s'])}, compute blocked by it {seconds(result['blocked_io_s'])}"),
+        ("expert memory", f"peak {size(result['expert_bytes_peak'])} of {size(result['expert_budget_bytes'])}"),
+        ("start-up", seconds(result["startup_s"])),
+        ("numbers are", _label(result)),
+    ]  # fmt: skip
+    if not result["lossless"]:
+        rows.append(("lossy", f"{result['substitutions']} substitutions, {result['dropped']} dropped"))
+    return facts("Summary", rows)
+
+
+def _per_token(tpot_s: float | None) -> str:
+    return f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"
+
+
+def _label(result: Mapping[str, Any]) -> str:
+    return "emulated: the CPU stands in for a GPU" if result["executor"] == "emulated" else str(result["executor"])

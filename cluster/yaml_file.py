@@ -1,0 +1,113 @@
+"""YAML files into dictionaries, and pydantic's findings into one line that a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{name}' is there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: unreadable file, malformed YAML, a duplicate key, or something that is not a mapping.
+    """
+    try:
+        # the loader derives from SafeLoader, so this is yaml.safe_load with one more check
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read '{path}': {error}", "give a readable UTF-8 YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"'{path}' is not valid YAML: {_yaml_problem(error)}", "correct that line") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"'{path}' is not a mapping of names to values", "write one `key: value` a line")
+    return content
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], source: str, options: Mapping[str, Any] | None = None
+) -> ConfigError:
+    """The first finding of pydantic as a ConfigError.
+
+    Args:
+        error: what pydantic found.
+        model: the model that was being built.
+        source: the file that the values came from.
+        options: command-line options that overrode the file; a finding in one of them is reported as the option.
+    """
+    finding = error.errors(include_url=False)[0]
+    loc = [str(part) for part in finding["loc"]]
+    parent, field = _locate(model, loc)
+    if finding["type"] == "extra_forbidden":
+        known = sorted(parent.model_fields) if parent is not None else []
+        close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.5)
+        remedy = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
+        return ConfigError(f"{source}: unknown key '{'.'.join(loc)}'", remedy)
+    if finding["type"] == "missing":
+        return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
+    path = loc[: len(field)]
+    option = f"--{'-'.join(path).replace('_', '-')}"
+    where = option if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
+    message = str(finding["msg"])
+    return ConfigError(f"{where} is {finding['input']!r}", message[:1].lower() + message[1:])
+
+
+def _locate(model: type[BaseModel], loc: list[str]) -> tuple[type[BaseModel] | None, list[str]]:
+    """The model that holds the last key of `loc`, and the part of `loc` that names fields (not union members)."""
+    current: type[BaseModel] | None = model
+    parent: type[BaseModel] | None = model
+    names: list[str] = []
+    for part in loc:
+        if current is None:
+            break
+        parent = current
+        names.append(part)
+        current = _submodel(current, part)
+    return parent, names
+
+
+def _submodel(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    if name not in model.model_fields:
+        return None
+    kind = model.model_fields[name].annotation
+    members = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
+
+
+def _given(options: Mapping[str, Any], path: list[str]) -> bool:
+    current: Any = options
+    for part in path:
+        if not isinstance(current, Mapping) or part not in current:
+            return False
+        current = current[part]
+    return True
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())

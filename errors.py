@@ -1,0 +1,52 @@
+"""Typed errors. Each message says what is wrong and what to do about it, in one line.
+
+The command line maps every `TierMoeError` to exit code 2 (the user can mend it) except
+`RuntimeFailure` and its kin, which exit with 1.
+"""
+
+from __future__ import annotations
+
+
+class TierMoeError(Exception):
+    """Base of all errors that a user can act on.
+
+    Args:
+        what: what is wrong, with the offending value.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what, remedy)  # both as args, so that the error survives a process boundary
+        self.what = what
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+class ConfigError(TierMoeError):
+    """A configuration file, preset or option is unknown, malformed or out of range."""
+
+
+class BudgetError(ConfigError):
+    """The expert budget is out of range or too small for one expert."""
+
+
+class CheckpointError(TierMoeError):
+    """A checkpoint is missing, truncated, mis-shaped, non-finite or has no routed experts."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The architecture does not use the experts interface, or its experts differ in shape."""
+
+
+class StoreError(TierMoeError):
+    """An expert store is missing, incomplete, of another format version, or its bytes do not match."""
+
+
+class RequestError(TierMoeError):
+    """A generation request is malformed: empty or over-long prompt, sampling value out of range."""
+
+
+class RuntimeFailure(TierMoeError):
+    """The runtime itself failed: an actor died, a start-up or request deadline passed."""

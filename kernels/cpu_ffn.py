@@ -1,0 +1,67 @@
+"""Expert FFN on fp32 slots in C++ (`kernels/cpu`): one pass over an expert's bytes for its few rows."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _cpu
+from .expert_ffn import ExpertKernel, Group, Operands
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # Activation in expert_ffn.hpp
+MAX_ROWS = 8  # mean rows per expert above which blocked GEMMs win (`tests/kernels/test_cpu_ffn.py` times both)
+
+
+class CpuKernel:
+    """The C++ kernel for decode shapes, and another kernel for larger ones.
+
+    Args:
+        operands: fp32 pool on the CPU, contiguous, G = 2, no biases.
+        activation: a key of `ACTIVATIONS`.
+        large: takes over when experts have more than `MAX_ROWS` rows on average.
+
+    Raises:
+        ValueError: the operands or the activation are none that the kernel supports (see `supports`).
+    """
+
+    def __init__(self, operands: Operands, activation: str, large: ExpertKernel) -> None:
+        if not self.supports(operands, activation):
+            raise ValueError(f"the CPU kernel does not support activation {activation} on these operands")
+        self._gate_up, self._down, self._large = operands.gate_up, operands.down, large
+        self._addresses = operands.gate_up.data_ptr(), operands.down.data_ptr()
+        _, self._neurons, _, self._width = operands.gate_up.shape
+        self._activation = ACTIVATIONS[activation]
+
+    @staticmethod
+    def supports(operands: Operands, activation: str | None) -> bool:
+        """Whether the kernel can run these operands."""
+        gate_up = operands.gate_up
+        return (
+            activation in ACTIVATIONS
+            and gate_up.device.type == "cpu"
+            and gate_up.dtype == torch.float32
+            and gate_up.shape[2] == 2
+            and operands.gate_up_bias is None
+            and operands.down_bias is None
+            and gate_up.is_contiguous()
+            and operands.down.is_contiguous()
+        )
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        if sum([stop - start for start, stop, _ in groups]) > MAX_ROWS * len(groups) or hidden.dtype != torch.float32:
+            self._large.run(hidden, pairs, groups, top_k, y)
+            return
+        hidden = hidden.contiguous()
+        gate_up, down = self._addresses
+        _cpu.expert_ffn(
+            hidden.data_ptr(), gate_up, down, pairs.data_ptr(), groups,
+            top_k, self._neurons, self._width, self._activation, y.data_ptr(),
+        )  # fmt: skip
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if weights.dtype != torch.float32 or y.dtype != torch.float32:
+            return self._large.combine(y, weights)
+        weights = weights.contiguous()
+        tokens, top_k = weights.shape
+        out = torch.empty((tokens, self._width), dtype=torch.float32)
+        _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
+        return out

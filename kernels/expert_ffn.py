@@ -1,0 +1,78 @@
+"""Expert FFN on slots: what an implementation offers, and the plain torch reference for any device and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Gate = Callable[[torch.Tensor], torch.Tensor]
+# Pairs `start` to `stop` of the sorted pair list go through the expert in `slot`.
+Group = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Slots as GEMM operands, neuron-major: S slots, I neurons, G rows per neuron (1 or 2), H hidden.
+
+    gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class ExpertKernel(Protocol):
+    """One way to run experts on slots."""
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        """y[pair] = FFN_slot(hidden[pair // top_k]) for the pairs of each group; other rows of y are left alone.
+
+        Args:
+            hidden: [T, H].
+            pairs: numbers t * top_k + k, sorted by expert [T * top_k], int64.
+            groups: ranges of `pairs` and their slots.
+            y: [T * top_k, H].
+        """
+        ...
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """sum_k weights[t, k] * y[t * K + k] -> [T, H], in the dtype of y."""
+        ...
+
+
+class TorchKernel:
+    """Reference: one GEMM per expert and projection.
+
+    Args:
+        operands: the slot pool.
+        gate: maps interleaved pre-activations [n, I*G] (row j*G is neuron j's gate) to activations [n, I].
+    """
+
+    def __init__(self, operands: Operands, gate: Gate) -> None:
+        slots, i, g, h = operands.gate_up.shape
+        bias = operands.gate_up_bias
+        self._gate_up_t = operands.gate_up.view(slots, i * g, h).transpose(1, 2)  # [S, H, I*G]
+        self._down = operands.down
+        self._gate_up_bias = bias.view(slots, i * g) if bias is not None else None
+        self._down_bias = operands.down_bias
+        self._gate = gate
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        for start, stop, slot in groups:
+            rows = pairs[start:stop]
+            up = hidden[rows // top_k] @ self._gate_up_t[slot]  # [n, I*G]
+            if self._gate_up_bias is not None:
+                up += self._gate_up_bias[slot]
+            out = self._gate(up) @ self._down[slot]  # [n, H]
+            if self._down_bias is not None:
+                out += self._down_bias[slot]
+            y[rows] = out
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, top_k = weights.shape
+        return (y.view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)

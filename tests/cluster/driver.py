@@ -1,0 +1,43 @@
+"""A program that deploys the fake actors and generates, for tests that interrupt or kill it.
+
+usage: driver.py generate|start
+
+It prints a line when there is something to interrupt: PLACED (actors are about to start), READY, TOKEN.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fakes import FakeStore, FakeWorker, StuckWorker
+
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.cluster.config import RunConfig, engine_settings
+from tiermoe.cluster.deploy import Deployment
+
+
+class Announced(Deployment):
+    def _place(self) -> None:
+        super()._place()
+        print("PLACED", flush=True)
+
+
+def main() -> None:
+    worker = StuckWorker if sys.argv[1] == "start" else FakeWorker
+    config = RunConfig(threads=1)
+    try:
+        with Announced(config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore) as runtime:
+            print("READY", flush=True)
+            endless = SamplingParams(max_tokens=1_000_000_000)
+            for event in runtime.generate(GenerationRequest("r", (1,), endless)):
+                if event.token_ids == (3,):
+                    print("TOKEN", flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The deployment on a real local Ray, with stand-ins for the actors."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeStore, FakeWorker, RefusingWorker, StuckWorker
+
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
+from tiermoe.cluster.deploy import Deployment
+from tiermoe.errors import BudgetError, RuntimeFailure, StoreError
+
+
+def _deployment(store: str = "store", worker: type = FakeWorker, **config: Any) -> Deployment:
+    run = RunConfig(threads=1, **config)
+    return Deployment(run, engine_settings(run), store, worker_class=worker, store_class=FakeStore)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Deployment]:
+    with _deployment() as deployment:
+        yield deployment
+
+
+def _request(name: str, behaviour: int = 1, max_tokens: int = 5) -> GenerationRequest:
+    return GenerationRequest(name, (behaviour,), SamplingParams(max_tokens=max_tokens))
+
+
+def test_plan_stats_and_trace_come_from_the_worker(runtime: Deployment) -> None:
+    assert runtime.plan["store_path"] == "store"
+    assert runtime.stats().hit_rate == 0.75
+    assert runtime.trace_events()[0]["ph"] == "X"
+    runtime.reset_stats()
+
+
+def test_thread_limits_reach_the_worker_and_not_the_driver(runtime: Deployment) -> None:
+    assert runtime.health()["omp"] == "1"
+    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
+
+
+def test_tokens_stream_in_order(runtime: Deployment) -> None:
+    generation = Generation("a")
+    for event in runtime.generate(_request("a")):
+        generation.add(event)
+    assert generation.token_ids == [0, 1, 2, 3, 4]
+    assert (generation.finish, generation.ttft_s) == ("length", 0.01)
+
+
+def test_leaving_the_stream_cancels_the_request(runtime: Deployment) -> None:
+    stream = runtime.generate(_request("left", max_tokens=1_000_000_000))
+    assert next(stream).token_ids == (0,)
+    stream.close()
+    assert runtime.health()["waiting"] == 0
+
+
+def test_control_calls_get_through_while_a_request_waits(runtime: Deployment) -> None:
+    events: list[str | None] = []
+    thread = threading.Thread(
+        target=lambda: events.extend(e.finish for e in runtime.generate(_request("stuck", behaviour=8)))
+    )
+    thread.start()
+    runtime.cancel("stuck")
+    thread.join(timeout=20)
+    assert events == ["cancelled"]
+
+
+def test_ray_token_is_private(runtime: Deployment) -> None:
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():
+        assert stat.S_IMODE(token.stat().st_mode) & 0o077 == 0
+
+
+def test_death_of_the_worker_is_one_typed_error(runtime: Deployment) -> None:
+    """Last of this module: the worker is gone afterwards."""
+    events = runtime.generate(_request("doomed", behaviour=7))
+    assert [next(events).token_ids, next(events).token_ids] == [(0,), (1,)]
+    with pytest.raises(RuntimeFailure, match="worker failed during a request: its process ended"):
+        next(events)
+    with pytest.raises(RuntimeFailure, match="did not answer 'stats'"):
+        runtime.stats()
+
+
+@pytest.mark.usefixtures("_after_runtime")
+class TestStartUp:
+    """Deployments that do not come up. Their Ray is their own."""
+
+    @pytest.fixture
+    def _after_runtime(self, runtime: Deployment) -> None:
+        runtime.close()  # one Ray per process
+
+    def test_refusals_of_store_and_worker_keep_their_type(self) -> None:
+        with pytest.raises(StoreError, match="'broken' is incomplete; twice; prepare it again"), _deployment("broken"):
+            pytest.fail("started")
+        with pytest.raises(BudgetError, match="less than one expert"), _deployment(worker=RefusingWorker):
+            pytest.fail("started")
+
+    def test_deadline(self) -> None:
+        slow = RaySettings(startup_deadline_s=15.0)
+        with pytest.raises(RuntimeFailure, match="did not start within 15 s"), _deployment(
+            worker=StuckWorker, ray=slow
+        ):
+            pytest.fail("started")
+
+
+def test_an_address_without_ray_fails_within_seconds() -> None:
+    for address in ("127.0.0.1:1", "nonsense"):
+        with pytest.raises(RuntimeFailure, match=address), _deployment(ray=RaySettings(address=address)):
+            pytest.fail("started")

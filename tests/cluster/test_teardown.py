@@ -1,0 +1,75 @@
+"""Nothing outlives a run that was interrupted or killed: no process, no directory, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+_DRIVER = Path(__file__).with_name("driver.py")
+_GONE_WITHIN_S = 30.0
+
+
+@contextmanager
+def _driver(phase: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, str(_DRIVER), phase], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for seen in process.stdout:
+        if seen.strip() == line:
+            return
+    pytest.fail(f"the driver ended before it printed {line}")
+
+
+def _family(process: subprocess.Popen[str]) -> tuple[list[psutil.Process], Path]:
+    """All descendants of the driver, and its scratch directory as the helper's command line names it."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    helper = next(p for p in family if p.cmdline()[-2:-1] and p.cmdline()[-2].endswith("scratch.py"))
+    return family, Path(helper.cmdline()[-1])
+
+
+def _assert_gone(family: list[psutil.Process], scratch: Path) -> None:
+    _, alive = psutil.wait_procs(family, timeout=_GONE_WITHIN_S)
+    assert not alive, [p.name() for p in alive]
+    assert not scratch.exists()
+    assert not [name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name]
+
+
+def test_two_runs_at_once_then_one_is_interrupted_and_one_killed() -> None:
+    with _driver("generate") as interrupted, _driver("generate") as killed:
+        for process in (interrupted, killed):
+            _wait_for(process, "TOKEN")
+        first, second = _family(interrupted), _family(killed)
+        assert first[1] != second[1]
+        assert len(first[0]) > 3  # Ray's servers, the two actors, the helper
+
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait(timeout=_GONE_WITHIN_S) == 130
+        _assert_gone(*first)
+
+        assert all(p.is_running() for p in second[0])  # the other run is not touched
+        killed.kill()
+        _assert_gone(*second)
+
+
+def test_an_interrupt_during_the_start_leaves_nothing() -> None:
+    with _driver("start") as process:
+        _wait_for(process, "PLACED")
+        family = _family(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=_GONE_WITHIN_S) == 130
+        _assert_gone(*family)

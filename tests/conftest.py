@@ -1,0 +1,14 @@
+"""For every test: one thread per process, and the helpers of this folder importable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# before torch is imported anywhere; two busy cores are slower with two threads a process than with one
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+sys.path.insert(0, str(Path(__file__).parent))

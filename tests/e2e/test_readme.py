@@ -1,0 +1,63 @@
+"""The README's commands work: every block marked `<!-- tested -->` is run, line by line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiermoe.cluster.config import default_model_dir
+
+_ROOT = Path(__file__).resolve().parents[2]
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_BLOCK = re.compile(r"<!-- tested -->\n```bash\n(.*?)```", re.DOTALL)
+_COMMANDS = [line for block in _BLOCK.findall(_README) for line in block.splitlines() if line.strip()]
+
+
+def test_there_is_something_to_test() -> None:
+    assert _COMMANDS
+
+
+@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_command(command: str) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        shlex.split(command), cwd=_ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_make_run_does_what_the_readme_says() -> None:
+    """`make run` itself would install; its recipe is shown instead, and must be a command that exists."""
+    done = subprocess.run(["make", "-n", "run"], cwd=_ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.splitlines()[-1].strip().startswith(".venv/bin/tiermoe run ")
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", _README))))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (_ROOT / link).exists()
+
+
+def test_the_folder_table_is_complete() -> None:
+    named = set(re.findall(r"^\| `(\w+)/` \|", _README, re.MULTILINE))
+    there = {path.name for path in _ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))}
+    generated = {"build", "out", "dist", "shared"} | {name for name in there if name.endswith(".egg-info")}
+    assert named == there - generated
+
+
+def test_the_option_table_names_every_option_of_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from tiermoe.cluster.cli import main; main(['run', '--help'])"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    options = set(re.findall(r"(--[a-z-]+)", done.stdout)) - {"--help"}
+    assert options
+    assert {option for option in options if f"`{option}" not in _README and f" {option}" not in _README} == set()

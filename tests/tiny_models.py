@@ -1,0 +1,303 @@
+"""Tiny random checkpoints of many architectures that use transformers' experts interface.
+
+Everything is a few hundred kilobytes and made in well under a second, so that a test can afford
+one per architecture. The initial scale is large, so that a wrong expert or a wrong layout changes
+the logits visibly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+HIDDEN = 32
+VOCAB = 128
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+_MLA: dict[str, Any] = {  # multi-head latent attention of the DeepSeek family
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
+    "flex_olmo": {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        **_MLA,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v3": {
+        **_MLA,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "phimoe": {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "glm4_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "ernie4_5_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 1,
+        "moe_k": 2,
+        "num_hidden_layers": 3,
+        "moe_layer_start_index": 1,
+    },
+    "dots1": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax": {
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 16,
+    },
+    "minimax_m2": {
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "rotary_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "hunyuan_v1_moe": {
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_topk": 2,
+    },
+    "lfm2_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "jamba": {
+        "intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "qwen3_next": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "afmoe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+    },
+    "mimo_v2_flash": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "exaone_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+    },
+    "solar_open": {
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h": {  # experts without a gate; Mamba layers
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "num_hidden_layers": 4,
+        "use_mamba_kernels": False,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+    },
+    "cohere2_moe": {  # tied embeddings
+        "intermediate_size": 24,
+        "prefix_dense_intermediate_size": 64,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "logit_scale": 1.0,
+        "tie_word_embeddings": True,
+    },
+    "laguna": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+    },
+}
+
+MODEL_TYPES: tuple[str, ...] = tuple(_OVERRIDES)
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """The configuration of a tiny random model.
+
+    Args:
+        model_type: one of `MODEL_TYPES`.
+
+    Raises:
+        KeyError: there is no tiny model of that type.
+    """
+    return AutoConfig.for_model(model_type, **{**_BASE, **_OVERRIDES[model_type]})
+
+
+def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random float32 checkpoint, in the layout in which the architecture is published.
+
+    Args:
+        model_type: one of `MODEL_TYPES`.
+        directory: where to write; made if absent.
+        seed: of the weights.
+        overrides: configuration fields to set on top of the tiny configuration.
+
+    Returns:
+        The directory.
+    """
+    config = tiny_config(model_type)
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    generator_state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _unsettle(model)
+        model.save_pretrained(directory)
+    finally:
+        torch.random.set_rng_state(generator_state)
+    return Path(directory)
+
+
+def _unsettle(model: torch.nn.Module) -> None:
+    """Add noise to tensors that initialisation leaves constant (biases, norms): a lost one then shows."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if not tensor.is_floating_point() or tensor.numel() < 2:
+                continue
+            if bool((tensor == tensor.flatten()[0]).all()):
+                tensor.add_(0.1 * torch.randn_like(tensor))

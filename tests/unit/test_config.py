@@ -1,0 +1,154 @@
+"""Configuration: budgets, presets, YAML files, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermoe.cluster.config import (
+    RunConfig,
+    check_model_dir,
+    configs_dir,
+    default_model_dir,
+    engine_settings,
+    load_policy,
+    load_run_config,
+    parse_budget,
+    policy_names,
+)
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.25", 0.25),
+        ("25%", 0.25),
+        ("100 %", 1.0),
+        ("1", 1.0),
+        (".5", 0.5),
+        (0.5, 0.5),
+        ("512MiB", 512 * 2**20),
+        ("1GB", 10**9),
+        ("1.5 kib", 1536),
+        ("7B", 7),
+    ],
+)
+def test_budget(text: str | float, value: float | int) -> None:
+    parsed = parse_budget(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+_BAD_BUDGETS = ["0", "0%", "0B", "-1", "2", "101%", "nan", "inf", "", "junk", "0.5B", "1e400GB", "1XB"]
+
+
+@pytest.mark.parametrize("text", _BAD_BUDGETS)
+def test_budget_out_of_range_or_junk(text: str) -> None:
+    with pytest.raises(BudgetError, match=re.escape(f"budget '{text}'")):
+        parse_budget(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_budget_or_a_typed_error(text: str) -> None:
+    try:
+        value = parse_budget(text)
+    except BudgetError:
+        return
+    assert (isinstance(value, float) and 0 < value <= 1) or (isinstance(value, int) and value >= 1)
+
+
+def test_presets_are_valid_and_carry_their_file_name() -> None:
+    assert policy_names() == ["all-resident", "next-gate", "on-demand"]
+    assert all(load_policy(name).name == name for name in policy_names())
+    for path in (configs_dir() / "clusters").glob("*.yaml"):
+        engine_settings(load_run_config(str(path)))
+
+
+def test_laptop_is_the_default() -> None:
+    assert load_run_config("laptop") == RunConfig(device="cpu")
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("budget: 0.5\nlink: {gbps: 3.0, latency_us: 7}\n")
+    config = load_run_config(str(file), {"budget": "10%", "policy": None, "link": {"gbps": 4.0, "latency_us": None}})
+    assert (config.budget, config.link.gbps, config.link.latency_us) == ("10%", 4.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("modle: x", "run.yaml: unknown key 'modle'; did you mean 'model'?"),
+        ("ray: {adress: x}", "run.yaml: unknown key 'ray.adress'; did you mean 'address'?"),
+        ("kv: {zzz: 1}", "run.yaml: unknown key 'kv.zzz'; known keys: max_batch_tokens, "),
+        ("ray: {startup_deadline_s: -3}", "key 'ray.startup_deadline_s' is -3; input should be greater than 0"),
+        ("device: tpu", "key 'device' is 'tpu'; input should be 'auto', 'cpu' or 'cuda'"),
+        ("ray: 3", "key 'ray' is 3"),
+        ("threads: two", "key 'threads' is 'two'"),
+        ("model: a\nmodel: b", "line 2: key 'model' is there twice"),
+        ("- 1", "is not a mapping"),
+        ("a: [", "line 1"),
+        ("!!python/object:os.system {}", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, yaml: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_run_config(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_option_is_named_as_the_option() -> None:
+    with pytest.raises(ConfigError, match="--link-gbps is -1"):
+        load_run_config(None, {"link": {"gbps": -1.0}})
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="no policy 'magic'; choose one of all-resident, next-gate, on-demand"):
+        load_policy("magic")
+    with pytest.raises(ConfigError, match=r"no configuration file 'moon'.*laptop, one-gpu"):
+        load_run_config("moon")
+
+
+def test_a_policy_file_by_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nlossless: true\n")
+    assert load_policy(str(file)).name == "mine"
+    file.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="key 'lossless' is missing"):
+        load_policy(str(file))
+
+
+def test_all_resident_wants_the_whole_budget() -> None:
+    with pytest.raises(BudgetError, match=r"--budget 1\.0"):
+        engine_settings(RunConfig(policy="all-resident"))
+    assert engine_settings(RunConfig(policy="all-resident", budget="100%")).budget == 1.0
+
+
+@pytest.mark.parametrize(("present", "missing"), [((), "config.json"), (("config.json",), "tokenizer.json")])
+def test_an_incomplete_model_directory(tmp_path: Path, present: tuple[str, ...], missing: str) -> None:
+    for name in present:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"has no {missing}"):
+        check_model_dir(tmp_path)
+
+
+def test_an_absent_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="pass --model the directory"):
+        check_model_dir(tmp_path / "none")
+    monkeypatch.setattr("tiermoe.cluster.config._PACKAGE_ROOT", tmp_path)
+    with pytest.raises(CheckpointError, match="train-default-model"):
+        check_model_dir(default_model_dir())
+
+
+def test_settings_are_frozen() -> None:
+    config: Any = RunConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.budget = "1"

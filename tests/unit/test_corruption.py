@@ -1,0 +1,347 @@
+"""Damaged checkpoints and stores: only typed errors come out, and a damaged store never opens.
+
+Every mutation is seeded. A store is protected by digests, so any change of any byte must be refused.
+A checkpoint has none: there a change may pass if what it leaves is whole, well-shaped and finite.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors.expert_store import ExpertStore, open_views
+from tiermoe.actors.store_format import MANIFEST_NAME
+from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
+from tiermoe.errors import StoreError, TierMoeError
+
+torch.set_num_threads(1)
+
+STORE_SEEDS = range(12)
+CHECKPOINT_SEEDS = range(8)
+VERIFY_MODES: tuple[Literal["full", "stamp"], ...] = ("full", "stamp")
+Mutation = Callable[[Path, random.Random], None]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A sharded checkpoint with one tensor per expert, and a single file with fused experts and biases."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    single = save_tiny_checkpoint("qwen3_moe", root / "single")
+    model = AutoModelForCausalLM.from_pretrained(single)
+    model.save_pretrained(root / "sharded", max_shard_size="60KB")
+    return [root / "sharded", save_tiny_checkpoint("gpt_oss", root / "fused")]
+
+
+@pytest.fixture(scope="module")
+def stores(checkpoints: list[Path]) -> list[Path]:
+    """Their stores, verified once, so that each has a stamp file."""
+    made = [prepare(path, path.with_name(path.name + "-store"), progress=False) for path in checkpoints]
+    for store in made:
+        ExpertStore(store)
+    return made
+
+
+def pick(folder: Path, rng: random.Random, *patterns: str) -> Path:
+    return rng.choice(sorted(path for pattern in patterns for path in folder.glob(pattern)))
+
+
+def overwrite(path: Path, data: bytes | bytearray) -> None:
+    assert data != path.read_bytes(), "the mutation changed nothing"
+    path.write_bytes(data)
+
+
+def flip(path: Path, rng: random.Random, start: int, stop: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
+    overwrite(path, data)
+
+
+def header_length(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def edit_header(path: Path, edit: Callable[[dict], None]) -> None:
+    """Change the header and leave the data as it is."""
+    data, length = path.read_bytes(), header_length(path)
+    entries = json.loads(data[8:length])
+    edit(entries)
+    text = json.dumps(entries).encode()
+    overwrite(path, len(text).to_bytes(8, "little") + text + data[length:])
+
+
+def edit_entry(path: Path, rng: random.Random, edit: Callable[[dict], None]) -> None:
+    def change(entries: dict) -> None:
+        edit(entries[rng.choice(sorted(set(entries) - {"__metadata__"}))])
+
+    edit_header(path, change)
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    data = path.read_bytes()
+    overwrite(path, data[: rng.choice([0, 1, 7, 8, 9, len(data) // 2, len(data) - 1, rng.randrange(len(data))])])
+
+
+def weights(folder: Path, rng: random.Random) -> Path:
+    return pick(folder, rng, "*.safetensors")
+
+
+def truncate_weights(folder: Path, rng: random.Random) -> None:
+    truncate(weights(folder, rng), rng)
+
+
+def truncate_json(folder: Path, rng: random.Random) -> None:
+    truncate(pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME), rng)
+
+
+def extend_weights(folder: Path, rng: random.Random) -> None:
+    path = weights(folder, rng)
+    overwrite(path, path.read_bytes() + bytes(rng.choice([1, 64, 4096])))
+
+
+def flip_length(folder: Path, rng: random.Random) -> None:
+    flip(weights(folder, rng), rng, 0, 8)
+
+
+def flip_header(folder: Path, rng: random.Random) -> None:
+    path = weights(folder, rng)
+    flip(path, rng, 8, header_length(path))
+
+
+def flip_payload(folder: Path, rng: random.Random) -> None:
+    path = weights(folder, rng)
+    flip(path, rng, header_length(path), path.stat().st_size)
+
+
+def flip_config(folder: Path, rng: random.Random) -> None:
+    path = folder / "config.json"
+    flip(path, rng, 0, path.stat().st_size)
+
+
+def flip_index(folder: Path, rng: random.Random) -> None:
+    path = pick(folder, rng, "*.index.json", MANIFEST_NAME, "config.json")
+    flip(path, rng, 0, path.stat().st_size)
+
+
+def edit_shape(folder: Path, rng: random.Random) -> None:
+    """The same number of elements in one more or less dimension: the file stays consistent."""
+
+    def change(entry: dict) -> None:
+        shape = entry["shape"]
+        entry["shape"] = [1, *shape] if len(shape) == 1 else [shape[0] * shape[1], *shape[2:]]
+
+    edit_entry(weights(folder, rng), rng, change)
+
+
+def edit_dimension(folder: Path, rng: random.Random) -> None:
+    def change(entry: dict) -> None:
+        entry["shape"][0] = rng.choice([0, -1, entry["shape"][0] + 1, 1 << 40, 1.5, "x", None, True])
+
+    edit_entry(weights(folder, rng), rng, change)
+
+
+def edit_type(folder: Path, rng: random.Random) -> None:
+    def change(entry: dict) -> None:
+        entry["dtype"] = rng.choice(["I32", "U32", "F16", "BF16", "F64", "BOOL", "F4", 7, None])
+
+    edit_entry(weights(folder, rng), rng, change)
+
+
+def edit_offsets(folder: Path, rng: random.Random) -> None:
+    def change(entry: dict) -> None:
+        entry["data_offsets"][rng.randrange(2)] += rng.choice([-8, -1, 4, 64, 1 << 45])
+
+    edit_entry(weights(folder, rng), rng, change)
+
+
+def rename_tensor(folder: Path, rng: random.Random) -> None:
+    def change(entries: dict) -> None:
+        name = rng.choice(sorted(set(entries) - {"__metadata__"}))
+        renamed = rng.choice([name + "x", "x" + name, name.replace("model.", "", 1) + ".0", "\u00b2", name.upper()])
+        entries[renamed] = entries.pop(name)
+
+    edit_header(weights(folder, rng), change)
+
+
+def drop_tensor(folder: Path, rng: random.Random) -> None:
+    """A tensor less in the header and in the data."""
+    path = weights(folder, rng)
+    data, length = path.read_bytes(), header_length(path)
+    entries = json.loads(data[8:length])
+    metadata = entries.pop("__metadata__", None)
+    begin, end = entries.pop(rng.choice(sorted(entries)))["data_offsets"]
+    for entry in entries.values():
+        if entry["data_offsets"][0] >= end:
+            entry["data_offsets"] = [offset - (end - begin) for offset in entry["data_offsets"]]
+    text = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
+    payload = data[length : length + begin] + data[length + end :]
+    overwrite(path, len(text).to_bytes(8, "little") + text + payload)
+
+
+def put_nan(folder: Path, rng: random.Random) -> None:
+    path = weights(folder, rng)
+    length, data = header_length(path), bytearray(path.read_bytes())
+    place = length + 4 * rng.randrange((len(data) - length) // 4)
+    data[place : place + 4] = np.float32(rng.choice([np.nan, np.inf, -np.inf])).tobytes()
+    overwrite(path, data)
+
+
+def zero_a_page(folder: Path, rng: random.Random) -> None:
+    """What a disk or a copy tool leaves of a lost block."""
+    path = weights(folder, rng)
+    data, length = bytearray(path.read_bytes()), header_length(path)
+    start = rng.randrange(length, max(length + 1, len(data) - 4096))
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    overwrite(path, data)
+
+
+def swap_files(folder: Path, rng: random.Random) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    one, other = rng.sample(files, 2) if len(files) > 1 else (files[0], folder / "config.json")
+    first, second = one.read_bytes(), other.read_bytes()
+    overwrite(one, second)
+    overwrite(other, first)
+
+
+def remove_file(folder: Path, rng: random.Random) -> None:
+    pick(folder, rng, "*.safetensors", "config.json", "*.index.json", MANIFEST_NAME).unlink()
+
+
+def replace_by_folder(folder: Path, rng: random.Random) -> None:
+    path = pick(folder, rng, "*.safetensors", "config.json", "*.index.json", MANIFEST_NAME)
+    path.unlink()
+    path.mkdir()
+
+
+def junk_json(folder: Path, rng: random.Random) -> None:
+    path = pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME)
+    overwrite(path, rng.choice([b"[]", b"null", b"{}", b"\xff" * 9, b"[" * 100_000, b'{"weight_map": {"a": "../b"}}']))
+
+
+def edit_json_value(folder: Path, rng: random.Random) -> None:
+    path = pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME)
+    content = json.loads(path.read_bytes())
+    content[rng.choice(sorted(content))] = rng.choice([None, -1, 0, 3, "x", [], {}, 1e9, True, [[1]]])
+    overwrite(path, json.dumps(content, indent=1).encode())
+
+
+# What must be refused in a checkpoint too: it leaves too little, too much, or numbers that are none.
+FATAL: list[Mutation] = [
+    truncate_weights,
+    extend_weights,
+    flip_length,
+    edit_shape,
+    edit_dimension,
+    edit_offsets,
+    rename_tensor,
+    drop_tensor,
+    put_nan,
+    swap_files,
+]
+ANY: list[Mutation] = [
+    truncate_json,
+    flip_header,
+    flip_payload,
+    flip_config,
+    flip_index,
+    edit_type,
+    zero_a_page,
+    remove_file,
+    replace_by_folder,
+    junk_json,
+    edit_json_value,
+]
+
+
+def mutated(pristine: list[Path], mutation: Mutation, seed: int, target: Path) -> Path:
+    rng = random.Random(f"{mutation.__name__}/{seed}")
+    shutil.copytree(pristine[seed % len(pristine)], target)  # keeps modification times
+    mutation(target, rng)
+    return target
+
+
+def test_there_are_enough_mutations() -> None:
+    kinds = len(FATAL) + len(ANY)
+    assert kinds * len(STORE_SEEDS) >= 200
+    assert kinds * len(CHECKPOINT_SEEDS) >= 150
+
+
+@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
+def test_no_damaged_store_opens(stores: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+    for seed in STORE_SEEDS:
+        store = mutated(stores, mutation, seed, tmp_path / str(seed))
+        for verify in VERIFY_MODES:
+            with pytest.raises(StoreError) as caught:
+                ExpertStore(store, verify=verify)
+            assert caught.value.remedy
+
+
+@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
+def test_a_running_process_notices_damage(stores: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+    """In place, behind the back of a store that was verified: no other process maps it any more."""
+    store = tmp_path / "store"
+    shutil.copytree(stores[0], store)
+    view = ExpertStore(store).describe()
+    before = {path: path.read_bytes() for path in store.glob("layer-*")}
+    mutation(store, random.Random(mutation.__name__))
+    if any(not path.is_file() or path.read_bytes() != data for path, data in before.items()):
+        with pytest.raises(StoreError):
+            open_views(view)
+    with pytest.raises(StoreError):
+        ExpertStore(store, verify="stamp")
+
+
+def refusal(checkpoint: Path, out: Path) -> TierMoeError | None:
+    """The typed error that a preparation ends with; anything else escapes."""
+    try:
+        prepare(checkpoint, out, progress=False)
+    except TierMoeError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
+def test_damaged_checkpoints_raise_typed_errors(checkpoints: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+    for seed in CHECKPOINT_SEEDS:
+        checkpoint = mutated(checkpoints, mutation, seed, tmp_path / str(seed))
+        out = tmp_path / f"{seed}-store"
+        error = refusal(checkpoint, out)
+        if error is not None:
+            assert error.what, seed
+            assert error.remedy, seed
+            assert "\n" not in str(error), seed
+            assert not out.exists(), seed
+            continue
+        assert mutation not in FATAL, f"seed {seed} passed"
+        for layer in ExpertStore(out).layers:
+            assert np.isfinite(layer.gate_up).all(), seed
+            assert np.isfinite(layer.down).all(), seed
+
+
+@pytest.mark.parametrize("mutation", [truncate_weights, truncate_json, remove_file, flip_payload])
+def test_damaged_leftovers_are_not_taken_over(
+    checkpoints: list[Path], stores: list[Path], mutation: Mutation, tmp_path: Path
+) -> None:
+    """A damaged work-in-progress folder: what comes out is the store that a clean run makes."""
+    from tiermoe.cluster.jobs.prepare import convert
+
+    for seed in range(4):
+        out = tmp_path / f"{seed}-store"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(convert, "read_source", lambda _path: ())  # fails after the last tensor file
+            with pytest.raises(TierMoeError, match="changed while"):
+                prepare(checkpoints[0], out, progress=False)
+        partial = out.with_name(out.name + ".partial")
+        mutation(partial, random.Random(seed))
+        ensure_prepared(checkpoints[0], out, progress=False)
+        ExpertStore(out)
+        assert (out / MANIFEST_NAME).read_bytes() == (stores[0] / MANIFEST_NAME).read_bytes()

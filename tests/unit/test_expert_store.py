@@ -1,0 +1,213 @@
+"""Opening, mapping and sharing a store. The store is written by hand: no torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from tiermoe.actors.expert_store import ExpertStore, open_views
+from tiermoe.actors.store_format import (
+    MANIFEST_NAME,
+    DenseFile,
+    ExpertShape,
+    FileRecord,
+    LayerFile,
+    Manifest,
+    build_header,
+    encode_manifest,
+    layer_name,
+)
+from tiermoe.errors import StoreError
+
+SHAPE = ExpertShape(num_experts=3, hidden=8, intermediate=5, gates=2, has_bias=True)
+LAYERS = 2
+
+
+def record(path: Path, data: bytes) -> dict[str, Any]:
+    path.write_bytes(data)
+    return {"file": path.name, "nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def layer_values(index: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(index)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPE.stacked().items()}
+
+
+def write_store(folder: Path) -> Path:
+    folder.mkdir()
+    layers = []
+    for index in range(LAYERS):
+        values = layer_values(index)
+        head, _ = build_header({name: ("F32", array.shape) for name, array in values.items()})
+        data = head + b"".join(array.tobytes() for array in values.values())
+        layers.append(LayerFile(index=index, module=f"m.{index}", **record(folder / layer_name(index), data)))
+    head, _ = build_header({"norm": ("F32", (8,))})
+    manifest = Manifest(
+        format_version=1,
+        model="tiny",
+        architecture="Tiny",
+        dtype="float32",
+        transformers_version="5",
+        experts=SHAPE,
+        layers=tuple(layers),
+        dense=DenseFile(tied=(), **record(folder / "dense.safetensors", head + bytes(32))),
+        extras=(FileRecord(**record(folder / "config.json", b"{}")),),
+        source=(),
+    )
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return write_store(tmp_path / "store")
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip a bit and leave the modification time as it was."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    with open(path, "r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_arrays_are_what_was_written(store: Path) -> None:
+    opened = ExpertStore(store)
+    for index, layer in enumerate(opened.layers):
+        assert (layer.index, layer.module, layer.dtype) == (index, f"m.{index}", "float32")
+        for name, values in layer_values(index).items():
+            array = getattr(layer, name)
+            np.testing.assert_array_equal(array, values)
+            assert not array.flags.writeable
+        assert layer.gate_up.ctypes.data % 64 == 0
+        assert layer.gate_up[1, :2].flags.c_contiguous  # a prefix of neurons is one run
+
+
+def test_a_view_survives_pickling_and_maps_the_same_pages(store: Path) -> None:
+    opened = ExpertStore(store)
+    view = pickle.loads(pickle.dumps(opened.describe()))
+    assert view == opened.describe()
+    assert view.dense_path == str(store / "dense.safetensors")
+    for mine, theirs in zip(opened.layers, open_views(view), strict=True):
+        np.testing.assert_array_equal(mine.gate_up, theirs.gate_up)
+        np.testing.assert_array_equal(mine.down_bias, theirs.down_bias)
+
+
+def test_arrays_outlive_the_store(store: Path) -> None:
+    opened = ExpertStore(store)
+    down = opened.layers[0].down
+    opened.close()
+    np.testing.assert_array_equal(down, layer_values(0)["down"])
+    with pytest.raises(StoreError, match="was closed"):
+        _ = opened.layers
+
+
+@pytest.mark.parametrize("name", [layer_name(0), layer_name(1), "dense.safetensors", "config.json"])
+def test_a_flipped_byte_anywhere_is_refused(store: Path, name: str) -> None:
+    ExpertStore(store)
+    flip(store / name, -1)
+    with pytest.raises(StoreError, match="SHA-256"):
+        ExpertStore(store)
+
+
+@pytest.mark.parametrize("name", [layer_name(1), "dense.safetensors", "config.json", MANIFEST_NAME])
+def test_a_missing_file_is_refused(store: Path, name: str) -> None:
+    (store / name).unlink()
+    with pytest.raises(StoreError, match="tiermoe prepare"):
+        ExpertStore(store)
+
+
+def test_swapped_layers_are_refused(store: Path) -> None:
+    (store / layer_name(0)).rename(store / "x")
+    (store / layer_name(1)).rename(store / layer_name(0))
+    (store / "x").rename(store / layer_name(1))
+    modes: tuple[Literal["full", "stamp"], ...] = ("full", "stamp")
+    for verify in modes:
+        with pytest.raises(StoreError, match="SHA-256"):
+            ExpertStore(store, verify=verify)
+
+
+def test_stamp_skips_hashing_what_is_unchanged(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    real = hashlib.file_digest
+
+    def spy(file: BufferedReader, name: str) -> Any:
+        hashed.append(Path(file.name).name)
+        return real(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", spy)
+    ExpertStore(store, verify="stamp")  # nothing is known yet: everything is hashed
+    assert layer_name(0) in hashed
+    hashed.clear()
+    ExpertStore(store, verify="stamp")
+    assert set(hashed) <= {MANIFEST_NAME}
+    os.utime(store / layer_name(1))
+    hashed.clear()
+    ExpertStore(store, verify="stamp")
+    assert set(hashed) - {MANIFEST_NAME} == {layer_name(1)}
+
+
+def test_stamp_notices_a_write(store: Path) -> None:
+    ExpertStore(store)
+    data = bytearray((store / layer_name(0)).read_bytes())
+    data[-3] ^= 1
+    (store / layer_name(0)).write_bytes(data)
+    with pytest.raises(StoreError, match="SHA-256"):
+        ExpertStore(store, verify="stamp")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"manifest_sha256": 1}', b'{"files": 3}', b"\xff"])
+def test_a_damaged_stamp_only_means_full_verification(store: Path, content: bytes) -> None:
+    ExpertStore(store)
+    (store / "verified.json").write_bytes(content)
+    flip(store / layer_name(0), -1)
+    with pytest.raises(StoreError, match="SHA-256"):
+        ExpertStore(store, verify="stamp")
+
+
+def test_views_and_health_notice_a_change(store: Path) -> None:
+    opened = ExpertStore(store)
+    assert opened.health().problem is None
+    assert opened.health().layers == LAYERS
+    os.utime(store / layer_name(1))
+    assert "changed since" in str(opened.health().problem)
+    with pytest.raises(StoreError, match="changed since"):
+        open_views(opened.describe())
+    (store / layer_name(1)).unlink()
+    assert "is gone" in str(opened.health().problem)
+    with pytest.raises(StoreError):
+        open_views(opened.describe())
+
+
+def test_not_a_store(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(StoreError, match="not an expert store"):
+            ExpertStore(path)
+
+
+def test_a_store_on_read_only_storage_opens(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert ExpertStore(store).health().problem is None
+
+
+def test_opening_needs_no_torch(store: Path) -> None:
+    code = (
+        "import sys; from tiermoe.actors.expert_store import ExpertStore; "
+        f"ExpertStore({str(store)!r}); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

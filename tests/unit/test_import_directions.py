@@ -1,0 +1,112 @@
+"""The architecture, held by the imports: see docs/architecture.md.
+
+cluster -> actors -> {proto, kernels}; inside actors: gpu_worker -> engine -> policies, and policies import nothing of
+the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PARTS = ("cluster", "actors", "proto", "kernels")
+_FILES = [*sorted(p for part in _PARTS for p in (_ROOT / part).rglob("*.py")), _ROOT / "errors.py"]
+_RAY_LIFE_CYCLE = {"init", "shutdown", "kill", "remote", "placement_group", "remove_placement_group"}
+
+
+def _module(path: Path) -> str:
+    """`actors.engine.cache` for actors/engine/cache.py; a package is its own name."""
+    parts = path.relative_to(_ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every import of a file, wherever it stands; the package's own modules without `tiermoe.`."""
+    package = path.relative_to(_ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0:
+                yield node.module or ""
+                continue
+            base = package[: len(package) - (node.level - 1)]
+            # `from .a import b` imports a; `from . import b` imports b, which may be a module
+            tails = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (".".join((*base, tail)) for tail in tails)
+
+
+_IMPORTS = {_module(path): sorted(set(_imports(path))) for path in _FILES}
+
+
+def _offenders(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
+    inside = (inside,) if isinstance(inside, str) else inside
+    return [
+        f"{module} imports {name}"
+        for module, names in _IMPORTS.items()
+        if any(_within(module, part) for part in inside)
+        for name in names
+        if any(_within(name, part) for part in forbidden)
+    ]
+
+
+def _within(module: str, part: str) -> bool:
+    return module == part or module.startswith(f"{part}.")
+
+
+@pytest.mark.parametrize(
+    ("inside", "forbidden"),
+    [
+        ("actors", ("cluster",)),
+        (("proto", "kernels"), ("cluster", "actors")),
+        ("proto", ("kernels",)),
+        ("kernels", ("proto",)),
+        ("actors.engine", ("actors.gpu_worker",)),
+        ("actors.policies", ("actors.engine", "actors.gpu_worker", "actors.expert_store", "proto", "kernels")),
+        ("errors", _PARTS),
+    ],
+    ids=str,
+)
+def test_direction(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> None:
+    assert _offenders(inside, forbidden) == []
+
+
+def test_policies_touch_no_device_clock_channel_or_ray() -> None:
+    banned = ("torch", "transformers", "ray", "grpc", "time", "threading", "socket", "multiprocessing", "asyncio")
+    assert _offenders("actors.policies", banned) == []
+
+
+def test_inside_the_package_imports_are_relative() -> None:
+    assert _offenders((*_PARTS, "errors"), ("tiermoe",)) == []
+
+
+def test_only_these_import_torch() -> None:
+    may = ("actors.engine", "actors.gpu_worker", "kernels", "cluster.jobs")
+    users = {line.split()[0] for line in _offenders((*_PARTS, "errors"), ("torch", "transformers"))}
+    assert {module for module in users if not any(_within(module, part) for part in may)} == set()
+
+
+def test_actors_do_not_know_ray() -> None:
+    assert _offenders(("actors", "kernels", "proto"), ("ray",)) == []
+
+
+def test_one_file_starts_places_and_ends() -> None:
+    found = set()
+    for path in _FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            on_ray = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ray"
+            if on_ray and node.attr in _RAY_LIFE_CYCLE:
+                found.add(_module(path))
+        if any("placement_group" in name or "scheduling_strategies" in name for name in _IMPORTS[_module(path)]):
+            found.add(_module(path))
+    assert found == {"cluster.deploy"}
+
+
+def test_the_driver_needs_no_torch() -> None:
+    """What `tiermoe run` imports before it deploys: a torch import would cost every run seconds."""
+    light = ("cluster.cli", "cluster.config", "cluster.deploy", "cluster.prompt", "cluster.jobs.run", "cluster.report")
+    assert _offenders(light, ("torch", "transformers")) == []

@@ -1,0 +1,351 @@
+"""From checkpoint to store: every expert and every dense tensor equals what transformers loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.store_format import layer_name, read_manifest
+from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
+from tiermoe.cluster.jobs.prepare.model import ExpertsModule
+from tiermoe.errors import StoreError
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def expected_layer(module: Any) -> dict[str, torch.Tensor]:
+    """What a layer file must hold, worked out neuron by neuron from the loaded module."""
+    gates = 2 if module.has_gate else 1
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    up = up.transpose(1, 2) if module.is_transposed else up  # [E, G*I, H]
+    down = module.down_proj if module.is_transposed else module.down_proj.transpose(1, 2)  # [E, I, H]
+    size = up.shape[1] // gates
+
+    def row(neuron: int, gate: int) -> int:
+        return gate * size + neuron if module.is_concatenated else gates * neuron + gate
+
+    order = [row(neuron, gate) for neuron in range(size) for gate in range(gates)]
+    tensors = {"gate_up": up[:, order].unflatten(1, (size, gates)), "down": down}
+    if module.has_bias:
+        tensors["gate_up_bias"] = module.gate_up_proj_bias[:, order].unflatten(1, (size, gates))
+        tensors["down_bias"] = module.down_proj_bias
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def assert_same_as_transformers(checkpoint: Path, store: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    opened = ExpertStore(store)
+    modules = dict(model.named_modules())
+    expert_names: set[str] = set()
+    for layer in opened.layers:
+        for name, tensor in expected_layer(modules[layer.module]).items():
+            stored = torch.from_numpy(getattr(layer, name).copy()).view(getattr(torch, layer.dtype))
+            assert torch.equal(stored, tensor), f"{layer.module} {name}"
+        expert_names |= {f"{layer.module}.{name}" for name, _ in modules[layer.module].named_parameters()}
+    state = model.state_dict()
+    tied = {pair.name: pair.source for pair in opened.manifest.dense.tied}
+    with safe_open(opened.describe().dense_path, "pt") as dense:
+        assert set(dense.keys()) | set(tied) == set(state) - expert_names
+        for name in dense.keys():  # noqa: SIM118  # not a dict
+            assert torch.equal(dense.get_tensor(name), state[name]), name
+        for name, source in tied.items():
+            assert torch.equal(dense.get_tensor(source), state[name]), name
+
+
+@pytest.mark.parametrize("model_type", tiny_models.MODEL_TYPES)
+def test_store_equals_from_pretrained(model_type: str, tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint(model_type, tmp_path / "checkpoint")
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    assert_same_as_transformers(checkpoint, store)
+
+
+def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="30KB")
+    assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 3
+    store = prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
+    assert read_manifest(store).dtype == "bfloat16"
+    assert_same_as_transformers(tmp_path / "checkpoint", store)
+
+
+def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("plan", "tensors"):
+        monkeypatch.setattr(f"tiermoe.cluster.jobs.prepare.{module}.BLOCK_BYTES", 300)
+    assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_weights_that_the_checkpoint_holds_twice(tmp_path: Path, same: bool) -> None:
+    checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if same else embedding + 1
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    assert len(read_manifest(store).dense.tied) == (1 if same else 0)
+    assert_same_as_transformers(checkpoint, store)
+
+
+def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
+
+
+def test_unknown_dense_tensors_are_tolerated(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
+
+
+def test_a_store_is_self_contained(qwen: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for path in qwen.iterdir():
+        (checkpoint / path.name).symlink_to(path)  # as in a Hugging Face cache
+    (checkpoint / "tokenizer.json").write_text("{}")
+    (checkpoint / "modeling_custom.py").write_text("raise SystemExit")
+    store = prepare(checkpoint, tmp_path / "deep" / "store", progress=False)
+    names = {path.name for path in store.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "manifest.json"} <= names
+    assert "modeling_custom.py" not in names
+    assert "journal.json" not in names
+    assert [path.name for path in store.parent.iterdir()] == ["store"]  # nothing left beside it
+    assert is_store(store)
+    assert not is_store(checkpoint)
+    assert ensure_prepared(store) == store
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def stop(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, step, stop)
+
+
+def test_an_interrupted_preparation_resumes(qwen: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "store", tmp_path / "store.partial"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, "_write_dense")
+        with pytest.raises(KeyboardInterrupt):
+            prepare(qwen, out, progress=False)
+    assert not out.exists()
+    with pytest.raises(StoreError):
+        ExpertStore(partial)
+    first = (partial / layer_name(0)).stat()
+    damaged = partial / layer_name(1)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # found by its hash, and made again
+    prepare(qwen, out, progress=False)
+    assert (out / layer_name(0)).stat().st_ino == first.st_ino
+    assert (out / layer_name(0)).stat().st_mtime_ns == first.st_mtime_ns
+    assert not partial.exists()
+    assert_same_as_transformers(qwen, out)
+
+
+def test_a_killed_preparation_resumes(qwen: Path, tmp_path: Path) -> None:
+    """Killed in the middle of the second layer file; the lock file that is left holds nobody up."""
+    out, partial = tmp_path / "store", tmp_path / "store.partial"
+    child = os.fork()
+    if child == 0:
+        try:
+            real = convert._layer_data
+
+            def die_in_layer_1(conversion: convert.Conversion, module: ExpertsModule) -> Iterator[memoryview]:
+                for place, piece in enumerate(real(conversion, module)):
+                    if place == 1 and ".1." in module.path:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    yield piece
+
+            convert._layer_data = die_in_layer_1
+            prepare(qwen, out, progress=False)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not out.exists()
+    first = (partial / layer_name(0)).stat()
+    assert not (partial / layer_name(1)).exists()
+    prepare(qwen, out, progress=False)
+    assert (out / layer_name(0)).stat().st_ino == first.st_ino
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert_same_as_transformers(qwen, out)
+
+
+def test_leftovers_of_another_checkpoint_are_not_used(qwen: Path, tmp_path: Path) -> None:
+    other = save_tiny_checkpoint("qwen3_moe", tmp_path / "other", seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, "_write_dense")
+        with pytest.raises(KeyboardInterrupt):
+            prepare(other, tmp_path / "store", progress=False)
+    assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
+
+
+def test_a_full_disk_is_a_typed_error_and_resumes(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000})())
+        with pytest.raises(StoreError, match="GB free; free some space"):
+            prepare(qwen, tmp_path / "store", progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_args: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("tiermoe.cluster.jobs.prepare.write.os.write", full)
+        with pytest.raises(StoreError, match="it resumes"):
+            prepare(qwen, tmp_path / "store", progress=False)
+    prepare(qwen, tmp_path / "store", progress=False)
+
+
+def test_an_existing_store_is_kept_unless_forced(qwen: Path, tmp_path: Path) -> None:
+    out = prepare(qwen, tmp_path / "store", progress=False)
+    before = (out / layer_name(0)).stat().st_ino
+    assert ensure_prepared(qwen, out, progress=False) == out
+    assert (out / layer_name(0)).stat().st_ino == before
+    prepare(qwen, out, progress=False, force=True)
+    assert (out / layer_name(0)).stat().st_ino != before
+
+
+def test_a_changed_checkpoint_is_prepared_again(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    out = ensure_prepared(checkpoint, tmp_path / "store", progress=False)
+    cached = default_store_dir(checkpoint, tmp_path / "cache")
+    save_tiny_checkpoint("qwen3_moe", checkpoint, seed=1)
+    ensure_prepared(checkpoint, out, progress=False)
+    assert_same_as_transformers(checkpoint, out)
+    assert default_store_dir(checkpoint, tmp_path / "cache") != cached
+
+
+def test_a_truncated_store_is_prepared_again(qwen: Path, tmp_path: Path) -> None:
+    out = prepare(qwen, tmp_path / "store", progress=False)
+    (out / "dense.safetensors").write_bytes(b"")
+    ensure_prepared(qwen, out, progress=False)
+    assert_same_as_transformers(qwen, out)
+
+
+def test_a_folder_that_is_no_store_is_never_replaced(qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "manifest.json").write_text("mine")
+    for out in (tmp_path / "thesis", qwen):
+        with pytest.raises(StoreError, match="not an expert store"):
+            prepare(qwen, out, progress=False, force=True)
+    assert (tmp_path / "thesis" / "manifest.json").read_text() == "mine"
+
+
+def test_two_at_once_convert_once(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is held inside its conversion until the second says that it waits."""
+    waiting = threading.Event()
+    conversions: list[Path] = []
+    real_write, real_print = convert.write_store, Console.print
+
+    def slow_write(conversion: convert.Conversion, folder: Path, advance: convert.Advance) -> None:
+        conversions.append(folder)
+        assert waiting.wait(30)
+        real_write(conversion, folder, advance)
+
+    def note(console: Console, *parts: object, **options: Any) -> None:
+        if "waiting" in str(parts):
+            waiting.set()
+        real_print(console, *parts, **options)
+
+    monkeypatch.setattr(convert, "write_store", slow_write)
+    monkeypatch.setattr(Console, "print", note)
+    results: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(ensure_prepared(qwen, cache_dir=tmp_path, progress=False)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(conversions) == 1
+    assert results[0] == results[1] == default_store_dir(qwen, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [results[0].name]
+
+
+def test_finding_a_store_needs_no_torch(qwen: Path, tmp_path: Path) -> None:
+    store = ensure_prepared(qwen, cache_dir=tmp_path, progress=False)
+    code = (
+        "import sys; from pathlib import Path; from tiermoe.cluster.jobs.prepare import ensure_prepared; "
+        f"print(ensure_prepared(Path({str(qwen)!r}), cache_dir=Path({str(tmp_path)!r}))); "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [str(store), "[]"]
+
+
+def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
+    import typer
+
+    from tiermoe.cluster.jobs.prepare.command import prepare_command
+
+    app = typer.Typer()
+    app.command()(prepare_command)
+    result = CliRunner().invoke(app, [str(qwen), "--cache-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert Path(result.stdout.strip()) == default_store_dir(qwen, tmp_path)
+    ExpertStore(default_store_dir(qwen, tmp_path))
+
+
+_MEASURE = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tiermoe.cluster.jobs.prepare import prepare
+
+def kilobytes(key):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(key + ":")[1].split()[0])
+
+small, big, out = map(Path, sys.argv[1:])
+prepare(small, out / "small-store", progress=False)  # imports are not the subject
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = kilobytes("VmRSS")
+prepare(big, out / "big-store", progress=False)
+print(kilobytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_bounded_by_layers_not_by_the_model(qwen: Path, tmp_path: Path) -> None:
+    """Eight layers of 40 MB: the growth must stay under two layers and a fixed allowance."""
+    layer_bytes = 32 * 3 * 256 * 416 * 4
+    big = save_tiny_checkpoint(
+        "qwen3_moe",
+        tmp_path / "big",
+        hidden_size=256,
+        moe_intermediate_size=416,
+        num_experts=32,
+        num_hidden_layers=8,
+        layer_types=None,
+    )
+    assert (big / "model.safetensors").stat().st_size > 8 * layer_bytes
+    command = [sys.executable, "-c", _MEASURE, str(qwen), str(big), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    growth = int(result.stdout) * 1024
+    assert growth < 2 * layer_bytes + (100 << 20)

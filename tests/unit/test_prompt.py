@@ -1,0 +1,91 @@
+"""Prompts into tokens and back, and the limits of a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizer import save_byte_tokenizer
+from tokenizers import Tokenizer
+
+from tiermoe.actors.settings import KvSettings
+from tiermoe.cluster.prompt import (
+    IncrementalText,
+    check_length,
+    encode_prompt,
+    load_model_config,
+    load_tokenizer,
+    sampling_params,
+)
+from tiermoe.errors import CheckpointError, RequestError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_byte_tokenizer(directory)
+    return load_tokenizer(directory)
+
+
+@given(text=st.text(max_size=30), cut=st.integers(0, 5))
+def test_pieces_add_up_even_where_a_character_is_cut(tokenizer: Tokenizer, text: str, cut: int) -> None:
+    ids = tokenizer.encode(text).ids
+    ids = ids[: len(ids) - cut]
+    stream = IncrementalText(tokenizer)
+    pieces = [stream.add([token]) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids) == stream.text
+
+
+def test_a_character_comes_when_it_is_whole(tokenizer: Tokenizer) -> None:
+    stream = IncrementalText(tokenizer)
+    pieces = [stream.add([token]) for token in tokenizer.encode("é!").ids]
+    assert pieces == ["", "é", "!"]
+
+
+def test_an_empty_prompt(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="prompt is empty"):
+        encode_prompt(tokenizer, "")
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        encode_prompt(tokenizer, "\udcff")
+
+
+def test_length_limits() -> None:
+    kv = KvSettings(page_size=4, num_blocks=4)
+    check_length(8, 8, {"max_position_embeddings": 16}, kv)
+    check_length(8, 8, {}, kv)
+    with pytest.raises(RequestError, match="9 prompt tokens and 8 to generate exceed the model's 16 positions"):
+        check_length(9, 8, {"max_position_embeddings": 16}, kv)
+    with pytest.raises(RequestError, match=r"KV cache of 16 tokens.*kv\.num_blocks"):
+        check_length(9, 8, {"max_position_embeddings": 99}, kv)
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"max_tokens": 0}, "--max-tokens"),
+        ({"temperature": -0.1}, "--temperature"),
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"top_p": 1.5}, "--top-p"),
+        ({"top_k": -1}, "--top-k"),
+        ({"seed": -1}, "--seed"),
+    ],
+)
+def test_sampling_out_of_range_names_its_option(change: dict[str, float], option: str) -> None:
+    fine = {"max_tokens": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None}
+    sampling_params(**fine)
+    with pytest.raises(RequestError, match=option):
+        sampling_params(**(fine | change))
+
+
+def test_broken_model_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 7}}')
+    assert load_model_config(tmp_path) == {"max_position_embeddings": 7}

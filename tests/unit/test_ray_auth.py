@@ -1,0 +1,90 @@
+"""Ray's token file, and the mode of a cluster before it is joined."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tiermoe.cluster.ray_auth import check_joinable, ensure_private_token
+from tiermoe.errors import RuntimeFailure
+
+
+class _Head(grpc.GenericRpcHandler):
+    """A head node that knows one question."""
+
+    def __init__(self, wants_token: bool) -> None:
+        self._wants_token = wants_token
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self._wants_token:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        assert details.method.endswith("/GetClusterId")
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def head(request: pytest.FixtureRequest) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[_Head(request.param)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("head", "ours", "remedy"),
+    [
+        (True, None, "RAY_AUTH_MODE=token and keep"),
+        (True, "disabled", "RAY_AUTH_MODE=token and keep"),
+        (False, "token", "RAY_AUTH_MODE=disabled"),
+        (True, "token", None),
+        (False, None, None),
+    ],
+    indirect=["head"],
+)
+def test_modes_must_agree(head: str, ours: str | None, remedy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", ours)
+    if remedy is None:
+        check_joinable(head)
+    else:
+        with pytest.raises(RuntimeFailure, match=remedy):
+            check_joinable(head)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "host:port"])
+def test_nobody_there(address: str) -> None:
+    with pytest.raises(RuntimeFailure, match=f"'{address}'"):
+        check_joinable(address)
+
+
+def test_the_token_is_made_once_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    token = tmp_path / ".ray" / "auth_token"
+    ensure_private_token()
+    first = token.read_text()
+    assert len(first) == 64
+    token.chmod(0o644)  # as Ray leaves it
+    ensure_private_token()
+    assert token.read_text() == first
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_a_token_kept_elsewhere_or_no_authentication_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "/a/file")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            ensure_private_token()
+    assert not (tmp_path / ".ray").exists()

@@ -1,0 +1,316 @@
+"""The job that trains the default model, on a tiny configuration and a corpus of a few files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from tiermoe.cluster.jobs.train_default_model.attention import CausalAttention
+from tiermoe.cluster.jobs.train_default_model.card import RunFacts, bars, model_card, normalised_entropy
+from tiermoe.cluster.jobs.train_default_model.command import train_default_model_command
+from tiermoe.cluster.jobs.train_default_model.corpus import Document, collect, is_held_out
+from tiermoe.cluster.jobs.train_default_model.evaluate import stream_bits_per_byte
+from tiermoe.cluster.jobs.train_default_model.export import Figures, export, measure
+from tiermoe.cluster.jobs.train_default_model.forward import TrainingForward
+from tiermoe.cluster.jobs.train_default_model.heldout import choose_passages, read_passages, write_passages
+from tiermoe.cluster.jobs.train_default_model.loop import LoopConfig, NoBarrier, SharedState, Worker
+from tiermoe.cluster.jobs.train_default_model.model import default_config, new_model
+from tiermoe.cluster.jobs.train_default_model.optimizer import orthogonalise
+from tiermoe.cluster.jobs.train_default_model.schedule import Budget, Phase, phase_at, rate_at
+from tiermoe.cluster.jobs.train_default_model.sources import KINDS, Root, licence_of
+from tiermoe.cluster.jobs.train_default_model.text import NotTextError, plain_text, strip_html, strip_roff
+from tiermoe.cluster.jobs.train_default_model.tokenizer import token_byte_lengths, train_tokenizer
+
+PHASES = (Phase(2.0, 32, 256),)
+
+
+def tiny_config() -> Any:
+    return default_config(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+
+
+def sentences(seed: int, count: int) -> str:
+    rng = np.random.default_rng(seed)
+    words = ["def", "return", "value", "self", "the", "of", "expert", "struct", "int", "(x):", "{", "}"]
+    return "\n\n".join(f"{i} " + " ".join(rng.choice(words, 40)) for i in range(count)) + "\n"
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path) -> Path:
+    tokenizer = train_tokenizer([sentences(i, 20) for i in range(4)], vocabulary=300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "token_bytes.json").write_text(json.dumps(token_byte_lengths(tokenizer)))
+    (tmp_path / "tokens").mkdir()
+    for kind in KINDS:
+        for part in ("train", "heldout"):
+            ids = [0, *tokenizer.encode(sentences(KINDS.index(kind), 60)).ids]
+            np.array(ids, dtype=np.uint16).tofile(tmp_path / "tokens" / f"{part}-{kind}.bin")
+    return tmp_path
+
+
+def start(work_dir: Path) -> tuple[SharedState, LoopConfig]:
+    loop = LoopConfig(
+        work_dir, Budget(tokens=100_000), workers=1, phases=PHASES, compute_dtype=torch.float32, micro_tokens=128
+    )
+    config = tiny_config()
+    return SharedState(config, dict(new_model(config, seed=1).named_parameters()), loop), loop
+
+
+# Corpus
+
+
+def make_tree(folder: Path) -> Root:
+    for i in range(40):
+        path = folder / f"package{i % 3}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(sentences(i, 12))
+    return Root("site-packages", "python", folder, (".py",), 1_000_000)
+
+
+def test_split_depends_on_the_normalised_path_only(tmp_path: Path) -> None:
+    first, second = collect([make_tree(tmp_path / "a")]), collect([make_tree(tmp_path / "elsewhere" / "b")])
+    assert [(d.name, d.held_out, d.text) for d in first] == [(d.name, d.held_out, d.text) for d in second]
+    assert not any(str(tmp_path) in d.name for d in first)
+
+
+def test_split_is_pinned_and_about_one_in_forty() -> None:
+    names = [f"stdlib/module{i}.py" for i in range(4000)]
+    held_out = [name for name in names if is_held_out(name)]
+    assert held_out[:3] == PINNED
+    assert 60 <= len(held_out) <= 140
+
+
+PINNED = ["stdlib/module2.py", "stdlib/module10.py", "stdlib/module28.py"]
+
+
+def test_a_training_document_that_repeats_a_held_out_one_is_dropped(tmp_path: Path) -> None:
+    held = PINNED[0].split("/")[1]
+    (tmp_path / held).write_text(sentences(1, 12))
+    (tmp_path / "copy.py").write_text(sentences(1, 12) + "x = 1\n")
+    documents = collect([Root("stdlib", "python", tmp_path, (".py",), 1_000_000, group_depth=0)])
+    assert [d.name for d in documents] == [PINNED[0]]
+
+
+def test_a_paragraph_that_every_file_repeats_is_kept_a_few_times_only(tmp_path: Path) -> None:
+    licence = "Permission is hereby granted, free of charge, to any person obtaining a copy. " * 4
+    for i in range(12):
+        (tmp_path / f"m{i}.py").write_text(licence + "\n\n" + sentences(i, 6))
+    documents = collect([Root("stdlib", "python", tmp_path, (".py",), 1_000_000, group_depth=0)])
+    assert len(documents) == 12
+    assert sum("Permission" in d.text for d in documents) == 4
+
+
+def test_markup_is_stripped_and_data_refused() -> None:
+    assert strip_roff(b'.TH LS 1\n.SH NAME\nls \\- list \\fBfiles\\fR\n.B "\\-a"\n') == "NAME\nls - list files\n-a\n"
+    assert strip_html(b"<head><title>x</title></head><p>a &lt; b</p><script>no</script>") == "a < b\n"
+    with pytest.raises(NotTextError):
+        plain_text(b"\x00\x01")
+    with pytest.raises(NotTextError):
+        plain_text(b"0," * 5000)
+
+
+def test_tokenizer_returns_every_byte() -> None:
+    tokenizer = train_tokenizer([sentences(0, 30)], vocabulary=300)
+    text = "def f(x):\n    return 'é€'\t\n\n\n  # 1234567\r\n"
+    ids = tokenizer.encode(text).ids
+    lengths = token_byte_lengths(tokenizer)
+    assert tokenizer.decode(ids) == text
+    assert sum(lengths[i] for i in ids) == len(text.encode())
+    assert lengths[tokenizer.token_to_id("<|endoftext|>")] == 0
+
+
+# Held-out passages
+
+
+def test_passages_are_bounded_licensed_and_survive_the_file(tmp_path: Path) -> None:
+    documents = [Document(f"stdlib/module{i}.py", "python", sentences(i, 40)) for i in range(400)]
+    documents.append(Document("include/unknown/a.h", "c", sentences(3, 40)))
+    passages = choose_passages(documents, {}, bytes_per_kind=12_000)
+    assert {p.kind for p in passages} == {"python"}
+    assert all(1500 <= len(p.text.encode()) <= 4001 and p.source.endswith("(PSF-2.0)") for p in passages)
+    assert all(is_held_out(p.source.split(" ")[0]) for p in passages)
+    assert passages == choose_passages(documents[::-1], {}, bytes_per_kind=12_000)
+    write_passages(passages, tmp_path)
+    assert read_passages(tmp_path) == passages
+
+
+def test_only_permissive_licences_are_shipped() -> None:
+    packages = {"numpy": "BSD-3-Clause"}
+    assert licence_of("site-packages/numpy/ma/core.py", packages) == "BSD-3-Clause"
+    assert licence_of("site-packages/other/core.py", packages) is None
+    assert licence_of("include/linux/fs.h", packages) is None
+    assert licence_of("include/X11/Xlib.h", packages) == "MIT"
+    assert licence_of("doc/nodejs/README.md", packages) == "MIT"
+    assert licence_of("doc/git/README.md", packages) is None
+
+
+# Mathematics
+
+
+def test_orthogonalise_brings_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 16, 48), (3, 48, 16)):
+        singular = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
+
+
+def test_blocked_attention_matches_torch() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 200, 8, requires_grad=True) for _ in range(3))
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mine = CausalAttention.apply(q, k, v)
+    upstream = torch.randn_like(reference)
+    expected = torch.autograd.grad(reference, (q, k, v), upstream)
+    torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+    for got, want in zip(torch.autograd.grad(mine, (q, k, v), upstream), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_training_forward_matches_transformers() -> None:
+    config = tiny_config()
+    model = new_model(config, seed=0)
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(0, config.vocab_size, (3, 41), generator=torch.Generator().manual_seed(0))
+    losses = TrainingForward(config, parameters, torch.float32)(tokens, 1 / 120)
+    losses.cross_entropy.backward()
+    mine = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    logits = model(tokens[:, :-1]).logits
+    reference = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    reference.backward()
+    torch.testing.assert_close(losses.cross_entropy, reference)
+    assert losses.load.sum(1).tolist() == [240, 240]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_schedule_warms_up_holds_and_falls() -> None:
+    assert [rate_at(0.0, 1), rate_at(0.2, 40), rate_at(1.0, 999)] == [1 / 40, 1.0, 0.01]
+    assert Budget(tokens=100, minutes=1).progress(tokens=50, active_s=45) == 0.75
+    assert phase_at(0.0).length < phase_at(0.999).length == 2048
+
+
+# The loop
+
+
+def test_two_steps_lower_the_loss(work_dir: Path) -> None:
+    shared, loop = start(work_dir)
+    worker = Worker(0, shared, loop, NoBarrier(), {})
+    rows = torch.from_numpy(np.fromfile(work_dir / "tokens" / "train-c.bin", dtype=np.uint16)[:257].astype(np.int64))
+
+    def loss() -> float:
+        forward = TrainingForward(shared.config, shared.parameters, torch.float32)
+        with torch.no_grad():
+            return float(forward(rows.unsqueeze(0), 1 / 256).cross_entropy)
+
+    before = loss()
+    worker.run(max_steps=2)
+    assert loss() < before
+    assert shared.counters[:2].tolist() == [2, 512]
+
+
+def test_a_resumed_run_reaches_the_same_state(work_dir: Path) -> None:
+    straight, loop = start(work_dir)
+    Worker(0, straight, loop, NoBarrier(), {}).run(max_steps=4)
+    cut, _ = start(work_dir)
+    Worker(0, cut, loop, NoBarrier(), {}).run(max_steps=2)
+    resumed, _ = start(work_dir)
+    drawn = resumed.load(work_dir)
+    Worker(0, resumed, loop, NoBarrier(), drawn).run(max_steps=2)
+    assert resumed.counters[:2].tolist() == straight.counters[:2].tolist()
+    for name, parameter in straight.parameters.items():
+        torch.testing.assert_close(resumed.parameters[name], parameter, rtol=0, atol=0, msg=name)
+
+
+def test_two_workers_give_the_gradient_of_one(work_dir: Path) -> None:
+    """Each worker adds its rows' part; the owner of a parameter sums the parts."""
+    one, loop = start(work_dir)
+    Worker(0, one, loop, NoBarrier(), {}).run(max_steps=1)
+    config = tiny_config()
+    pair = LoopConfig(**{**loop.__dict__, "workers": 2})
+    two = SharedState(config, dict(new_model(config, seed=1).named_parameters()), pair)
+    owners = two.optimizer.owners(2)
+    assert set(owners.values()) == {0, 1}
+    for rank in range(2):
+        worker = Worker(rank, two, pair, NoBarrier(), {})
+        worker._shared = two
+        rows = worker._stream.next_rows(8, 32)
+        micro = torch.from_numpy(rows[rank::2])
+        losses = worker._forward(micro, 1 / 256)
+        extra = pair.balance_weight * losses.balance + pair.z_weight * losses.z
+        (losses.cross_entropy + 0.5 * extra).backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = two.parameters[name].clone()
+    for rank in range(2):
+        two.optimizer.step(rank, owners, 1, rate_at(0, 1), 0.8505)
+    moved = two.parameters[name] - before
+    wanted = one.parameters[name] - before
+    assert torch.nn.functional.cosine_similarity(moved.flatten(), wanted.flatten(), dim=0) > 0.95
+
+
+def test_held_out_figures_of_an_untrained_model_are_those_of_chance(work_dir: Path) -> None:
+    shared, _ = start(work_dir)
+    forward = TrainingForward(shared.config, shared.parameters, torch.float32)
+    figures = stream_bits_per_byte(forward, work_dir, tokens_per_kind=256, length=64)
+    assert {"bpb", "heldout_min_share", *(f"bpb_{kind}" for kind in KINDS)} == set(figures)
+    assert 1.0 < figures["bpb"] < 9.0
+
+
+# Export and card
+
+
+def test_exported_folder_loads_and_its_figures_are_in_the_card(work_dir: Path) -> None:
+    shared, _ = start(work_dir)
+    documents = [Document(f"stdlib/module{i}.py", "python", sentences(i, 40)) for i in range(200)]
+    write_passages(choose_passages(documents, {}, bytes_per_kind=1500), work_dir / "heldout")
+    out = work_dir / "model"
+    export(shared.config, shared.parameters, work_dir, out)
+    figures = measure(out, sample_tokens=2)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert names <= {path.name for path in out.iterdir()}
+    assert sum(figures.shares[0]) == pytest.approx(1.0, abs=1e-4)
+    card = model_card(figures, facts(), accelerator=False)
+    assert f"| all | {figures.bits_per_byte['all']:.3f} |" in card
+
+
+def facts() -> RunFacts:
+    counts = {"python": 1, "c": 2, "prose": 3}
+    names = ("train_documents", "train_bytes", "heldout_documents", "heldout_bytes")
+    return RunFacts(12_300_000, 900, 61.0, "2 cores of an Example, CPU", dict.fromkeys(names, counts))
+
+
+def test_card_states_figures_and_names_a_missed_bar() -> None:
+    shares = [[0.25, 0.25, 0.25, 0.25], [0.01, 0.33, 0.33, 0.33]]
+    figures = Figures({"python": 1.5, "c": 1.25, "prose": 1.75, "all": 1.5}, 200_000, shares, {"c": "int main"})
+    assert list(bars(figures, accelerator=False).values()) == [True, False]
+    assert list(bars(figures, accelerator=True).values()) == [False, False]
+    card = model_card(figures, facts(), accelerator=False)
+    for text in ("12.3 M tokens", "2 cores of an Example", "| c | 1.250 |", "0.0100 (0.04x)", "MISSED", "int main"):
+        assert text in card
+    assert normalised_entropy(shares[0]) == pytest.approx(1.0)
+
+
+def test_command_refuses_a_run_without_end() -> None:
+    app = typer.Typer()
+    app.command()(train_default_model_command)
+    result = CliRunner().invoke(app, ["--minutes", "0", "--tokens", "0"])
+    assert result.exit_code == 2
+    assert CliRunner().invoke(app, ["--device", "abacus"]).exit_code == 2
