@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, UnsupportedModelError
 from .expert_store import StoreView, open_views
 from .requests import GenerationRequest, TokenEvent
-from .settings import EngineSettings
+from .settings import EngineSettings, KvSettings
 
 
 class GpuWorker:
@@ -39,7 +39,6 @@ class GpuWorker:
         """
         import torch
 
-        from .engine.batcher import Batcher
         from .engine.device import make_device
         from .engine.engine import ExpertEngine, host_weights
         from .engine.model import DTYPES, build_model, find_blocks
@@ -57,7 +56,7 @@ class GpuWorker:
         pinned = all([device.pin_host(layer.tensors) for layer in weights]) if device.executor == "real" else None
         top_k = experts_per_token(model.config)
         self._engine = ExpertEngine(settings, manifest.experts, weights, blocks, top_k, device, dtype)
-        self._batcher = Batcher(model, settings.kv)
+        self._batcher = make_batcher(model, settings.kv)
         self._model = model
         self._plan = self._describe(model, name, pinned, top_k)
         return self._plan
@@ -66,7 +65,9 @@ class GpuWorker:
         settings, manifest, engine = self._settings, self._view.manifest, self._engine
         stats, policy = engine.stats(), settings.policy
         dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}
-        notes = []
+        notes = list(engine.notes)
+        if self._batcher.serial_because is not None:
+            notes.append(f"requests run one after another: {self._batcher.serial_because}")
         if pinned is False:
             notes.append("host memory could not be pinned: copies are slower and not asynchronous")
         if stats.slots < top_k:
@@ -98,8 +99,9 @@ class GpuWorker:
             "pinned": pinned,
             "prefetch": policy.prefetch.kind,
             "eviction": policy.eviction,
-            "kv_tokens": self._batcher.max_tokens,
-            "max_prompt_tokens": min(self._batcher.max_tokens, limit or self._batcher.max_tokens),
+            "batching": "continuous" if self._batcher.serial_because is None else "serial",
+            "kv_tokens": self._batcher.streams.capacity_tokens,
+            "max_prompt_tokens": min(self._batcher.streams.capacity_tokens, limit or self._batcher.streams.capacity_tokens),
             "notes": notes,
         }
 
@@ -109,7 +111,7 @@ class GpuWorker:
             return {"state": "created"}
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
-        return {"state": "serving", "running": self._batcher.running}
+        return {"state": "serving", "running": len(self._batcher.streams)}
 
     def submit(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         """Queue a request now; its tokens as they come.
@@ -151,6 +153,25 @@ class GpuWorker:
             self._batcher.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def make_batcher(model: Any, kv: KvSettings) -> Any:
+    """Continuous batching where the model allows it, else one request after another.
+
+    Raises:
+        UnsupportedModelError: `kv.batching` insists on continuous and the model does not allow it.
+    """
+    from .engine.batcher import ContinuousBatcher
+    from .engine.serial import SerialBatcher
+
+    if kv.batching == "serial":
+        return SerialBatcher(model, kv, "asked for")
+    try:
+        return ContinuousBatcher(model, kv)
+    except UnsupportedModelError as error:
+        if kv.batching == "continuous":
+            raise
+        return SerialBatcher(model, kv, error.what)
 
 
 def experts_per_token(config: Any) -> int:

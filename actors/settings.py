@@ -47,8 +47,13 @@ class PolicySettings(Settings):
 
 
 class KvSettings(Settings):
-    """The paged KV cache of transformers' continuous batching manager; always bounded."""
+    """The KV cache, always bounded, and how requests share it.
 
+    batching: continuous (transformers' paged cache), serial (one request after another), or auto: continuous
+    where the model's attention allows it.
+    """
+
+    batching: Literal["auto", "continuous", "serial"] = "auto"
     page_size: int = Field(default=32, ge=4, description="tokens per page")
     num_blocks: int = Field(default=256, ge=2, description="pages per layer in all")
     max_batch_tokens: int = Field(default=512, ge=1, description="tokens of one forward pass")

@@ -156,7 +156,8 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
     """What the worker needs, with policy and budget resolved and checked against each other.
 
     Raises:
-        ConfigError: unknown policy. BudgetError: budget malformed, or too small for the policy.
+        ConfigError: unknown policy, or fewer CPUs than threads.
+        BudgetError: budget malformed, or too small for the policy.
     """
     policy, budget = load_policy(config.policy), parse_budget(config.budget)
     if policy.preload == "all" and isinstance(budget, float) and budget < 1:
@@ -164,12 +165,18 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"policy '{policy.name}' keeps every expert on the device, but the budget is {budget:.4g} of them",
             "pass --budget 1.0, or choose a policy that loads on demand",
         )
+    cpus, threads = config.ray.num_cpus, config.worker_threads
+    if config.ray.address is None and cpus is not None and cpus <= threads:
+        raise ConfigError(
+            f"ray.num_cpus is {cpus}, but the worker's {threads} threads and the store need {threads + 1}",
+            "raise ray.num_cpus, or lower threads",
+        )
     return EngineSettings(
         policy=policy,
         budget=budget,
         device=config.device,
         dtype=config.dtype,
-        threads=config.worker_threads,
+        threads=threads,
         link=config.link,
         kv=config.kv,
         attention=config.attention,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -85,6 +85,8 @@ class Deployment:
             RuntimeFailure: Ray or an actor did not start in time, or the cluster lacks the resources.
             TierMoeError: what the store or the worker refused (bad store, budget too small, ...).
         """
+        if ray.is_initialized():
+            raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
         begin = time.monotonic()
         self._deadline_s = begin + self._config.ray.startup_deadline_s
         try:
@@ -120,7 +122,7 @@ class Deployment:
                 if event.finish == "error":
                     ended = True
                     raise RuntimeFailure(
-                        f"the request failed in the worker: {event.error}", "see docs/troubleshooting.md"
+                        f"the request failed in the worker: {event.error}", "run again; report it if it stays"
                     )
                 ended = event.finish is not None
                 yield event
@@ -129,7 +131,9 @@ class Deployment:
                 self.cancel(request.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; a dead worker has nothing left to stop."""
+        """Stop a request; a worker that is dead or closed has nothing left to stop."""
+        if self._worker is None:
+            return
         with contextlib.suppress(ray.exceptions.RayError):
             self._control("cancel", request_id, deadline_s=_GOODBYE_DEADLINE_S)
 
@@ -204,17 +208,19 @@ class Deployment:
         )
         worker = {"CPU": float(self._settings.threads)} | ({"GPU": 1.0} if wants_gpu else {})
         bundles = [worker, {"CPU": 1.0}]
+        wanted = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in sorted(worker)}
+        have = ray.cluster_resources()
+        fits = all(have.get(key, 0.0) >= value for key, value in wanted.items())
         self._group = placement_group(bundles, strategy="STRICT_PACK")
-        # a joined cluster may be busy or about to grow: wait; a local Ray has what it has
-        patience = self._left() if self._config.ray.address is not None else min(self._left(), 15.0)
-        if not self._group.wait(timeout_seconds=patience):
-            wanted = ", ".join(f"{value:g} {key}" for key, value in _sum(bundles).items())
-            have = ray.cluster_resources()
-            there = ", ".join(f"{have.get(key, 0.0):g} {key}" for key in _sum(bundles))
-            raise RuntimeFailure(
-                f"no node has {wanted} free (the cluster has {there})",
-                "lower threads, raise ray.num_cpus, use device: cpu, or wait for the cluster to become free",
-            )
+        # a cluster that was joined may be busy, or grow: wait. A local Ray has what it has.
+        if (fits or self._config.ray.address is not None) and self._group.wait(timeout_seconds=self._left()):
+            return
+        if fits:
+            raise ray.exceptions.GetTimeoutError("placement group")
+        raise RuntimeFailure(
+            f"the actors need a node with {_amounts(wanted, wanted)}, Ray has {_amounts(have, wanted)} in all",
+            "lower threads, raise ray.num_cpus, use --device cpu, or join a larger cluster",
+        )
 
     def _start_actors(self) -> None:
         store_class, worker_class = self._classes()
@@ -308,6 +314,5 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
-    keys = sorted({key for bundle in bundles for key in bundle})
-    return {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in keys}
+def _amounts(resources: dict[str, float], keys: Iterable[str]) -> str:
+    return " and ".join(f"{resources.get(key, 0.0):g} {key}" for key in keys)

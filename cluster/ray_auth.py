@@ -63,7 +63,7 @@ def check_joinable(address: str) -> None:
         address: HOST:PORT of a head node.
 
     Raises:
-        RuntimeFailure: the address is malformed, no Ray answers, or it has another authentication mode than this process.
+        RuntimeFailure: the address is malformed, no Ray answers, or its authentication mode is not this process's.
     """
     remedy = "give ray.address as HOST:PORT of a running head node (`ray start --head` prints it)"
     host, _, port = address.rpartition(":")
@@ -85,7 +85,7 @@ def check_joinable(address: str) -> None:
 
 
 def _ask_for_cluster_id(address: str) -> grpc.StatusCode:
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
             ask(b"", timeout=_ANSWER_DEADLINE_S)  # the empty message; the answer itself does not matter

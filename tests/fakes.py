@@ -102,6 +102,7 @@ def fake_plan(settings: EngineSettings, store_path: str) -> dict[str, Any]:
         "threads": settings.threads, "moe_layers": 2, "experts_per_layer": 8, "top_k": 2, "experts": 16, "slots": 4,
         "slot_bytes": 1024, "expert_bytes_total": 16384, "expert_budget_bytes": 4096, "dense_bytes": 2048,
         "store_path": store_path, "store_bytes": 20000, "link": settings.link.model_dump(), "pinned": None,
-        "prefetch": settings.policy.prefetch.kind, "eviction": settings.policy.eviction, "kv_tokens": 8192,
+        "prefetch": settings.policy.prefetch.kind, "eviction": settings.policy.eviction, "batching": "continuous",
+        "kv_tokens": 8192,
         "max_prompt_tokens": 128, "notes": ["a fake"],
     }  # fmt: skip

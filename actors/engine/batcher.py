@@ -2,130 +2,124 @@
 
 from __future__ import annotations
 
-import queue
+import logging
 import secrets
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from ...errors import RequestError, RuntimeFailure, UnsupportedModelError
-from ..requests import GenerationRequest, TokenEvent
+from ...errors import RuntimeFailure, UnsupportedModelError
+from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
 from .sampling import request_sampling
+from .streams import Stream, Streams
 
 
-@dataclass
-class _Open:
-    """A request that has not ended."""
+class Batcher(Protocol):
+    """Runs requests; see `ContinuousBatcher` and `SerialBatcher`."""
 
-    request: GenerationRequest
-    submitted_s: float
-    events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
-    sent: int = 0
-    first_s: float | None = None
+    streams: Streams
+    serial_because: str | None  # why requests are not batched; None when they are
+
+    def submit(self, request: GenerationRequest) -> Stream: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def close(self) -> None: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why generation died; None while it lives."""
+        ...
 
 
 class _Sink(OutputRouter):
-    """Takes outputs from the manager's thread straight to the batcher."""
+    """Takes outputs from the manager's thread straight to the streams."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, streams: Streams) -> None:
         super().__init__()
-        self._batcher = batcher
+        self._streams = streams
 
     def deliver(self, output: Any) -> None:
-        self._batcher._deliver(output)
+        if output.error is not None:
+            self._streams.abort(output.request_id, "error", output.error)
+        elif output.is_finished():
+            self._streams.finish(output.request_id, output.generated_tokens)
+        else:
+            self._streams.deliver(output.request_id, output.generated_tokens)
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         for output in outputs:
-            self._batcher._deliver(output)
+            self.deliver(output)
 
 
-class Batcher:
-    """Many requests in one forward pass, with a bounded KV cache.
+class ContinuousBatcher:
+    """Many requests in one forward pass, with a bounded paged KV cache.
 
     Args:
         model: a transformers model on its device.
-        kv: size of the paged KV cache and of a batch.
+        kv: size of the cache and of a batch.
 
     Raises:
-        UnsupportedModelError: the model's attention cannot be batched continuously.
+        UnsupportedModelError: transformers cannot batch this model continuously; found by running one
+            request through it.
     """
 
+    serial_because: str | None = None
+
     def __init__(self, model: Any, kv: KvSettings) -> None:
-        self._open: dict[str, _Open] = {}
-        self._lock = threading.Lock()
-        eos = model.generation_config.eos_token_id
-        if eos is None:
-            eos = model.config.get_text_config().eos_token_id
-        self._eos = [eos] if isinstance(eos, int) else list(eos or [])
-        self.max_tokens = kv.num_blocks * kv.page_size
-        config = GenerationConfig(do_sample=False, eos_token_id=self._eos or -1, max_new_tokens=1)
+        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model))
+        config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
         except (ValueError, AttributeError, NotImplementedError) as error:
-            raise _unsupported(model, error) from error
+            raise _unsupported(model, str(error)) from error
         self._manager.logit_processor = request_sampling()
-        self._manager.output_router = _Sink(self)
-        self._manager.start()
+        self._manager.output_router = _Sink(self.streams)
+        with _quiet_manager():
+            self._manager.start()
+            self._probe(model)
 
-    def submit(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Queue a request now; the iterator gives its tokens as they come, until the event with `finish`.
+    def _probe(self, model: Any) -> None:
+        """One short request: what the cache cannot hold shows in its first steps."""
+        try:
+            events = list(self.submit(GenerationRequest("probe", (0, 0, 0), SamplingParams(max_tokens=3, ignore_eos=True))))
+            error = events[-1].error
+        except RuntimeFailure as failure:
+            error = str(failure)
+        if error is not None:
+            self.close()
+            raise _unsupported(model, error)
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request now.
 
         Raises:
-            RequestError: empty prompt, or more tokens than the KV cache holds, or an id in use.
-            RuntimeFailure: the generation loop died.
+            RequestError: malformed request. RuntimeFailure: the generation loop died.
         """
-        total = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids:
-            raise RequestError("the prompt is empty", "give at least one token")
-        if total > self.max_tokens:
-            raise RequestError(
-                f"prompt and max_tokens are {total} tokens, the KV cache holds {self.max_tokens}",
-                "shorten the prompt, lower max_tokens or raise kv.num_blocks",
-            )
-        with self._lock:
-            if request.request_id in self._open:
-                raise RequestError(f"request id {request.request_id} is in use", "choose another")
-            opened = self._open[request.request_id] = _Open(request, time.perf_counter())
+        stream = self.streams.open(request)
         sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         accepted = self._manager.add_request(
             list(request.prompt_ids),
             request_id=request.request_id,
             max_new_tokens=sampling.max_tokens,
             streaming=True,
-            eos_token_id=-1 if sampling.ignore_eos or not self._eos else self._eos,
+            eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
             sampling=sampling,
-            seed=seed,
+            seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
         )
         if accepted is None:
-            with self._lock:
-                del self._open[request.request_id]
+            self.streams.abort(request.request_id, "error", "the generation loop stopped")
             raise RuntimeFailure(f"the generation loop stopped: {self.failure}", "restart the worker")
-        return self._events(opened)
-
-    @staticmethod
-    def _events(opened: _Open) -> Iterator[TokenEvent]:
-        while True:
-            event = opened.events.get()
-            yield event
-            if event.finish is not None:
-                return
+        return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
-        with self._lock:
-            opened = self._open.pop(request_id, None)
-        if opened is None:
+        if not self.streams.abort(request_id, "cancelled"):
             return False
         self._manager.cancel_request(request_id)
-        opened.events.put(TokenEvent(request_id, (), finish="cancelled"))
         return True
 
     @property
@@ -134,50 +128,32 @@ class Batcher:
         error = self._manager.background_thread_status.fatal_error
         return None if error is None else f"{type(error).__name__}: {error}"
 
-    @property
-    def running(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
-
     def close(self) -> None:
-        """Fail what is open, stop the loop and join its thread. Safe to call twice."""
-        if self._manager.is_running():
-            self._manager.stop(block=True, hard_stop=True)
-        with self._lock:
-            left, self._open = list(self._open.values()), {}
-        for opened in left:
-            opened.events.put(TokenEvent(opened.request.request_id, (), finish="cancelled"))
+        """End what is open, stop the loop and join its thread. Safe to call twice."""
+        with _quiet_manager():
+            if self._manager.is_running() or self._manager._generation_thread is not None:
+                self._manager.stop(block=True, hard_stop=True)
+        self.streams.abort_all("cancelled")
 
-    def _deliver(self, output: Any) -> None:
-        now_s = time.perf_counter()
-        with self._lock:
-            opened = self._open.get(output.request_id)
-            if opened is None:
-                return  # cancelled
-            if output.is_finished():
-                del self._open[output.request_id]
-        tokens = tuple(output.generated_tokens[opened.sent :])
-        opened.sent += len(tokens)
-        if tokens and opened.first_s is None:
-            opened.first_s = now_s
-        if output.is_finished():
-            opened.events.put(self._last(opened, output, tokens, now_s))
-        elif tokens:
-            opened.events.put(TokenEvent(output.request_id, tokens))
 
-    def _last(self, opened: _Open, output: Any, tokens: tuple[int, ...], now_s: float) -> TokenEvent:
-        if output.error is not None:
-            return TokenEvent(output.request_id, tokens, finish="error", error=output.error)
-        stopped = not opened.request.sampling.ignore_eos and output.generated_tokens[-1] in self._eos
-        first_s = opened.first_s if opened.first_s is not None else now_s
-        tpot_s = (now_s - first_s) / (opened.sent - 1) if opened.sent > 1 else None
-        return TokenEvent(
-            output.request_id,
-            tokens,
-            finish="stop" if stopped else "length",
-            ttft_s=first_s - opened.submitted_s,
-            tpot_s=tpot_s,
-        )
+def stop_tokens(model: Any) -> list[int]:
+    """The model's end-of-sequence token ids."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+@contextmanager
+def _quiet_manager() -> Iterator[None]:
+    """The manager logs what we report as a typed error, with its traceback."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
@@ -194,8 +170,8 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
     )
 
 
-def _unsupported(model: Any, error: Exception) -> UnsupportedModelError:
+def _unsupported(model: Any, error: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} cannot be batched continuously: {error}",
-        "choose a model with paged attention support in transformers",
+        "serve it with kv.batching: serial",
     )

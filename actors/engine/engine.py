@@ -112,6 +112,7 @@ class ExpertEngine:
             )
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
+        self.notes: list[str] = []  # what the user should know of how the policy is carried out
         self.timeline = Timeline(settings.trace)
         self._stats = EngineStats(
             layers=[LayerStats() for _ in range(layers)],
@@ -150,12 +151,10 @@ class ExpertEngine:
         gates = []
         for later in range(index + 1, min(index + 1 + prefetch.distance, len(blocks))):
             router = blocks[later].router
-            if router is None:
-                raise ConfigError(
-                    "next-gate prefetch needs router logits, which this model does not expose",
-                    "use --policy on-demand",
-                )
-            gates.append(NextGate(later, router, top))
+            if router is not None:
+                gates.append(NextGate(later, router, top))
+            else:
+                self.notes.append(f"MoE layer {later} exposes no router logits and is not prefetched for")
         return gates
 
     def stats(self) -> EngineStats:

@@ -109,7 +109,8 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
             ) from error
         post = experts.post_expert_norm if experts.has_post_expert_norm else None
         parent = model.get_submodule(layer.module.rpartition(".")[0])
-        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, _router_probe(model, parent)))
+        router = _router_probe(model, parent, manifest.experts.num_experts)
+        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router))
     return blocks
 
 
@@ -150,29 +151,24 @@ def activation_of(experts: Any) -> str | None:
     return None
 
 
-def _router_probe(model: Any, block: nn.Module) -> RouterProbe | None:
-    """The router of an MoE block, found through the model's own `_can_record_outputs["router_logits"]`."""
-    for owner in model.modules():
-        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
-        if recorder is None:
-            continue
-        target = getattr(recorder, "target_class", recorder)
-        index = getattr(recorder, "index", 0)
-        for module in block.modules():
-            if isinstance(module, target):
-                return _probe(module, index)
+def _router_probe(model: Any, block: nn.Module, experts: int) -> RouterProbe | None:
+    """The linear part of an MoE block's router, without the top-k that its forward would add.
+
+    The router is the module in the block of the class that the model itself names in
+    `_can_record_outputs["router_logits"]`; its weight is the [E, H] one within.
+    """
+    classes = tuple(
+        getattr(recorder, "target_class", recorder)
+        for owner in model.modules()
+        if (recorder := (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")) is not None
+    )
+    for router in [m for m in block.modules() if isinstance(m, classes)]:
+        for module in router.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] == experts:
+                return _linear(weight, getattr(module, "bias", None))
     return None
 
 
-def _probe(router: Any, index: int) -> RouterProbe:
-    weight = getattr(router, "weight", None)
-    bias = getattr(router, "bias", None)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
-        # A plain linear router: its logits without the top-k that its forward would add.
-        return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-
-    def through_module(hidden: torch.Tensor) -> torch.Tensor:
-        output = router(hidden)
-        return output[index] if isinstance(output, tuple) else output
-
-    return through_module
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
+    return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)

@@ -26,7 +26,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
         ("link", _link(plan)),
-        ("KV cache", f"{plan['kv_tokens']} tokens; prompts up to {plan['max_prompt_tokens']} tokens"),
+        ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
+                     f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
     ]  # fmt: skip
     rows += [("note", str(note)) for note in plan.get("notes", ())]
     return facts("Plan", rows)

@@ -1,6 +1,6 @@
 """A program that deploys the fake actors and generates, for tests that interrupt or kill it.
 
-usage: driver.py generate|start
+usage: driver.py generate|start|join [HOST:PORT]
 
 It prints a line when there is something to interrupt: PLACED (actors are about to start), READY, TOKEN.
 """
@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fakes import FakeStore, FakeWorker, StuckWorker
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.cluster.config import RunConfig, engine_settings
+from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.errors import RuntimeFailure
 
 
 class Announced(Deployment):
@@ -27,16 +28,18 @@ class Announced(Deployment):
 
 def main() -> None:
     worker = StuckWorker if sys.argv[1] == "start" else FakeWorker
-    config = RunConfig(threads=1)
+    config = RunConfig(threads=1, ray=RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None))
     try:
         with Announced(config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore) as runtime:
             print("READY", flush=True)
-            endless = SamplingParams(max_tokens=1_000_000_000)
-            for event in runtime.generate(GenerationRequest("r", (1,), endless)):
+            length = 5 if sys.argv[1] == "join" else 1_000_000_000
+            for event in runtime.generate(GenerationRequest("r", (1,), SamplingParams(max_tokens=length))):
                 if event.token_ids == (3,):
                     print("TOKEN", flush=True)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeFailure as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

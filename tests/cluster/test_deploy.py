@@ -77,6 +77,12 @@ def test_ray_token_is_private(runtime: Deployment) -> None:
         assert stat.S_IMODE(token.stat().st_mode) & 0o077 == 0
 
 
+def test_a_second_deployment_leaves_the_first_alone(runtime: Deployment) -> None:
+    with pytest.raises(RuntimeFailure, match="uses Ray already"), _deployment():
+        pytest.fail("started")
+    assert runtime.health()["state"] == "serving"
+
+
 def test_death_of_the_worker_is_one_typed_error(runtime: Deployment) -> None:
     """Last of this module: the worker is gone afterwards."""
     events = runtime.generate(_request("doomed", behaviour=7))
@@ -101,9 +107,15 @@ class TestStartUp:
         with pytest.raises(BudgetError, match="less than one expert"), _deployment(worker=RefusingWorker):
             pytest.fail("started")
 
+    @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU to find")
+    def test_missing_resources_are_named_at_once(self) -> None:
+        have = "2 CPU and 1 GPU, Ray has 2 CPU and 0 GPU"
+        with pytest.raises(RuntimeFailure, match=have), _deployment(device="cuda"):
+            pytest.fail("started")
+
     def test_deadline(self) -> None:
-        slow = RaySettings(startup_deadline_s=15.0)
-        with pytest.raises(RuntimeFailure, match="did not start within 15 s"), _deployment(
+        slow = RaySettings(startup_deadline_s=8.0)
+        with pytest.raises(RuntimeFailure, match="did not start within 8 s"), _deployment(
             worker=StuckWorker, ray=slow
         ):
             pytest.fail("started")

@@ -6,9 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tiermoe.cluster.config import default_model_dir
@@ -77,14 +80,40 @@ def test_every_expert_resident_gives_the_same_tokens(result: dict[str, Any]) -> 
     assert resident["misses"] == 0
 
 
-def test_ctrl_c_while_text_streams_exits_130_without_a_traceback() -> None:
+@contextmanager
+def _streaming() -> Iterator[subprocess.Popen[str]]:
+    """A long run that has begun to print its text."""
     command = [_TIERMOE, "run", "import os", "--device", "cpu", "--max-tokens", "2000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         seen = ""
         while not seen.endswith("import os") and (letter := process.stdout.read(1)):
             seen += letter
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_while_text_streams_exits_130_without_a_traceback() -> None:
+    with _streaming() as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
+        assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_death_of_the_worker_is_one_line_and_exit_code_1() -> None:
+    with _streaming() as process:
+        worker = next(p for p in psutil.Process(process.pid).children(recursive=True) if _title(p) == "ray::GpuWorker")
+        worker.kill()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert err.splitlines()[-1].startswith("error: the worker failed during a request: its process ended")
+        assert "Traceback" not in err
+        assert "raylet" not in out  # Ray's own notice stays out of the text
+
+
+def _title(process: psutil.Process) -> str:
+    """Ray names its workers `ray::CLASS`, and `ray::CLASS.METHOD` while a method runs."""
+    return ".".join(process.cmdline()[:1]).partition(".")[0]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.cluster.config import (
+    RaySettings,
     RunConfig,
     check_model_dir,
     configs_dir,
@@ -86,7 +87,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     [
         ("modle: x", "run.yaml: unknown key 'modle'; did you mean 'model'?"),
         ("ray: {adress: x}", "run.yaml: unknown key 'ray.adress'; did you mean 'address'?"),
-        ("kv: {zzz: 1}", "run.yaml: unknown key 'kv.zzz'; known keys: max_batch_tokens, "),
+        ("link: {zzz: 1}", "run.yaml: unknown key 'link.zzz'; known keys: gbps, latency_us"),
         ("ray: {startup_deadline_s: -3}", "key 'ray.startup_deadline_s' is -3; input should be greater than 0"),
         ("device: tpu", "key 'device' is 'tpu'; input should be 'auto', 'cpu' or 'cuda'"),
         ("ray: 3", "key 'ray' is 3"),
@@ -146,6 +147,11 @@ def test_an_absent_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tiermoe.cluster.config._PACKAGE_ROOT", tmp_path)
     with pytest.raises(CheckpointError, match="train-default-model"):
         check_model_dir(default_model_dir())
+
+
+def test_threads_need_their_cpus() -> None:
+    with pytest.raises(ConfigError, match="4 threads and the store need 5"):
+        engine_settings(RunConfig(threads=4, ray=RaySettings(num_cpus=4)))
 
 
 def test_settings_are_frozen() -> None:

@@ -1,4 +1,4 @@
-"""The architecture, held by the imports: see docs/architecture.md.
+"""The architecture, held by the imports.
 
 cluster -> actors -> {proto, kernels}; inside actors: gpu_worker -> engine -> policies, and policies import nothing of
 the rest.

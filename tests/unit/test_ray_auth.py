@@ -81,7 +81,7 @@ def test_the_token_is_made_once_and_private(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
-def test_a_token_kept_elsewhere_or_no_authentication_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_where_it_is_kept_elsewhere_or_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "/a/file")):
         with monkeypatch.context() as patch:

@@ -41,7 +41,7 @@ class Phase:
 # Short rows and small batches first: more updates while gradients are large.
 PHASES = (
     Phase(0.45, 256, 8192),
-    Phase(0.80, 512, 16384),
+    Phase(0.80, 512, 8192),
     Phase(0.92, 1024, 16384),
     Phase(2.00, 2048, 16384),
 )

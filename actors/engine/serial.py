@@ -1,0 +1,139 @@
+"""Requests one after another through `generate`: for models whose caches cannot be paged.
+
+State-space and linear-attention layers, and attention whose keys and values differ in width, have no
+place in transformers' paged cache; `generate` runs them all.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ...errors import RuntimeFailure
+from ..requests import GenerationRequest, SamplingParams
+from ..settings import KvSettings
+from .batcher import stop_tokens
+from .sampling import draw
+from .streams import Stream, Streams
+
+
+class _Progress(BaseStreamer):
+    """One request under way: what it has generated, whether to stop, how to sample."""
+
+    def __init__(self, request: GenerationRequest, streams: Streams, closing: threading.Event) -> None:
+        self._request, self._streams, self._closing = request, streams, closing
+        sampling = request.sampling
+        self._sampling: SamplingParams = sampling
+        self._seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self.generated: list[int] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.generated.extend(value.reshape(-1).tolist())
+        self._streams.deliver(self._request.request_id, self.generated)
+
+    def end(self) -> None:
+        return None
+
+    def stopped(self) -> bool:
+        return self._closing.is_set() or not self._streams.is_open(self._request.request_id)
+
+    def sample(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] with all mass on the drawn token."""
+        token = draw(scores[0], self._sampling, self._seed, len(self.generated))
+        one_hot = torch.full_like(scores, float("-inf"))
+        one_hot[0, token] = 0.0
+        return one_hot
+
+
+class SerialBatcher:
+    """One request at a time, first come first served.
+
+    Args:
+        model: a transformers model on its device.
+        kv: its token capacity bounds a request, as with continuous batching.
+        because: why requests are not batched, for the plan's notes.
+    """
+
+    def __init__(self, model: Any, kv: KvSettings, because: str) -> None:
+        self.serial_because = because
+        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model))
+        self.failure: str | None = None
+        self._model = model
+        self._queue: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request now. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
+        if self.failure is not None or self._closing.is_set():
+            raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")
+        stream = self.streams.open(request)
+        self._queue.put(request)
+        return stream
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at its next token; False if it had ended."""
+        return self.streams.abort(request_id, "cancelled")
+
+    def close(self) -> None:
+        """Stop after the token under way. Safe to call twice."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join()
+        self.streams.abort_all("cancelled")
+
+    def _run(self) -> None:
+        while (request := self._queue.get()) is not None and not self._closing.is_set():
+            if not self.streams.is_open(request.request_id):
+                continue
+            try:
+                self._generate(request)
+            except Exception as error:  # the request reports it; a broken engine also refuses later ones
+                if isinstance(error, RuntimeFailure):
+                    self.failure = str(error)
+                self.streams.abort(request.request_id, "error", f"{type(error).__name__}: {error}")
+
+    @torch.no_grad()
+    def _generate(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        progress = _Progress(request, self.streams, self._closing)
+        ids = torch.tensor([request.prompt_ids], device=self._model.device)
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
+            pad_token_id=0,
+            streamer=progress,
+            logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
+            stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
+        )
+        self.streams.finish(request.request_id, progress.generated)
+
+
+class _Sample(LogitsProcessor):
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self._progress.sample(scores)
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._progress.stopped(), device=input_ids.device)
