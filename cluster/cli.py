@@ -1,10 +1,11 @@
 """The `tiermoe` command. Every subcommand's module is imported when it is called, so that help is instant.
 
-Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says how), 130 interrupted.
+Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says how), 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -70,6 +71,8 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: the arguments; None: those of the process.
     """
+    if args is None:  # a program of its own, not a call from another: SIGTERM ends it in order, as Ctrl-C does
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app(args=args, prog_name="tiermoe")
     except TierMoeError as error:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -193,7 +195,7 @@ class Deployment:
                 "object_store_memory": self._config.ray.object_store_bytes,
                 "_temp_dir": str(self._scratch.path),
             }
-        with _environment(switches), _private_files():
+        with _environment(switches), _private_files(), _own_sigterm():
             try:
                 ray.init(**options)
             except Exception as error:
@@ -302,6 +304,20 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray's client puts its own handler in place of the program's; put that back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: set by other than Python code, and not ours to restore
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from . import _cpu
 from .expert_ffn import ExpertKernel, Group, Operands
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # Activation in expert_ffn.hpp
-MAX_ROWS = 8  # mean rows per expert above which blocked GEMMs win (`tests/kernels/test_cpu_ffn.py` times both)
+MAX_ROWS = 8  # rows of one expert above which blocked GEMMs win
 
 
 class CpuKernel:
@@ -17,7 +17,8 @@ class CpuKernel:
     Args:
         operands: fp32 pool on the CPU, contiguous, G = 2, no biases.
         activation: a key of `ACTIVATIONS`.
-        large: takes over when experts have more than `MAX_ROWS` rows on average.
+        large: runs the experts that have more than `MAX_ROWS` rows. Each expert's own rows decide, so that
+            its result does not depend on which others happen to run in the same call.
 
     Raises:
         ValueError: the operands or the activation are none that the kernel supports (see `supports`).
@@ -47,9 +48,12 @@ class CpuKernel:
         )
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        if sum([stop - start for start, stop, _ in groups]) > MAX_ROWS * len(groups) or hidden.dtype != torch.float32:
-            self._large.run(hidden, pairs, groups, top_k, y)
-            return
+        large = [g for g in groups if g[1] - g[0] > MAX_ROWS] if hidden.dtype == torch.float32 else groups
+        if large:
+            self._large.run(hidden, pairs, large, top_k, y)
+            if len(large) == len(groups):
+                return
+            groups = [g for g in groups if g[1] - g[0] <= MAX_ROWS]
         hidden = hidden.contiguous()
         gate_up, down = self._addresses
         _cpu.expert_ffn(
@@ -60,7 +64,7 @@ class CpuKernel:
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if weights.dtype != torch.float32 or y.dtype != torch.float32:
             return self._large.combine(y, weights)
-        weights = weights.contiguous()
+        y, weights = y.contiguous(), weights.contiguous()
         tokens, top_k = weights.shape
         out = torch.empty((tokens, self._width), dtype=torch.float32)
         _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())

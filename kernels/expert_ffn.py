@@ -75,4 +75,4 @@ class TorchKernel:
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, top_k = weights.shape
-        return (y.view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
+        return (y.view(tokens, top_k, y.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)

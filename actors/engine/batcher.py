@@ -70,7 +70,7 @@ class ContinuousBatcher:
     serial_because: str | None = None
 
     def __init__(self, model: Any, kv: KvSettings) -> None:
-        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model))
+        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model), vocabulary(model))
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
@@ -103,23 +103,25 @@ class ContinuousBatcher:
         sampling = request.sampling
         accepted = self._manager.add_request(
             list(request.prompt_ids),
-            request_id=request.request_id,
+            request_id=stream.name,
             max_new_tokens=sampling.max_tokens,
             streaming=True,
             eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
         )
-        if accepted is None:
-            self.streams.abort(request.request_id, "error", "the generation loop stopped")
-            raise RuntimeFailure(f"the generation loop stopped: {self.failure}", "restart the worker")
+        # Asked again after queueing: a loop that dies in between would never look at the queue.
+        if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
+            self.streams.abort(stream.name, "error", "the generation loop stopped")
+            raise RuntimeFailure(f"the generation loop stopped ({self.failure or 'it is ending'})", "restart the worker")
         return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
-        if not self.streams.abort(request_id, "cancelled"):
+        name = self.streams.cancel(request_id)
+        if name is None:
             return False
-        self._manager.cancel_request(request_id)
+        self._manager.cancel_request(name)
         return True
 
     @property
@@ -130,10 +132,10 @@ class ContinuousBatcher:
 
     def close(self) -> None:
         """End what is open, stop the loop and join its thread. Safe to call twice."""
+        self.streams.close()  # first: the manager fails what it still runs
         with _quiet_manager():
             if self._manager.is_running() or self._manager._generation_thread is not None:
                 self._manager.stop(block=True, hard_stop=True)
-        self.streams.abort_all("cancelled")
 
 
 def stop_tokens(model: Any) -> list[int]:
@@ -142,6 +144,11 @@ def stop_tokens(model: Any) -> list[int]:
     if eos is None:
         eos = model.config.get_text_config().eos_token_id
     return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def vocabulary(model: Any) -> int:
+    """How many token ids the model can embed."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from ...errors import RuntimeFailure
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
-from ..policies.residency import Residency, State
+from ..policies.residency import Residency, ResidencyError, State
 from .device import Device
 from .loader import DEMAND, PREFETCH, Loader, LoadJob
 from .pool import LayerWeights, SlotPool
@@ -93,7 +94,7 @@ class ExpertCache:
         """Evict, reserve and queue these demand loads; each key is pinned."""
         for load in loads:
             if load.evict is not None:
-                self._evict(load.evict)
+                self._evict(load.evict, load.key // self._experts)
         jobs = [self._reserve(load.key, prefetch=False) for load in loads]
         for load in loads:
             self.residency.pin(load.key)
@@ -107,12 +108,7 @@ class ExpertCache:
         """
         job = self._jobs.get(key)
         if job is not None:
-            if not job.done.is_set():
-                start_s = time.perf_counter()
-                job.done.wait()
-                end_s = time.perf_counter()
-                self.stats.layers[layer].blocked_io_s += end_s - start_s
-                self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+            self._wait(job, layer)
             self._land(key)
         return self.residency.slot(key)
 
@@ -139,7 +135,7 @@ class ExpertCache:
             short, lambda k: k not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
         )
         for victim in victims:
-            self._evict(victim)
+            self._evict(victim, victim // self._experts)
         absent = absent[: residency.free_slots]
         self._unused_prefetches.update(absent)
         self._loader.submit([self._reserve(k, prefetch=True) for k in absent], PREFETCH)
@@ -162,14 +158,24 @@ class ExpertCache:
             self._jobs[key].done.wait()
             self._land(key)
         for key in list(self.residency.held()):
-            self._evict(key)
+            self._evict(key, key // self._experts)
+
+    def abandon(self) -> None:
+        """The forward under way failed: what it pinned may go. Its loads still arrive."""
+        self.residency.unpin_all()
 
     def check_integrity(self) -> None:
         """Raise ResidencyError unless slots, jobs and policy agree."""
-        self.residency.check_integrity()
-        for key, job in self._jobs.items():
-            if self.residency.state(key) != State.LOADING or self.residency.slot(key) != job.reservation.slot:
-                raise RuntimeFailure(f"expert {key} has a load but is not loading", "report this as a bug")
+        residency = self.residency
+        residency.check_integrity()
+        held = set(residency.held())
+        loading = {key: residency.slot(key) for key in held if residency.state(key) == State.LOADING}
+        if loading != {key: job.reservation.slot for key, job in self._jobs.items()}:
+            raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(self._jobs)}")
+        if held != set(self.eviction.victims(residency.slots, lambda key: True)):
+            raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
+        if not self._unused_prefetches <= held:
+            raise ResidencyError(f"unused prefetches {sorted(self._unused_prefetches)} are not all held")
 
     @property
     def loads_in_flight(self) -> int:
@@ -197,14 +203,20 @@ class ExpertCache:
         return job
 
     def _finish(self, job: LoadJob) -> None:
-        if job.error is not None:
-            self.residency.release(job.reservation)
-            self.eviction.removed(job.reservation.key)
-            raise RuntimeFailure(f"copying an expert of MoE layer {job.layer} failed: {job.error}", "see the log")
         if job.copied is None:
-            raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
+            self._fail(job)
         self.device.wait(job.copied)
         self.residency.publish(job.reservation)
+
+    def _fail(self, job: LoadJob) -> NoReturn:
+        """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""
+        self.abandon()
+        self._forget(job)
+        if job.error is None:
+            raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
+        raise RuntimeFailure(
+            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "see the log"
+        ) from job.error
 
     def _land(self, key: int) -> None:
         job = self._jobs.pop(key)
@@ -221,17 +233,34 @@ class ExpertCache:
 
     def _release(self, key: int) -> None:
         """Undo the reservation of a cancelled load; no byte has moved."""
-        self._unused_prefetches.discard(key)
-        self.eviction.removed(key)
-        self.residency.release(self._jobs.pop(key).reservation)
+        if key in self._unused_prefetches:
+            self.governor.wasted()
+        self._forget(self._jobs.pop(key))
 
-    def _evict(self, key: int) -> None:
+    def _forget(self, job: LoadJob) -> None:
+        key = job.reservation.key
+        self._unused_prefetches.discard(key)
+        self.residency.release(job.reservation)
+        self.eviction.removed(key)
+
+    def _wait(self, job: LoadJob, layer: int) -> None:
+        """Block until a copy is done; the time is `layer`'s, whose forward waits."""
+        if job.done.is_set():
+            return
+        start_s = time.perf_counter()
+        job.done.wait()
+        end_s = time.perf_counter()
+        self.stats.layers[layer].blocked_io_s += end_s - start_s
+        self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+
+    def _evict(self, key: int, layer: int) -> None:
+        """Free a slot, for the forward of `layer`; a copy under way into it is waited for."""
         job = self._jobs.get(key)
         if job is not None:
             if self._loader.cancel(job):
                 self._release(key)
                 return
-            job.done.wait()
+            self._wait(job, layer)
             self._land(key)
         self.residency.evict(key)
         self.eviction.removed(key)

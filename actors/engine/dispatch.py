@@ -74,14 +74,18 @@ class Dispatcher:
         rows = {base + e: (starts[i], starts[i + 1]) for i, e in enumerate(routing.experts)}
         y = torch.empty((starts[-1], hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)  # [N, H]
         done = 0
-        for stop, issue_next in self._steps(plan):
-            keys = plan.run[done:stop]
-            groups = [(*rows[key], cache.await_expert(key, layer)) for key in keys]
-            kernel.run(hidden, routing.pairs, groups, routing.top_k, y)
-            cache.ran(keys)
-            done = stop
-            if issue_next:
-                cache.issue([load for load in plan.loads if load.after == stop])
+        try:
+            for stop, issue_next in self._steps(plan):
+                keys = plan.run[done:stop]
+                groups = [(*rows[key], cache.await_expert(key, layer)) for key in keys]
+                kernel.run(hidden, routing.pairs, groups, routing.top_k, y)
+                cache.ran(keys)
+                done = stop
+                if issue_next:
+                    cache.issue([load for load in plan.loads if load.after == stop])
+        except BaseException:
+            cache.abandon()
+            raise
         out = kernel.combine(y if post is None else post(y), weights).to(hidden.dtype)
         if cache.timeline.enabled:
             cache.timeline.span("compute", f"L{layer} experts", began_s, time.perf_counter())

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...errors import RuntimeFailure
 from ..policies.residency import Reservation
 from .device import Copied, Device, Tensors
 
@@ -51,10 +52,10 @@ class Loader:
         self._thread.start()
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
-        """Queue copies in this order. Raises RuntimeError after `close`."""
+        """Queue copies in this order. Raises RuntimeFailure after `close`."""
         with self._wake:
             if self._closed:
-                raise RuntimeError("the loader is closed")
+                raise RuntimeFailure("the expert cache is closed", "start a new worker")
             for job in jobs:
                 heapq.heappush(self._heap, (priority, self._sequence, job))
                 self._sequence += 1

@@ -25,7 +25,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
 
     Tokens are ordered by probability, ties by number. The uniform variate is Philox(key=seed, counter=step).
     """
-    scaled = logits.double() / params.temperature
+    scaled = (logits.double() - logits.max()) / params.temperature  # the largest is 0: no temperature overflows it
     probabilities, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
     keep = probabilities.shape[0] if params.top_k == 0 else min(params.top_k, probabilities.shape[0])
     cumulative = probabilities[:keep].cumsum(0)
@@ -59,7 +59,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
             if params is None or params.temperature == 0:
                 self._rows.append(None)
             else:
-                self._rows.append((params, kwargs["seed"], len(request.state.generated_tokens)))
+                self._rows.append((params, kwargs["seed"], _drawn(request.state)))
         self._sampled = any(row is not None for row in self._rows)
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
@@ -73,6 +73,12 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
                 scores[i] = float("-inf")
                 scores[i, token] = 0.0
         return scores
+
+
+def _drawn(state: Any) -> int:
+    """Tokens generated so far. A request that had to give up its KV cache carries the earlier ones in its prompt."""
+    prompt = state._true_initial_tokens or len(state.initial_tokens)
+    return len(state.initial_tokens) + len(state.generated_tokens) - prompt
 
 
 def request_sampling() -> ContinuousBatchingLogitsProcessorList:

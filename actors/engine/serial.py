@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...errors import RuntimeFailure
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
-from .batcher import stop_tokens
+from .batcher import stop_tokens, vocabulary
 from .sampling import draw
 from .streams import Stream, Streams
 
@@ -26,9 +26,9 @@ from .streams import Stream, Streams
 class _Progress(BaseStreamer):
     """One request under way: what it has generated, whether to stop, how to sample."""
 
-    def __init__(self, request: GenerationRequest, streams: Streams, closing: threading.Event) -> None:
-        self._request, self._streams, self._closing = request, streams, closing
-        sampling = request.sampling
+    def __init__(self, stream: Stream, streams: Streams) -> None:
+        self._stream, self._streams = stream, streams
+        sampling = stream.request.sampling
         self._sampling: SamplingParams = sampling
         self._seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self.generated: list[int] = []
@@ -39,13 +39,13 @@ class _Progress(BaseStreamer):
             self._prompt_seen = True
             return
         self.generated.extend(value.reshape(-1).tolist())
-        self._streams.deliver(self._request.request_id, self.generated)
+        self._streams.deliver(self._stream.name, self.generated)
 
     def end(self) -> None:
         return None
 
     def stopped(self) -> bool:
-        return self._closing.is_set() or not self._streams.is_open(self._request.request_id)
+        return not self._streams.is_open(self._stream.name)
 
     def sample(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [1, V] with all mass on the drawn token."""
@@ -66,48 +66,46 @@ class SerialBatcher:
 
     def __init__(self, model: Any, kv: KvSettings, because: str) -> None:
         self.serial_because = because
-        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model))
+        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model), vocabulary(model))
         self.failure: str | None = None
         self._model = model
-        self._queue: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
+        self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request now. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
-        if self.failure is not None or self._closing.is_set():
+        if self.failure is not None:
             raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")
         stream = self.streams.open(request)
-        self._queue.put(request)
+        self._queue.put(stream)
         return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request at its next token; False if it had ended."""
-        return self.streams.abort(request_id, "cancelled")
+        return self.streams.cancel(request_id) is not None
 
     def close(self) -> None:
         """Stop after the token under way. Safe to call twice."""
-        self._closing.set()
+        self.streams.close()
         self._queue.put(None)
         self._thread.join()
-        self.streams.abort_all("cancelled")
 
     def _run(self) -> None:
-        while (request := self._queue.get()) is not None and not self._closing.is_set():
-            if not self.streams.is_open(request.request_id):
+        while (stream := self._queue.get()) is not None:
+            if not self.streams.is_open(stream.name):
                 continue
             try:
-                self._generate(request)
+                self._generate(stream)
             except Exception as error:  # the request reports it; a broken engine also refuses later ones
                 if isinstance(error, RuntimeFailure):
                     self.failure = str(error)
-                self.streams.abort(request.request_id, "error", f"{type(error).__name__}: {error}")
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}")
 
     @torch.no_grad()
-    def _generate(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        progress = _Progress(request, self.streams, self._closing)
+    def _generate(self, stream: Stream) -> None:
+        request, sampling = stream.request, stream.request.sampling
+        progress = _Progress(stream, self.streams)
         ids = torch.tensor([request.prompt_ids], device=self._model.device)
         self._model.generate(
             ids,
@@ -120,7 +118,7 @@ class SerialBatcher:
             logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
             stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
         )
-        self.streams.finish(request.request_id, progress.generated)
+        self.streams.finish(stream.name, progress.generated)
 
 
 class _Sample(LogitsProcessor):

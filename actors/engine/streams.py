@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import RequestError
-from ..requests import FinishReason, GenerationRequest, TokenEvent
+from ...errors import RequestError, RuntimeFailure
+from ..requests import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 
 
 @dataclass(eq=False)
 class Stream:
-    """One request that has not ended."""
+    """One request that has not ended.
+
+    `name` is unique for good, while a request's id may be used again once it has ended: what still comes
+    for the earlier request must not reach the later one.
+    """
 
     request: GenerationRequest
+    name: str
     submitted_s: float
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
     sent: int = 0
@@ -37,12 +44,16 @@ class Streams:
     Args:
         capacity_tokens: prompt and generated tokens that one request may take.
         eos: token ids that end a request.
+        vocabulary: number of token ids that the model can embed.
     """
 
-    def __init__(self, capacity_tokens: int, eos: Sequence[int]) -> None:
-        self.capacity_tokens = capacity_tokens
+    def __init__(self, capacity_tokens: int, eos: Sequence[int], vocabulary: int) -> None:
+        self.capacity_tokens, self.vocabulary = capacity_tokens, vocabulary
         self.eos = list(eos)
-        self._open: dict[str, Stream] = {}
+        self._open: dict[str, Stream] = {}  # by name
+        self._names: dict[str, str] = {}  # request id -> name, of open streams
+        self._numbers = itertools.count()
+        self._closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -52,7 +63,8 @@ class Streams:
         """Admit a request.
 
         Raises:
-            RequestError: empty prompt, more tokens than fit, or an id in use.
+            RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or
+                an id in use. RuntimeFailure: closed.
         """
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
@@ -64,25 +76,33 @@ class Streams:
                 f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens}",
                 "shorten the prompt, lower max_tokens or raise kv.num_blocks",
             )
+        unknown = [t for t in request.prompt_ids if not 0 <= t < self.vocabulary]
+        if unknown:
+            raise RequestError(f"the model has no token {unknown[0]}", f"give ids from 0 to {self.vocabulary - 1}")
+        _check_sampling(request.sampling)
         with self._lock:
-            if request.request_id in self._open:
+            if self._closed:
+                raise RuntimeFailure("generation was stopped", "start a new worker")
+            if request.request_id in self._names:
                 raise RequestError(f"request id {request.request_id} is in use", "choose another")
-            stream = self._open[request.request_id] = Stream(request, time.perf_counter())
+            stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter())
+            self._open[stream.name] = stream
+            self._names[request.request_id] = stream.name
         return stream
 
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self._open
+    def is_open(self, name: str) -> bool:
+        return name in self._open
 
-    def deliver(self, request_id: str, generated: Sequence[int]) -> None:
+    def deliver(self, name: str, generated: Sequence[int]) -> None:
         """`generated` is everything so far; what was not sent yet is."""
         with self._lock:
-            stream = self._open.get(request_id)
+            stream = self._open.get(name)
         if stream is not None and (tokens := self._fresh(stream, generated)):
-            stream.events.put(TokenEvent(request_id, tokens))
+            stream.events.put(TokenEvent(stream.request.request_id, tokens))
 
-    def finish(self, request_id: str, generated: Sequence[int]) -> None:
+    def finish(self, name: str, generated: Sequence[int]) -> None:
         """The request ran to its end: by a stop token or by length."""
-        stream = self._close(request_id)
+        stream = self._close(name)
         if stream is None:
             return
         tokens = self._fresh(stream, generated)
@@ -91,7 +111,7 @@ class Streams:
         ended = not stream.request.sampling.ignore_eos and bool(generated) and generated[-1] in self.eos
         stream.events.put(
             TokenEvent(
-                request_id,
+                stream.request.request_id,
                 tokens,
                 finish="stop" if ended else "length",
                 ttft_s=first_s - stream.submitted_s,
@@ -99,22 +119,32 @@ class Streams:
             )
         )
 
-    def abort(self, request_id: str, reason: FinishReason, error: str | None = None) -> bool:
+    def abort(self, name: str, reason: FinishReason, error: str | None = None) -> bool:
         """End a request without further tokens; False if it had ended."""
-        stream = self._close(request_id)
+        stream = self._close(name)
         if stream is None:
             return False
-        stream.events.put(TokenEvent(request_id, (), finish=reason, error=error))
+        stream.events.put(TokenEvent(stream.request.request_id, (), finish=reason, error=error))
         return True
 
-    def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every open request."""
-        for request_id in list(self._open):
-            self.abort(request_id, reason, error)
+    def cancel(self, request_id: str) -> str | None:
+        """End the request of this id with `cancelled`; its stream's name, or None if it had ended."""
+        name = self._names.get(request_id)
+        return name if name is not None and self.abort(name, "cancelled") else None
 
-    def _close(self, request_id: str) -> Stream | None:
+    def close(self) -> None:
+        """End every open request with `cancelled` and refuse later ones."""
         with self._lock:
-            return self._open.pop(request_id, None)
+            self._closed = True
+        for name in list(self._open):
+            self.abort(name, "cancelled")
+
+    def _close(self, name: str) -> Stream | None:
+        with self._lock:
+            stream = self._open.pop(name, None)
+            if stream is not None:
+                del self._names[stream.request.request_id]
+            return stream
 
     @staticmethod
     def _fresh(stream: Stream, generated: Sequence[int]) -> tuple[int, ...]:
@@ -123,3 +153,15 @@ class Streams:
         if tokens and stream.first_s is None:
             stream.first_s = time.perf_counter()
         return tokens
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Refuse what would fail inside a batch, where it would take the other requests with it."""
+    if not 0.0 <= sampling.temperature < math.inf:
+        raise RequestError(f"temperature is {sampling.temperature}", "give 0 for greedy or a positive number")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"top_p is {sampling.top_p}", "give a number above 0 and up to 1")
+    if sampling.top_k < 0:
+        raise RequestError(f"top_k is {sampling.top_k}", "give 0 for no limit or a positive number")
+    if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
+        raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")

@@ -121,6 +121,10 @@ class Residency:
         else:
             self._pins[key] = count - 1
 
+    def unpin_all(self) -> None:
+        """Drop every pin: the forward that held them failed."""
+        self._pins.clear()
+
     def check_integrity(self) -> None:
         """Raise ResidencyError unless every invariant holds. O(keys + slots); for tests and idle time."""
         used = sorted(self._slot.values())

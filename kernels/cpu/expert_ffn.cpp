@@ -4,7 +4,8 @@
 #include <cstring>
 
 // The loader picks the widest version that the processor has; elsewhere the plain one is all there is.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+// TIERMOE_NO_CLONES leaves the plain one alone: sanitizers cannot resolve clones at start-up.
+#if !defined(TIERMOE_NO_CLONES) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #define TIERMOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define TIERMOE_CLONES
@@ -29,7 +30,7 @@ inline float activate(float v, Activation activation) {
         case Activation::gelu_tanh:
             return 0.5f * v * (1.0f + std::tanh(0.79788456080286536f * (v + 0.044715f * v * v * v)));
         case Activation::relu:
-            return v > 0.0f ? v : 0.0f;
+            return v < 0.0f ? 0.0f : v;  // keeps NaN
     }
     return v;
 }

@@ -85,10 +85,8 @@ def test_a_second_deployment_leaves_the_first_alone(runtime: Deployment) -> None
 
 def test_death_of_the_worker_is_one_typed_error(runtime: Deployment) -> None:
     """Last of this module: the worker is gone afterwards."""
-    events = runtime.generate(_request("doomed", behaviour=7))
-    assert [next(events).token_ids, next(events).token_ids] == [(0,), (1,)]
     with pytest.raises(RuntimeFailure, match="worker failed during a request: its process ended"):
-        next(events)
+        list(runtime.generate(_request("doomed", behaviour=7)))
     with pytest.raises(RuntimeFailure, match="did not answer 'stats'"):
         runtime.stats()
 
@@ -118,10 +116,4 @@ class TestStartUp:
         with pytest.raises(RuntimeFailure, match="did not start within 8 s"), _deployment(
             worker=StuckWorker, ray=slow
         ):
-            pytest.fail("started")
-
-
-def test_an_address_without_ray_fails_within_seconds() -> None:
-    for address in ("127.0.0.1:1", "nonsense"):
-        with pytest.raises(RuntimeFailure, match=address), _deployment(ray=RaySettings(address=address)):
             pytest.fail("started")

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
+from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.scratch import Scratch
+from tiermoe.errors import RuntimeFailure
 
 _DRIVER = Path(__file__).with_name("driver.py")
 
@@ -61,3 +64,10 @@ def test_another_authentication_mode_is_one_line_at_once(address: str) -> None:
     assert done.returncode == 1
     assert "has authentication mode 'disabled', this process has 'token'; set RAY_AUTH_MODE=disabled" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_an_address_without_ray_fails_at_once(address: str) -> None:
+    config = RunConfig(threads=1, ray=RaySettings(address=address))
+    with pytest.raises(RuntimeFailure, match=f"'{address}'"), Deployment(config, engine_settings(config), "store"):
+        pytest.fail("started")

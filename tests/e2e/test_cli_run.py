@@ -95,10 +95,13 @@ def _streaming() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_ctrl_c_while_text_streams_exits_130_without_a_traceback() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code: int) -> None:
     with _streaming() as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+        assert not psutil.wait_procs(family, timeout=10)[1]
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 

@@ -7,6 +7,7 @@ the rest.
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,11 @@ def test_the_driver_needs_no_torch() -> None:
     """What `tiermoe run` imports before it deploys: a torch import would cost every run seconds."""
     light = ("cluster.cli", "cluster.config", "cluster.deploy", "cluster.prompt", "cluster.jobs.run", "cluster.report")
     assert _offenders(light, ("torch", "transformers")) == []
+
+
+def test_every_package_is_installed() -> None:
+    """The list in pyproject.toml is written by hand, because the repository's root is the package."""
+    setup = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    there = {".".join(("tiermoe", _module(path))) for path in _FILES if path.name == "__init__.py"}
+    assert set(setup["packages"]) == there | {"tiermoe"}
+    assert sorted(setup["packages"]) == setup["packages"]

@@ -299,11 +299,21 @@ def facts() -> RunFacts:
 
 def test_card_states_figures_and_names_a_missed_bar() -> None:
     shares = [[0.25, 0.25, 0.25, 0.25], [0.01, 0.33, 0.33, 0.33]]
-    figures = Figures({"python": 1.5, "c": 1.25, "prose": 1.75, "all": 1.5}, 200_000, shares, {"c": "int main"})
+    figures = Figures(
+        {"python": 1.5, "c": 1.25, "prose": 1.75, "all": 1.5}, 200_000, shares, [0.1, 0.2], {"c": "int main"}
+    )
     assert list(bars(figures, accelerator=False).values()) == [True, False]
     assert list(bars(figures, accelerator=True).values()) == [False, False]
     card = model_card(figures, facts(), accelerator=False)
-    for text in ("12.3 M tokens", "2 cores of an Example", "| c | 1.250 |", "0.0100 (0.04x)", "MISSED", "int main"):
+    for text in (
+        "12.3 M tokens",
+        "2 cores of an Example",
+        "| c | 1.250 |",
+        "0.0100 (0.04x)",
+        "| 0.200 |",
+        "MISSED",
+        "int main",
+    ):
         assert text in card
     assert normalised_entropy(shares[0]) == pytest.approx(1.0)
 

@@ -36,7 +36,10 @@ class PrefetchGovernor:
         """Whether this layer may prefetch; called once per layer, it also counts the rest down."""
         if self._resting:
             self._resting -= 1
-            return self._resting == 0
+            if self._resting:
+                return False
+            self._used = self._wasted = 0  # what was prefetched before the rest is judged already
+            return True
         outcomes = self._used + self._wasted
         if outcomes >= self.window:
             bad = self._used < self.min_useful * outcomes

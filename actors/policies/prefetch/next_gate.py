@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     """Experts that a later router would pick, most wanted first.
 
-    Each token votes for its `top` experts; experts are ordered by votes, then by their highest
-    logit, then by number (deterministic). This is the gate look-ahead of Mixtral-Offloading,
+    Each token votes for its `top` experts, ties by number; experts are ordered by votes, then by their
+    highest logit, then by number (deterministic). This is the gate look-ahead of Mixtral-Offloading,
     AdapMoE and MoEpic (section on the speculative prefetcher), taken over all tokens of a batch.
 
     Args:
@@ -20,13 +20,13 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     tokens, experts = logits.shape
     top = min(top, experts)
     if tokens == 1:
-        row = logits[0]
-        if top == experts:
-            return np.argsort(-row, kind="stable").tolist()
-        picked = np.sort(np.argpartition(-row, top - 1)[:top])
-        return picked[np.argsort(-row[picked], kind="stable")].tolist()
-    picked = np.argpartition(-logits, top - 1, axis=1)[:, :top] if top < experts else np.tile(np.arange(experts), (tokens, 1))
-    votes = np.bincount(picked.ravel(), minlength=experts)
-    best = logits.max(axis=0)
-    order = np.lexsort((np.arange(experts), -best, -votes))
-    return [int(e) for e in order if votes[e]]
+        return np.argsort(-logits[0], kind="stable")[:top].tolist()
+    last = np.partition(logits, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
+    picked = logits >= last  # [T, E]
+    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
+        above = logits > last
+        tied = logits == last
+        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
+    votes = picked.sum(axis=0)
+    order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
+    return order[: np.count_nonzero(votes)].tolist()

@@ -100,9 +100,10 @@ path decides whether a document is for training or held out.
 |---|---|---|---|---|
 {rows}
 
-Trained on {facts.tokens / 1e6:.1f} M tokens in {facts.steps} steps, {facts.active_minutes:.0f} minutes, on
-{facts.hardware}. Matrices were optimised with Muon, embeddings, norms and routers with AdamW, rows grew from 256
-to 2048 tokens, with a load-balancing and a z-loss on the routers. How to repeat it: `docs/default-model.md`.
+The weights saw {facts.tokens / 1e6:.1f} M tokens of it in {facts.steps} steps, in {facts.active_minutes:.0f} active
+minutes of {facts.hardware}. Matrices were optimised with Muon, embeddings, norms and routers with AdamW,
+rows grew from 256 to 2048 tokens, with a load-balancing and a z-loss on the routers.
+How to repeat it: `docs/default-model.md`.
 """
 
 
@@ -123,15 +124,16 @@ def _router_section(figures: Figures) -> str:
     uniform = 1 / len(figures.shares[0])
     rows = "\n".join(
         f"| {layer} | {min(s):.4f} ({min(s) / uniform:.2f}x) | {max(s):.4f} ({max(s) / uniform:.2f}x) "
-        f"| {normalised_entropy(s):.4f} |"
+        f"| {normalised_entropy(s):.4f} | {figures.kind_distances[layer]:.3f} |"
         for layer, s in enumerate(figures.shares)
     )
     return f"""## Router health
 
-Share of a layer's routed tokens on the held-out passages (uniform: {uniform:.4f}):
+Share of a layer's routed tokens on the held-out passages (uniform: {uniform:.4f}). The last column says how far
+routing depends on the text: the mean total variation between the loads of two kinds (0 where they are the same).
 
-| layer | least used expert | most used expert | normalised entropy |
-|---|---|---|---|
+| layer | least used expert | most used expert | normalised entropy | distance between kinds |
+|---|---|---|---|---|
 {rows}
 """
 

@@ -1,0 +1,270 @@
+"""The C++ expert kernel against the torch reference, what it refuses, and its memory accesses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tiermoe.kernels import _cpu
+from tiermoe.kernels.cpu_ffn import ACTIVATIONS, MAX_ROWS, CpuKernel
+from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
+
+REFERENCE = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+SOURCES = Path(__file__).parents[2] / "kernels" / "cpu"
+
+
+def gate_for(activation: str):
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        pairs = x.view(x.shape[0], -1, 2)
+        return REFERENCE[activation](pairs[..., 0]) * pairs[..., 1]
+
+    return gate
+
+
+def operands(slots: int, neurons: int, width: int, generator: torch.Generator) -> Operands:
+    return Operands(
+        torch.randn(slots, neurons, 2, width, generator=generator) / width**0.5,
+        torch.randn(slots, neurons, width, generator=generator) / neurons**0.5,
+        None,
+        None,
+    )
+
+
+def kernels(pool: Operands, activation: str = "silu") -> tuple[CpuKernel, TorchKernel]:
+    reference = TorchKernel(pool, gate_for(activation))
+    return CpuKernel(pool, activation, Forbidden()), reference
+
+
+class Forbidden:
+    """Where the C++ kernel must do the work itself."""
+
+    def run(self, *args: object) -> None:
+        raise AssertionError("the reference was called")
+
+    combine = run
+
+
+def groups_of(sizes: list[int], slots: list[int]) -> list[Group]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [(start, start + size, slot) for start, size, slot in zip(starts, sizes, slots, strict=True)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_agrees_with_the_reference(data: st.DataObject) -> None:
+    draw = data.draw
+    activation = draw(st.sampled_from(sorted(ACTIVATIONS)))
+    slots, top_k = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    width, neurons = draw(st.integers(1, 70)), draw(st.integers(1, 37))
+    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    pool = operands(slots, neurons, width, generator)
+    groups = groups_of(sizes, [draw(st.integers(0, slots - 1)) for _ in sizes])
+
+    tokens = -(-(sum(sizes) + draw(st.integers(0, 3))) // top_k)
+    pairs = torch.randperm(tokens * top_k, generator=generator)  # the last ones may belong to no group
+    hidden = torch.randn(tokens, 2 * width, generator=generator)
+    layout = draw(st.sampled_from(["contiguous", "columns", "transposed", "expanded"]))
+    if layout == "contiguous":
+        hidden = hidden[:, :width].contiguous()
+    elif layout == "columns":
+        hidden = hidden[:, ::2]
+    elif layout == "transposed":
+        hidden = torch.randn(width, tokens, generator=generator).t()
+    else:
+        hidden = hidden[:1, :width].expand(tokens, width)
+
+    reference = TorchKernel(pool, gate_for(activation))
+    fast = CpuKernel(pool, activation, reference)
+    expected = torch.full((tokens * top_k, width), float("nan"))
+    found = expected.clone()
+    reference.run(hidden, pairs, groups, top_k, expected)
+    fast.run(hidden, pairs, groups, top_k, found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    untouched = pairs[sum(sizes) :]
+    assert found[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("neurons", [1, 7, 8, 9])
+def test_every_block_size(rows: int, neurons: int) -> None:
+    """All row and neuron remainders, with the C++ kernel alone."""
+    generator = torch.Generator().manual_seed(rows)
+    pool = operands(2, neurons, 33, generator)
+    fast, reference = kernels(pool)
+    hidden, pairs = torch.randn(rows, 33, generator=generator), torch.arange(rows)
+    expected, found = torch.empty(rows, 33), torch.empty(rows, 33)
+    reference.run(hidden, pairs, [(0, rows, 1)], 1, expected)
+    fast.run(hidden, pairs, [(0, rows, 1)], 1, found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_other_groups_of_a_call_change_no_bit() -> None:
+    """Guards the choice by mean rows: an expert's result hung on what else ran in the same call."""
+    generator = torch.Generator().manual_seed(0)
+    pool = operands(3, 24, 32, generator)
+    fast = CpuKernel(pool, "silu", TorchKernel(pool, gate_for("silu")))
+    groups = groups_of([MAX_ROWS + 4, 1, MAX_ROWS], [2, 0, 1])
+    pairs = torch.arange(groups[-1][1])
+    hidden = torch.randn(len(pairs), 32, generator=generator)
+    together, apart = torch.empty_like(hidden), torch.empty_like(hidden)
+    fast.run(hidden, pairs, groups, 1, together)
+    for group in groups:
+        fast.run(hidden, pairs, [group], 1, apart)
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("rows", [1, MAX_ROWS, MAX_ROWS + 1])
+def test_which_kernel_runs(rows: int) -> None:
+    called = []
+
+    class Large:
+        def run(self, hidden: object, pairs: object, groups: list[Group], top_k: int, y: object) -> None:
+            called.extend(groups)
+
+    pool = operands(2, 4, 8, torch.Generator().manual_seed(0))
+    groups = groups_of([rows, 1], [0, 1])
+    CpuKernel(pool, "silu", Large()).run(  # type: ignore[arg-type]
+        torch.zeros(rows + 1, 8), torch.arange(rows + 1), groups, 1, torch.zeros(rows + 1, 8)
+    )
+    assert called == ([groups[0]] if rows > MAX_ROWS else [])
+
+
+def test_no_groups_and_empty_groups() -> None:
+    fast, _ = kernels(operands(1, 4, 8, torch.Generator().manual_seed(0)))
+    y = torch.full((2, 8), 7.0)
+    fast.run(torch.zeros(2, 8), torch.arange(2), [], 1, y)
+    fast.run(torch.zeros(2, 8), torch.arange(2), [(1, 1, 0)], 1, y)
+    assert (y == 7.0).all()
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_extremes_are_what_torch_gives(activation: str) -> None:
+    """Guards relu, which turned NaN into zero and so hid a broken layer."""
+    pool = Operands(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 1), None, None)
+    fast, reference = kernels(pool, activation)
+    hidden = torch.tensor([0.0, -0.0, 1e-30, -1e4, 1e4, float("inf"), float("nan")]).unsqueeze(1)
+    pairs, groups = torch.arange(7), [(0, 7, 0)]
+    expected, found = torch.empty(7, 1), torch.empty(7, 1)
+    reference.run(hidden, pairs, groups, 1, expected)
+    fast.run(hidden, pairs, groups, 1, found)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 70), st.integers(0, 1000), st.booleans())
+def test_combine(tokens: int, top_k: int, width: int, seed: int, strided: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    fast, reference = kernels(operands(1, 2, width, generator))
+    y = torch.randn(tokens * top_k, width, generator=generator)
+    weights = torch.rand(tokens, top_k, generator=generator)
+    if strided:
+        y = y.t().contiguous().t()  # what a norm after the experts may hand over
+        weights = weights.t().contiguous().t()
+    torch.testing.assert_close(fast.combine(y, weights), reference.combine(y, weights))
+
+
+def test_half_precision_goes_to_the_reference() -> None:
+    fast, _ = kernels(operands(1, 2, 8, torch.Generator().manual_seed(0)))
+    with pytest.raises(AssertionError, match="the reference was called"):
+        fast.combine(torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(1, 2))
+
+
+def broken(**fields: torch.Tensor | None) -> Operands:
+    whole = {"gate_up": torch.zeros(2, 4, 2, 8), "down": torch.zeros(2, 4, 8)}
+    return Operands(**{"gate_up_bias": None, "down_bias": None, **whole, **fields})
+
+
+@pytest.mark.parametrize(
+    ("pool", "activation"),
+    [
+        (broken(), "tanh"),
+        (broken(), ""),
+        (broken(gate_up=torch.zeros(2, 4, 1, 8)), "silu"),
+        (broken(gate_up=torch.zeros(2, 4, 2, 8).bfloat16(), down=torch.zeros(2, 4, 8).bfloat16()), "silu"),
+        (broken(gate_up_bias=torch.zeros(2, 4, 2)), "silu"),
+        (broken(down_bias=torch.zeros(2, 8)), "silu"),
+        (broken(gate_up=torch.zeros(2, 4, 2, 16)[..., ::2]), "silu"),
+        (broken(down=torch.zeros(2, 8, 4).transpose(1, 2)), "silu"),
+        (broken(gate_up=torch.zeros(2, 4, 2, 8, device="meta")), "silu"),
+    ],
+)
+def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> None:
+    assert not CpuKernel.supports(pool, activation)
+    with pytest.raises(ValueError, match="does not support"):
+        CpuKernel(pool, activation, Forbidden())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (_cpu.expert_ffn, (0,) * 9),
+        (_cpu.expert_ffn, (0, 0, 0, 0, (), 1, 1, 1, 0, 0)),  # not a list
+        (_cpu.expert_ffn, (0, 0, 0, 0, [(0, 1)], 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, [(0, 0, "0")], 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, [], 1.5, 1, 1, 0, 0)),
+        (_cpu.combine, (0,) * 5),
+        (_cpu.combine, (0, 0, "1", 1, 1, 0)),
+    ],
+)
+def test_the_bindings_refuse_other_types(function: object, arguments: tuple[object, ...]) -> None:
+    with pytest.raises(TypeError):
+        function(*arguments)  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("no g++ here")
+    return found
+
+
+def build(compiler: str, out: Path, *flags: str) -> Path:
+    sources = [SOURCES / "expert_ffn.cpp", Path(__file__).with_name("asan_main.cpp")]
+    options = ["-std=c++17", "-g", "-ffp-contract=fast", "-fno-math-errno", "-DTIERMOE_NO_CLONES", f"-I{SOURCES}"]
+    command = [compiler, *options, *flags, *map(str, sources), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def sanitizers_work(compiler: str, folder: Path, *flags: str) -> bool:
+    """Whether an empty program builds and runs with them: their runtime is a package of its own."""
+    source, program = folder / "empty.cpp", folder / "empty"
+    source.write_text("int main() { return 0; }")
+    built = subprocess.run([compiler, *flags, str(source), "-o", str(program)], capture_output=True, check=False)
+    return built.returncode == 0 and check(program).returncode == 0
+
+
+def check(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_no_access_outside_the_buffers(compiler: str, tmp_path: Path) -> None:
+    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    if not sanitizers_work(compiler, tmp_path, *flags):
+        pytest.skip("g++ has no sanitizer runtime here")
+    program = build(compiler, tmp_path / "checked", *flags)
+    done = check(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("checked ")
+    assert check(program, "overrun").returncode != 0  # the sanitizer is awake
+
+
+def test_the_plain_version_computes_the_same(compiler: str, tmp_path: Path) -> None:
+    """What a processor without AVX2 runs; the installed module picks its widest version by itself."""
+    done = check(build(compiler, tmp_path / "plain", "-O3"))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,393 @@
+"""The expert cache on a tiny pool: what it counts, what it cancels, what it waits for, what it leaves behind."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.device import Copied, CpuDevice
+from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.plan import Load, LoadOnMiss
+from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.residency import Residency, ResidencyError, State
+from tiermoe.actors.settings import LinkSettings
+from tiermoe.actors.store_format import ExpertShape
+from tiermoe.errors import RuntimeFailure
+
+TIMEOUT_S = 30
+LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1
+SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=3, gates=2, has_bias=True)
+SLOT_BYTES = SHAPE.nbytes(4)
+
+
+class GatedDevice(CpuDevice):
+    """Copies pass one by one through `go` while `held`; a copy fails where `failing` says so."""
+
+    def __init__(self) -> None:
+        super().__init__(LinkSettings())
+        self.held = False
+        self.go = threading.Semaphore(0)
+        self.started: queue.Queue[None] = queue.Queue()
+        self.failing: Exception | None = None
+
+    def copy(self, dst: Any, src: Any, after: Any, demand: bool) -> Copied:
+        self.started.put(None)
+        if self.held:
+            assert self.go.acquire(timeout=TIMEOUT_S)
+        if self.failing is not None:
+            raise self.failing
+        return super().copy(dst, src, after, demand)
+
+    def await_start(self) -> None:
+        self.started.get(timeout=TIMEOUT_S)
+
+
+class Fixture:
+    """A cache of `slots` slots over bfloat16 weights, with what a test looks at."""
+
+    def __init__(self, slots: int, device: CpuDevice) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = SHAPE.stacked().values()
+        self.weights = [
+            LayerWeights(tuple(torch.randn(shape, generator=generator).bfloat16() for shape in shapes))
+            for _ in range(LAYERS)
+        ]
+        self.device = device
+        self.governor = PrefetchGovernor(0.5)
+        self.residency = Residency(LAYERS * EXPERTS, slots, SLOT_BYTES)
+        pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.cache = ExpertCache(
+            pool, self.weights, device, self.residency, Lru(), self.governor, self.stats, Timeline(True)
+        )
+
+    def forward(self, layer: int, *experts: int) -> None:
+        """One layer as `MoeLayer` runs it; every slot must hold the weights of its expert at its turn."""
+        cache, needed = self.cache, [layer * EXPERTS + e for e in experts]
+        cache.poll()
+        cache.drop_stale(layer, needed)
+        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
+        cache.begin(layer, plan)
+        cache.issue([load for load in plan.loads if not load.after])
+        for i, key in enumerate(plan.run, start=1):
+            self.check_slot(key, cache.await_expert(key, layer))
+            cache.ran([key])
+            cache.issue([load for load in plan.loads if load.after == i])
+        cache.check_integrity()
+
+    def check_slot(self, key: int, slot: int) -> None:
+        layer, expert = divmod(key, EXPERTS)
+        for found, stored in zip(self.cache.pool.slot(slot), self.weights[layer].expert(expert), strict=True):
+            assert torch.equal(found, stored.float())
+
+    def prefetch(self, *keys: int) -> int:
+        """Prefetch and let all of it arrive."""
+        queued = self.cache.prefetch(keys)
+        for job in list(self.cache._jobs.values()):
+            assert job.done.wait(TIMEOUT_S)
+        self.cache.poll()
+        self.cache.check_integrity()
+        return queued
+
+    def release_when_awaited(self, key: int) -> None:
+        """Let the held copy of `key` through once somebody waits for it."""
+        go = self.device.go
+
+        class Awaited(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                go.release()
+                return super().wait(timeout)
+
+        self.cache._jobs[key].done = Awaited()
+
+    def resident(self) -> set[int]:
+        return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
+
+    @property
+    def outcomes(self) -> tuple[int, int]:
+        """Prefetches used and wasted, as the governor was told."""
+        return self.governor._used, self.governor._wasted
+
+
+Make = Callable[[int], Fixture]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made = []
+
+    def build(slots: int) -> Fixture:
+        made.append(Fixture(slots, GatedDevice()))
+        return made[-1]
+
+    yield build
+    for fixture in made:
+        for _ in range(50):
+            fixture.device.go.release()
+        fixture.cache.close()
+
+
+def counters(stats: LayerStats, *names: str) -> dict[str, float]:
+    return {name: getattr(stats, name) for name in names}
+
+
+def test_misses_then_hits(make: Make) -> None:
+    fixture = make(4)
+    fixture.forward(0, 0, 1)
+    fixture.forward(0, 1, 2)
+    stats = fixture.stats.layers[0]
+    assert (stats.hits, stats.misses, stats.forwards, stats.waves) == (1, 3, 2, 2)
+    assert (stats.bytes_loaded_demand, stats.bytes_loaded_prefetch, stats.bytes_wasted) == (3 * SLOT_BYTES, 0, 0)
+    assert fixture.stats.layers[1] == LayerStats()
+    assert fixture.outcomes == (0, 0)
+
+
+def test_the_stored_bytes_arrive_exactly(make: Make) -> None:
+    """bfloat16 store, float32 slots: `forward` compares every tensor, biases too, in every wave."""
+    fixture = make(1)
+    for layer in range(LAYERS):
+        fixture.forward(layer, 3, 1, 0, 2)
+    assert fixture.stats.layers[1].waves == 4
+    assert fixture.stats.total().bytes_loaded == 8 * SLOT_BYTES
+
+
+def test_a_layer_evicts_what_it_does_not_need(make: Make) -> None:
+    fixture = make(3)
+    fixture.forward(0, 0, 1, 2)
+    fixture.forward(1, 0, 1)
+    assert fixture.resident() == {2, 4, 5}
+    assert fixture.stats.total().bytes_wasted == 0  # used before it left
+
+
+def test_a_prefetch_that_is_used_counts_once(make: Make) -> None:
+    fixture = make(4)
+    assert fixture.prefetch(4, 5) == 2
+    fixture.forward(1, 0)
+    fixture.forward(1, 0)
+    stats = fixture.stats.layers[1]
+    assert (stats.hits, stats.misses, stats.prefetched_hits, stats.late_prefetches) == (2, 0, 1, 0)
+    assert (stats.bytes_loaded_demand, stats.bytes_loaded_prefetch, stats.bytes_wasted) == (0, 2 * SLOT_BYTES, 0)
+    assert fixture.outcomes == (1, 0)
+
+
+def test_a_prefetch_that_is_never_used_is_wasted(make: Make) -> None:
+    fixture = make(2)
+    fixture.prefetch(4, 5)
+    fixture.forward(0, 0, 1)
+    assert fixture.stats.layers[1].bytes_wasted == 2 * SLOT_BYTES
+    assert fixture.outcomes == (0, 2)
+
+
+def test_a_late_prefetch_is_a_miss_that_goes_first(make: Make) -> None:
+    fixture = make(4)
+    fixture.device.held = True
+    fixture.cache.prefetch([2, 6, 4])  # 2 occupies the link
+    fixture.device.await_start()
+    for key in (2, 6, 4):
+        fixture.device.go.release()
+        fixture.release_when_awaited(key)
+    fixture.forward(1, 0)
+    stats = fixture.stats.layers[1]
+    assert (stats.hits, stats.misses, stats.late_prefetches, stats.prefetched_hits) == (0, 1, 1, 0)
+    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_demand) == (SLOT_BYTES, 0)
+    assert fixture.residency.state(6) == State.ABSENT  # guessed for the same layer, and wrong
+    assert fixture.outcomes == (1, 1)
+
+
+def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
+    fixture = make(4)
+    fixture.device.held = True
+    fixture.cache.issue([Load(5, None, 0)])
+    fixture.release_when_awaited(5)
+    assert fixture.cache.await_expert(5, 1) == 0
+    assert fixture.stats.layers[1].blocked_io_s > 0
+    assert fixture.stats.layers[0].blocked_io_s == 0
+    assert fixture.stats.layers[1].total_io_s > 0
+    tracks = [event["tid"] for event in fixture.cache.timeline.events() if event["ph"] == "X"]
+    assert tracks == [2, 3]  # wait, copy
+
+
+def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:
+    fixture = make(4)
+    fixture.cache.issue([Load(5, None, 0)])
+    assert fixture.cache._jobs[5].done.wait(TIMEOUT_S)
+    fixture.cache.await_expert(5, 1)
+    assert fixture.stats.layers[1].blocked_io_s == 0
+
+
+def test_drop_stale_cancels_wrong_guesses_for_this_layer_that_have_not_started(make: Make) -> None:
+    fixture = make(4)
+    fixture.device.held = True
+    fixture.cache.prefetch([4, 5, 6, 0])
+    fixture.device.await_start()  # 4 is under way
+    fixture.cache.drop_stale(1, [6])
+    assert set(fixture.residency.held()) == {4, 6, 0}
+    assert fixture.outcomes == (0, 1)
+    assert fixture.stats.total().bytes_wasted == 0  # not one byte had moved
+    fixture.cache.check_integrity()
+
+
+def test_drop_stale_leaves_demand_loads(make: Make) -> None:
+    fixture = make(4)
+    fixture.device.held = True
+    fixture.cache.issue([Load(4, None, 0), Load(5, None, 0)])
+    fixture.cache.drop_stale(1, [])
+    assert set(fixture.residency.held()) == {4, 5}
+
+
+def test_evicting_a_queued_prefetch_cancels_it(make: Make) -> None:
+    fixture = make(2)
+    fixture.device.held = True
+    fixture.cache.prefetch([4, 5])
+    fixture.device.await_start()
+    fixture.cache.issue([Load(0, evict=5, after=0)])
+    assert fixture.residency.state(5) == State.ABSENT
+    assert fixture.stats.total().bytes_wasted == 0
+    assert fixture.outcomes == (0, 1)
+    for _ in range(2):
+        fixture.device.go.release()
+    fixture.check_slot(0, fixture.cache.await_expert(0, 0))
+
+
+def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make) -> None:
+    """Guards the wait inside an eviction: it was in no counter, so prefetch looked cheaper than it was."""
+    fixture = make(1)
+    fixture.device.held = True
+    fixture.cache.prefetch([4])
+    fixture.device.await_start()
+    fixture.release_when_awaited(4)
+    fixture.cache.issue([Load(0, evict=4, after=0)])
+    assert fixture.stats.layers[0].blocked_io_s > 0
+    assert fixture.stats.layers[1].bytes_loaded_prefetch == fixture.stats.layers[1].bytes_wasted == SLOT_BYTES
+    assert fixture.outcomes == (0, 1)
+    fixture.device.go.release()
+    fixture.check_slot(0, fixture.cache.await_expert(0, 0))  # not overwritten by the late copy
+
+
+def test_prefetch_takes_free_slots_then_the_least_recently_used(make: Make) -> None:
+    fixture = make(3)
+    fixture.forward(0, 0, 1)
+    assert fixture.prefetch(4, 5) == 2
+    assert fixture.resident() == {1, 4, 5}
+    assert fixture.prefetch(4, 5) == 0  # there already
+
+
+def test_prefetch_neither_evicts_pinned_nor_wanted_experts(make: Make) -> None:
+    fixture = make(3)
+    fixture.forward(0, 0, 1)
+    fixture.prefetch(4)
+    fixture.residency.pin(0)
+    assert fixture.prefetch(4, 5, 6, 7) == 1  # only 1 may go; 4 is wanted
+    assert fixture.resident() == {0, 4, 5}
+
+
+def test_prefetch_leaves_copies_in_flight_alone(make: Make) -> None:
+    fixture = make(1)
+    fixture.device.held = True
+    assert fixture.cache.prefetch([4]) == 1
+    assert fixture.cache.prefetch([5]) == 0
+    assert list(fixture.residency.held()) == [4]
+
+
+def test_preload_is_counted_apart(make: Make) -> None:
+    fixture = make(3)
+    fixture.cache.preload(range(8))
+    assert fixture.resident() == {0, 1, 2}
+    assert fixture.stats.bytes_preloaded == 3 * SLOT_BYTES
+    assert fixture.stats.total() == LayerStats()
+    fixture.forward(0, 0, 1, 2)
+    assert fixture.stats.layers[0].hits == 3
+
+
+def test_flush_empties_the_pool(make: Make) -> None:
+    fixture = make(3)
+    fixture.forward(0, 0)
+    fixture.cache.prefetch([4, 5])
+    fixture.cache.flush()
+    fixture.cache.check_integrity()
+    assert (list(fixture.residency.held()), fixture.residency.free_slots) == ([], 3)
+    assert fixture.stats.layers[1].bytes_wasted == 2 * SLOT_BYTES
+
+
+def test_the_pool_is_allocated_once(make: Make) -> None:
+    fixture = make(3)
+    addresses = [tensor.data_ptr() for tensor in fixture.cache.pool.tensors]
+    for layer in (0, 1, 0):
+        fixture.forward(layer, 0, 1, 2, 3)
+    assert [tensor.data_ptr() for tensor in fixture.cache.pool.tensors] == addresses
+    assert fixture.stats.expert_bytes_peak == fixture.cache.pool.bytes == 3 * SLOT_BYTES
+
+
+def test_a_failing_copy_is_a_typed_error_and_leaves_no_trace(make: Make) -> None:
+    """Guards the release of a failed load that the forward had pinned: it raised a bookkeeping error instead."""
+    fixture = make(3)
+    fixture.forward(0, 0)
+    fixture.device.failing = OSError("the mapping is gone")
+    with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: the mapping is gone") as raised:
+        fixture.forward(0, 0, 1, 2)
+    assert raised.value.__cause__ is fixture.device.failing
+    assert fixture.residency.state(1) == State.ABSENT
+    assert not any(fixture.residency.pinned(key) for key in range(8))
+    fixture.cache.check_integrity()
+
+
+def test_the_cache_works_again_once_copies_do(make: Make) -> None:
+    fixture = make(2)
+    fixture.device.failing = OSError("for now")
+    with pytest.raises(RuntimeFailure):
+        fixture.forward(0, 0)
+    fixture.device.failing = None
+    for layer in (0, 1):
+        fixture.forward(layer, 0, 1, 2, 3)
+
+
+def test_a_failed_prefetch_is_not_counted_as_useful_later(make: Make) -> None:
+    fixture = make(2)
+    fixture.device.failing = OSError("for now")
+    with pytest.raises(RuntimeFailure):
+        fixture.prefetch(4)
+    fixture.device.failing = None
+    fixture.forward(1, 0)
+    fixture.forward(1, 0)
+    assert counters(fixture.stats.layers[1], "prefetched_hits", "hits", "misses") == {
+        "prefetched_hits": 0,
+        "hits": 1,
+        "misses": 1,
+    }
+
+
+def test_close_ends_a_forward_that_waits(make: Make) -> None:
+    fixture = make(2)
+    fixture.device.held = True
+    fixture.cache.issue([Load(0, None, 0), Load(1, None, 0)])
+    fixture.device.await_start()
+    closing = threading.Thread(target=fixture.cache.close)
+    closing.start()
+    with pytest.raises(RuntimeFailure, match="closed"):
+        fixture.cache.await_expert(1, 0)
+    fixture.device.go.release()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    with pytest.raises(RuntimeFailure, match="closed"):
+        fixture.cache.prefetch([4])
+
+
+def test_check_integrity_sees_a_disagreement(make: Make) -> None:
+    fixture = make(2)
+    fixture.forward(0, 0)
+    fixture.cache.eviction.removed(0)
+    with pytest.raises(ResidencyError, match="eviction policy"):
+        fixture.cache.check_integrity()
+    fixture.cache.eviction.admitted(0)
+    fixture.residency.reserve(1)
+    with pytest.raises(ResidencyError, match="under way"):
+        fixture.cache.check_integrity()

@@ -1,0 +1,249 @@
+"""No slot is overwritten while a forward needs it: whatever the budget, the prefetches and the evictions.
+
+A tiny engine without a transformers model: each MoE layer is called as its block would call it, with
+random routing, and an adversary loads, evicts and prefetches other experts between the layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.model import MoeBlock
+from tiermoe.actors.engine.pool import LayerWeights
+from tiermoe.actors.policies.plan import Load
+from tiermoe.actors.policies.residency import State
+from tiermoe.actors.settings import EngineSettings, LinkSettings, PolicySettings, PrefetchSettings
+from tiermoe.actors.store_format import ExpertShape
+
+HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
+
+
+@dataclass
+class Case:
+    """A tiny MoE stack and what is asked of it."""
+
+    layers: int
+    experts: int
+    top_k: int
+    shape: ExpertShape
+    dtype: torch.dtype
+    weights: list[LayerWeights]
+    routers: list[torch.Tensor]
+    native: bool  # an activation that the C++ kernel has
+
+    @property
+    def total_bytes(self) -> int:
+        return self.layers * self.experts * self.shape.nbytes(self.dtype.itemsize)
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    pairs = x.view(x.shape[0], -1, 2)
+    return nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
+
+
+def make_case(seed: int, layers: int, experts: int, top_k: int, native: bool, dtype: torch.dtype) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    shape = ExpertShape(num_experts=experts, hidden=HIDDEN, intermediate=16, gates=2, has_bias=not native)
+    weights = [
+        LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in shape.stacked().values()))
+        for _ in range(layers)
+    ]
+    routers = [torch.randn(experts, HIDDEN, generator=generator) for _ in range(layers)]
+    return Case(layers, experts, top_k, shape, dtype, weights, routers, native)
+
+
+@contextlib.contextmanager
+def engine_for(case: Case, budget: float | int, prefetch: str = "none", distance: int = 1) -> Iterator[ExpertEngine]:
+    policy = PolicySettings(
+        name="test", lossless=True, prefetch=PrefetchSettings(kind=prefetch, distance=distance, min_useful=0.0)
+    )
+    blocks = [
+        MoeBlock(nn.Module(), gate, "silu" if case.native else None, None, lambda h, r=router: h.float() @ r.t())
+        for router in case.routers
+    ]
+    engine = ExpertEngine(
+        EngineSettings(policy=policy, budget=budget, device="cpu", integrity_checks=True),
+        case.shape, case.weights, blocks, case.top_k, CpuDevice(LinkSettings()), case.dtype,
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@dataclass
+class Call:
+    """One layer's input and what the adversary does before it: (key to load, by eviction) and prefetches."""
+
+    layer: int
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    swaps: list[tuple[int, int]]
+    prefetches: list[int]
+
+
+def calls_of(case: Case, draw: st.DrawFn, forwards: int) -> list[Call]:
+    calls = []
+    key = st.integers(0, case.layers * case.experts - 1)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    for _ in range(forwards):
+        tokens = draw(st.sampled_from([1, 2, 5, 12, 17, 40]))
+        hidden = torch.randn(tokens, HIDDEN, generator=generator).to(case.dtype)
+        skew = draw(st.sampled_from([0.0, 3.0]))  # some experts get most tokens: both kernels in one layer
+        for layer in range(case.layers):
+            scores = torch.rand(tokens, case.experts, generator=generator)
+            scores += skew * torch.rand(case.experts, generator=generator)
+            ids = scores.topk(case.top_k).indices
+            weights = torch.rand(tokens, case.top_k, generator=generator).to(case.dtype)
+            swaps = draw(st.lists(st.tuples(key, key), max_size=3))
+            prefetches = draw(st.lists(key, unique=True, max_size=4))
+            calls.append(Call(layer, hidden, ids, weights, swaps, prefetches))
+    return calls
+
+
+def disturb(engine: ExpertEngine, call: Call) -> None:
+    """What another user of the cache might do between layers: load over a victim, prefetch."""
+    cache, residency = engine.cache, engine.cache.residency
+    for key, victim in call.swaps:
+        cache.poll()
+        if residency.state(key) != State.ABSENT:
+            continue
+        evict = victim if residency.state(victim) != State.ABSENT else None
+        if evict is None and not residency.free_slots:
+            continue
+        cache.issue([Load(key, evict, 0)])
+        cache.await_expert(key, key // engine.experts)
+        cache.ran([key])
+    cache.prefetch(call.prefetches)
+
+
+def outputs(engine: ExpertEngine, calls: Sequence[Call], disturbed: bool) -> list[torch.Tensor]:
+    out = []
+    for call in calls:
+        if disturbed:
+            disturb(engine, call)
+        out.append(engine.layers[call.layer].forward(call.hidden, call.ids, call.weights))
+        assert not any(engine.cache.residency.pinned(key) for key in engine.cache.residency.held())
+    return out
+
+
+def dense(case: Case, call: Call) -> torch.Tensor:
+    """Every expert on every token, in float64, from the stored weights."""
+    tensors = [tensor.double() for tensor in case.weights[call.layer].tensors]
+    gate_up, down = tensors[:2]
+    x = call.hidden.double()
+    pre = torch.einsum("th,eigh->etig", x, gate_up)
+    if len(tensors) == 4:
+        pre += tensors[2].unsqueeze(1)
+    each = torch.einsum("eti,eih->eth", nn.functional.silu(pre[..., 0]) * pre[..., 1], down)
+    if len(tensors) == 4:
+        each += tensors[3].unsqueeze(1)
+    mix = torch.zeros(x.shape[0], case.experts, dtype=torch.float64).scatter_add(1, call.ids, call.weights.double())
+    return torch.einsum("te,eth->th", mix, each)
+
+
+def agrees(case: Case, calls: Sequence[Call], found: Sequence[torch.Tensor]) -> None:
+    tolerance = 1e-4 if case.dtype == torch.float32 else 0.05
+    for call, out in zip(calls, found, strict=True):
+        expected = dense(case, call)
+        assert out.dtype == case.dtype
+        assert (out.double() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_pressure_changes_no_bit(data: st.DataObject) -> None:
+    """Also guards the choice of kernel: it looked at which experts ran in one call, which the budget decides."""
+    draw = data.draw
+    experts = draw(st.integers(1, 6))
+    case = make_case(
+        seed=draw(st.integers(0, 100)),
+        layers=draw(st.integers(1, 3)),
+        experts=experts,
+        top_k=draw(st.integers(1, experts)),
+        native=draw(st.booleans()),
+        dtype=torch.float32,
+    )
+    calls = calls_of(case, draw, forwards=draw(st.integers(1, 4)))
+    with engine_for(case, 1.0) as engine:
+        expected = outputs(engine, calls, disturbed=False)
+    agrees(case, calls, expected)
+
+    slots = draw(st.integers(1, case.layers * case.experts))
+    budget = slots * case.shape.nbytes(4) + draw(st.integers(0, case.shape.nbytes(4) - 1))
+    prefetch, distance = draw(st.sampled_from([("none", 1), ("next-gate", 1), ("next-gate", 2)]))
+    with engine_for(case, budget, prefetch, distance) as engine:
+        found = outputs(engine, calls, disturbed=True)
+        stats = engine.stats()
+        assert stats.slots == slots
+        assert stats.expert_bytes_peak <= stats.expert_budget_bytes
+        assert engine.cache.pool.bytes == stats.expert_bytes_peak
+        assert engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+        engine.cache.flush()
+        engine.cache.check_integrity()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8])
+def test_half_precision_slots(slots: int) -> None:
+    case = make_case(3, layers=2, experts=4, top_k=2, native=True, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    calls = []
+    for step in range(6):
+        hidden = torch.randn(7, HIDDEN, generator=generator).bfloat16()
+        ids = torch.rand(7, 4, generator=generator).topk(2).indices
+        calls.append(Call(step % 2, hidden, ids, torch.rand(7, 2, generator=generator).bfloat16(), [], [step]))
+    with engine_for(case, slots * case.shape.nbytes(2), "next-gate") as engine:
+        agrees(case, calls, outputs(engine, calls, disturbed=True))
+
+
+def test_the_choice_of_kernel_is_each_experts_own() -> None:
+    """Nine tokens for one expert and one for another: mean rows and own rows disagree on the kernel."""
+    case = make_case(0, layers=1, experts=4, top_k=1, native=True, dtype=torch.float32)
+    hidden = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0]] * 9 + [[1], [2]])
+    found = []
+    for slots in (1, 2, 4):
+        with engine_for(case, slots * case.shape.nbytes(4)) as engine:
+            engine.cache.preload(range(slots))
+            found.append(engine.layers[0].forward(hidden, ids, torch.ones(11, 1)))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+
+
+def test_an_expert_asked_for_twice_by_one_token_runs_once() -> None:
+    case = make_case(0, layers=1, experts=4, top_k=3, native=True, dtype=torch.float32)
+    call = Call(0, torch.ones(1, HIDDEN), torch.tensor([[2, 2, 0]]), torch.tensor([[0.5, 0.25, 1.0]]), [], [])
+    with engine_for(case, case.shape.nbytes(4)) as engine:
+        agrees(case, [call], outputs(engine, [call], disturbed=False))
+        assert engine.stats().total().misses == 2
+
+
+def test_no_tokens() -> None:
+    for native in (True, False):
+        case = make_case(0, layers=1, experts=4, top_k=2, native=native, dtype=torch.float32)
+        with engine_for(case, 1.0) as engine:
+            empty = torch.empty(0, 2)
+            assert engine.layers[0].forward(torch.empty(0, HIDDEN), empty.long(), empty).shape == (0, HIDDEN)
+
+
+def test_a_kernel_that_raises_leaves_nothing_pinned() -> None:
+    """Guards pins that outlived a failed forward: later layers found ever fewer slots."""
+    case = make_case(0, layers=1, experts=4, top_k=2, native=False, dtype=torch.float32)
+    good = Call(0, torch.ones(1, HIDDEN), torch.tensor([[1, 2]]), torch.ones(1, 2), [], [])
+    with engine_for(case, 2 * case.shape.nbytes(4)) as engine:
+        with pytest.raises(RuntimeError):
+            engine.layers[0].forward(torch.ones(1, HIDDEN + 1), torch.tensor([[0, 3]]), torch.ones(1, 2))
+        agrees(case, [good], outputs(engine, [good], disturbed=False))

@@ -1,0 +1,257 @@
+"""The two-phase bookkeeping of slots: exact transitions, refusals that change nothing, and a stateful machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tiermoe.actors.policies.residency import Reservation, Residency, ResidencyError, State
+
+KEYS, SLOTS, SLOT_BYTES = 6, 4, 100
+
+
+@pytest.fixture
+def residency() -> Residency:
+    return Residency(KEYS, SLOTS, SLOT_BYTES)
+
+
+def refused(residency: Residency, call: Callable[[], Any], match: str) -> None:
+    """The call raises, and not one field differs afterwards."""
+    before = deepcopy(vars(residency))
+    with pytest.raises(ResidencyError, match=match):
+        call()
+    assert vars(residency) == before
+    residency.check_integrity()
+
+
+def resident(residency: Residency, *keys: int) -> None:
+    for key in keys:
+        residency.publish(residency.reserve(key))
+
+
+def test_reserve_then_publish(residency: Residency) -> None:
+    reservation = residency.reserve(3)
+    assert reservation == Reservation(key=3, slot=0, generation=1)
+    assert (residency.state(3), residency.slot(3), residency.free_slots) == (State.LOADING, 0, 3)
+    residency.publish(reservation)
+    assert (residency.state(3), residency.slot(3), residency.bytes_held) == (State.RESIDENT, 0, SLOT_BYTES)
+    assert list(residency.held()) == [3]
+
+
+def test_lowest_slots_are_given_first_and_the_last_freed_is_reused(residency: Residency) -> None:
+    assert [residency.reserve(key).slot for key in range(SLOTS)] == [0, 1, 2, 3]
+    residency = Residency(KEYS, SLOTS, SLOT_BYTES)
+    resident(residency, 0, 1, 2)
+    residency.evict(1)
+    assert residency.reserve(4) == Reservation(4, slot=1, generation=2)
+
+
+def test_release_frees_the_slot(residency: Residency) -> None:
+    reservation = residency.reserve(3)
+    residency.release(reservation)
+    assert (residency.state(3), residency.free_slots, residency.bytes_held) == (State.ABSENT, SLOTS, 0)
+    with pytest.raises(KeyError):
+        residency.slot(3)
+
+
+def test_a_full_pool_holds_its_whole_budget_and_no_more(residency: Residency) -> None:
+    resident(residency, 0, 1, 2, 3)
+    assert (residency.free_slots, residency.bytes_held) == (0, SLOTS * SLOT_BYTES)
+    refused(residency, lambda: residency.reserve(4), "no free slot")
+
+
+@pytest.mark.parametrize("state", [State.LOADING, State.RESIDENT])
+def test_reserve_refuses_what_is_held(residency: Residency, state: State) -> None:
+    reservation = residency.reserve(0)
+    if state == State.RESIDENT:
+        residency.publish(reservation)
+    refused(residency, lambda: residency.reserve(0), f"{state.name}, not ABSENT")
+
+
+def test_a_reservation_ends_once(residency: Residency) -> None:
+    published, released = residency.reserve(0), residency.reserve(1)
+    residency.publish(published)
+    residency.release(released)
+    for stale in (published, released):
+        refused(residency, lambda stale=stale: residency.publish(stale), "not loading")
+        refused(residency, lambda stale=stale: residency.release(stale), "not loading")
+
+
+def test_a_copy_for_an_earlier_generation_is_not_published(residency: Residency) -> None:
+    """Same expert, same slot, but the slot was given away in between: the late copy must not count."""
+    stale = residency.reserve(0)
+    residency.release(stale)
+    current = residency.reserve(0)
+    assert (current.slot, current.generation) == (stale.slot, stale.generation + 1)
+    refused(residency, lambda: residency.publish(stale), "given away since generation 1")
+    refused(residency, lambda: residency.release(stale), "given away since generation 1")
+    residency.publish(current)
+
+
+def test_a_copy_for_another_slot_is_not_published(residency: Residency) -> None:
+    stale = residency.reserve(0)
+    residency.release(stale)
+    residency.reserve(1)
+    assert residency.reserve(0).slot != stale.slot
+    refused(residency, lambda: residency.publish(stale), "not loading into slot 0")
+
+
+def test_evict_takes_residents_only(residency: Residency) -> None:
+    refused(residency, lambda: residency.evict(0), "ABSENT, not RESIDENT")
+    residency.reserve(0)
+    refused(residency, lambda: residency.evict(0), "LOADING, not RESIDENT")
+    resident(residency, 1)
+    residency.evict(1)
+    assert residency.state(1) == State.ABSENT
+
+
+def test_pins_are_counted(residency: Residency) -> None:
+    resident(residency, 0)
+    residency.pin(0)
+    residency.pin(0)
+    residency.unpin(0)
+    refused(residency, lambda: residency.evict(0), "pinned")
+    residency.unpin(0)
+    assert not residency.pinned(0)
+    residency.evict(0)
+
+
+def test_a_pinned_load_is_not_released(residency: Residency) -> None:
+    reservation = residency.reserve(0)
+    residency.pin(0)
+    refused(residency, lambda: residency.release(reservation), "pinned")
+    residency.publish(reservation)
+    assert residency.pinned(0)
+
+
+def test_pins_need_an_expert_that_is_held(residency: Residency) -> None:
+    refused(residency, lambda: residency.pin(0), "ABSENT")
+    refused(residency, lambda: residency.unpin(0), "not pinned")
+
+
+def test_unpin_all(residency: Residency) -> None:
+    resident(residency, 0, 1)
+    for key in (0, 0, 1):
+        residency.pin(key)
+    residency.unpin_all()
+    residency.evict(0)
+    residency.evict(1)
+
+
+@pytest.mark.parametrize(("keys", "slots"), [(0, 1), (1, 0), (-1, 2)])
+def test_an_empty_residency_is_refused(keys: int, slots: int) -> None:
+    with pytest.raises(ResidencyError, match="at least one"):
+        Residency(keys, slots, SLOT_BYTES)
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda r: r._free.append(0),  # a slot given twice
+        lambda r: r._free.pop(),  # a slot lost
+        lambda r: r._slot.update({5: 0}),  # shared
+        lambda r: r._state.__setitem__(0, State.ABSENT),
+        lambda r: r._state.__setitem__(5, State.RESIDENT),
+        lambda r: r._pins.update({5: 1}),
+        lambda r: r._pins.update({0: 0}),
+    ],
+)
+def test_check_integrity_sees(corrupt: Callable[[Residency], Any], residency: Residency) -> None:
+    resident(residency, 0, 1)
+    corrupt(residency)
+    with pytest.raises(ResidencyError):
+        residency.check_integrity()
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Any sequence of verbs, legal or not, against a plain model."""
+
+    keys = st.integers(0, KEYS - 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residency = Residency(KEYS, SLOTS, SLOT_BYTES)
+        self.loading: dict[int, Reservation] = {}
+        self.ended: list[Reservation] = []
+        self.resident: dict[int, int] = {}  # key -> slot
+        self.pins: dict[int, int] = {}
+
+    def attempt(self, legal: bool, call: Callable[[], Any]) -> Any:
+        if legal:
+            return call()
+        refused(self.residency, call, ".")
+        return None
+
+    @rule(key=keys)
+    def reserve(self, key: int) -> None:
+        held = len(self.loading) + len(self.resident)
+        legal = key not in self.loading and key not in self.resident and held < SLOTS
+        reservation = self.attempt(legal, lambda: self.residency.reserve(key))
+        if reservation is not None:
+            assert reservation.slot not in self.resident.values()
+            self.loading[key] = reservation
+
+    @rule(key=keys, publish=st.booleans())
+    def end(self, key: int, publish: bool) -> None:
+        reservation = self.loading.get(key)
+        if reservation is None:
+            return
+        verb = self.residency.publish if publish else self.residency.release
+        legal = publish or not self.pins.get(key)
+        self.attempt(legal, lambda: verb(reservation))
+        if legal:
+            del self.loading[key]
+            self.ended.append(reservation)
+            if publish:
+                self.resident[key] = reservation.slot
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), publish=st.booleans())
+    def end_again(self, data: st.DataObject, publish: bool) -> None:
+        stale = data.draw(st.sampled_from(self.ended))
+        verb = self.residency.publish if publish else self.residency.release
+        self.attempt(False, lambda: verb(stale))
+
+    @rule(key=keys)
+    def evict(self, key: int) -> None:
+        legal = key in self.resident and not self.pins.get(key)
+        self.attempt(legal, lambda: self.residency.evict(key))
+        if legal:
+            del self.resident[key]
+
+    @rule(key=keys)
+    def pin(self, key: int) -> None:
+        legal = key in self.loading or key in self.resident
+        self.attempt(legal, lambda: self.residency.pin(key))
+        if legal:
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    @rule(key=keys)
+    def unpin(self, key: int) -> None:
+        legal = self.pins.get(key, 0) > 0
+        self.attempt(legal, lambda: self.residency.unpin(key))
+        if legal:
+            self.pins[key] -= 1
+
+    @invariant()
+    def agrees(self) -> None:
+        residency = self.residency
+        residency.check_integrity()
+        held = {key: r.slot for key, r in self.loading.items()} | self.resident
+        assert {key: residency.slot(key) for key in residency.held()} == held
+        for key in range(KEYS):
+            state = State.LOADING if key in self.loading else State.RESIDENT if key in self.resident else State.ABSENT
+            assert residency.state(key) == state
+            assert residency.pinned(key) == (self.pins.get(key, 0) > 0)
+        assert residency.bytes_held == len(held) * SLOT_BYTES <= SLOTS * SLOT_BYTES
+        assert residency.free_slots == SLOTS - len(held)
+
+
+ResidencyMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestResidencyMachine = ResidencyMachine.TestCase

@@ -1,0 +1,192 @@
+"""How tokens are picked: which may come, how often, and that a seed fixes them whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import prepared, serving
+from serving import settings as engine_settings
+from tiny_models import VOCAB, save_tiny_checkpoint
+
+from tiermoe.actors.engine.sampling import RequestSampler, draw, request_sampling
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+
+LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2]))
+
+
+def support(logits: torch.Tensor = LOGITS, draws: int = 400, **params: Any) -> set[int]:
+    """The tokens that come up."""
+    sampling = SamplingParams(**{"temperature": 1.0, **params})
+    return {draw(logits, sampling, seed, 0) for seed in range(draws)}
+
+
+def request(params: SamplingParams | None, seed: int = 0, generated: int = 0, carried: int = 0) -> Any:
+    """A request of the manager with `generated` tokens, the first `carried` of them moved into its prompt."""
+    kwargs = {} if params is None else {"sampling": params, "seed": seed}
+    state = SimpleNamespace(
+        logit_processor_kwargs=kwargs,
+        initial_tokens=[5] * (3 + carried),
+        generated_tokens=[7] * (generated - carried),
+        _true_initial_tokens=3 if carried else 0,
+    )
+    return SimpleNamespace(state=state)
+
+
+def sample(requests: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
+    sampler = RequestSampler()
+    return sampler(scores, sampler.prepare_tensor_args(list(requests)))
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 3, 4}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 0.84}, {1, 3, 4}),
+        ({"top_p": 0.9501}, {0, 1, 2, 3, 4}),
+        ({"top_p": 1e-9}, {1}),
+        ({"top_k": 2, "top_p": 0.6}, {1}),  # 0.4 of the 0.65 that top-k left is 0.615
+        ({"top_k": 2, "top_p": 0.62}, {1, 3}),
+        ({"temperature": 0.01}, {1}),
+        ({"temperature": 1e-300}, {1}),
+        ({"temperature": 100.0}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_which_tokens_may_come(params: dict[str, Any], expected: set[int]) -> None:
+    assert support(**params) == expected
+
+
+def test_temperature_comes_before_top_p() -> None:
+    assert support(top_p=0.41, temperature=0.5) == {1}  # sharpened to 0.56 and 0.22
+    assert support(top_p=0.41, temperature=5.0) == {1, 3}  # flattened to 0.24 and 0.22
+
+
+def test_ties_go_by_number() -> None:
+    assert support(torch.zeros(6), top_k=2) == {0, 1}
+
+
+def test_masked_tokens_never_come() -> None:
+    logits = LOGITS.clone()
+    logits[[1, 3]] = float("-inf")
+    assert support(logits) == {0, 2, 4}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("vary", ["seed", "step"])
+def test_frequencies_follow_the_probabilities(temperature: float, vary: str) -> None:
+    draws, logits = 4000, torch.randn(8, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(temperature=temperature)
+    picked = [draw(logits, params, *((n, 3) if vary == "seed" else (3, n))) for n in range(draws)]
+    found = torch.bincount(torch.tensor(picked), minlength=8).double()
+    expected = draws * torch.softmax(logits.double() / temperature, 0)
+    assert ((found - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom: p = 0.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 10_000),
+    st.floats(1e-3, 50.0),
+    st.floats(0.01, 1.0),
+    st.integers(0, 40),
+    st.integers(0, 1000),
+)
+def test_any_parameters_give_a_permitted_token(
+    seed: int, step: int, temperature: float, top_p: float, top_k: int, logits_seed: int
+) -> None:
+    logits = 10 * torch.randn(32, generator=torch.Generator().manual_seed(logits_seed))
+    token = draw(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), seed, step)
+    rank = int((logits > logits[token]).sum())
+    assert rank < (top_k or 32)
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    if not top_k:
+        assert probabilities[logits > logits[token]].sum() < top_p + 1e-9
+    assert token == draw(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), seed, step)
+
+
+def test_greedy_scores_are_not_touched() -> None:
+    scores = torch.randn(2, 9)
+    assert sample([request(SamplingParams()), request(None)], scores) is scores
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    before, params = scores.clone(), SamplingParams(temperature=1.0)
+    out = sample([request(None), request(params, seed=4, generated=2), request(SamplingParams())], scores)
+    assert torch.equal(scores, before)
+    assert torch.equal(out[[0, 2]], before[[0, 2]])
+    assert int(out[1].argmax()) == draw(before[1], params, 4, 2)
+    assert torch.isfinite(out[1]).sum() == 1
+
+
+def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
+    params = SamplingParams(temperature=1.5, top_p=0.9)
+    scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    asked = [request(params, seed=7, generated=n) for n in range(4)]
+    together = sample(asked, scores).argmax(dim=1).tolist()
+    for order in ([3, 1, 0, 2], [2], [0, 3]):
+        found = sample([asked[i] for i in order], scores[order]).argmax(dim=1).tolist()
+        assert found == [together[i] for i in order]
+
+
+def test_the_step_survives_the_loss_of_the_kv_cache() -> None:
+    """Guards the count of draws: a preempted request carries its tokens in its prompt and began again at zero."""
+    params, scores = SamplingParams(temperature=2.0), torch.zeros(1, 1000)
+    for carried in (0, 1, 4):
+        out = sample([request(params, seed=7, generated=4, carried=carried)], scores)
+        assert int(out.argmax()) == draw(scores[0], params, 7, 4)
+
+
+def test_the_list_for_the_manager_holds_this_sampler() -> None:
+    assert request_sampling().tensors_required == 1
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("mixtral")
+    return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store")
+
+
+def generate(worker: GpuWorker, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[list[int]]:
+    """All in flight together."""
+    streams = [worker.submit(GenerationRequest(f"r{i}", *item)) for i, item in enumerate(asked)]
+    out = []
+    for i, stream in enumerate(streams):
+        generation = Generation(f"r{i}")
+        for event in stream:
+            generation.add(event)
+        assert generation.error is None
+        out.append(generation.token_ids)
+    return out
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(store: Any, tmp_path: Path) -> None:
+    params = [
+        SamplingParams(16, temperature=0.8, top_p=0.95, seed=11, ignore_eos=True),
+        SamplingParams(16, temperature=1.3, top_k=20, seed=12, ignore_eos=True),
+        SamplingParams(16, temperature=1.0, seed=11, ignore_eos=True),
+        SamplingParams(16, ignore_eos=True),
+    ]
+    prompts = [tuple(range(3 + i, 9 + 3 * i)) for i in range(4)]
+    asked = list(zip(prompts, params, strict=True))
+    with serving(store, engine_settings(1.0)) as worker:
+        together = generate(worker, asked)
+        assert len({tuple(tokens) for tokens in together}) == 4
+        assert all(0 <= token < VOCAB for tokens in together for token in tokens)
+    with serving(store, engine_settings(0.3, "next-gate")) as worker:
+        assert [generate(worker, [item])[0] for item in asked] == together
+        unseeded = SamplingParams(16, temperature=2.0, ignore_eos=True)
+        first, second = generate(worker, [(prompts[0], unseeded), (prompts[0], unseeded)])
+        assert first != second
