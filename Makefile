@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= def read_config(path):
-ARGS ?=
+ARGS ?= --temperature 0.7 --top-p 0.9 --seed 1
 PIP_ARGS ?=
 
 BIN := $(VENV)/bin

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RuntimeFailure, UnsupportedModelError
+from .engine.streams import Stream
 from .expert_store import StoreView, open_views
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings
@@ -27,21 +28,29 @@ class GpuWorker:
 
     def __init__(self, settings: EngineSettings, view: StoreView) -> None:
         self._settings, self._view = settings, view
+        self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
-        self._plan: dict[str, Any] = {}
 
     def start(self) -> dict[str, Any]:
         """Load everything and begin to serve; the effective plan, in bytes and names.
 
         Raises:
-            TierMoeError: the budget, the policy or the store does not fit.
+            TierMoeError: the budget, the policy or the store does not fit. Whatever is raised, the worker is closed.
         """
+        try:
+            return self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> dict[str, Any]:
         import torch
 
+        from .engine.describe import describe
         from .engine.device import make_device
         from .engine.engine import ExpertEngine, host_weights
-        from .engine.model import DTYPES, build_model, find_blocks
+        from .engine.model import DTYPES, build_model, experts_per_token, find_blocks
 
         settings, manifest = self._settings, self._view.manifest
         torch.set_num_threads(settings.threads)
@@ -51,59 +60,16 @@ class GpuWorker:
             name = "float32" if device.torch_device.type == "cpu" else "bfloat16"
         dtype = DTYPES[name]
         weights = host_weights(open_views(self._view))
-        model = build_model(Path(self._view.path), manifest, dtype, device.torch_device, settings.attention)
-        blocks = find_blocks(model, manifest)
-        pinned = all([device.pin_host(layer.tensors) for layer in weights]) if device.executor == "real" else None
-        top_k = experts_per_token(model.config)
+        self._model = build_model(Path(self._view.path), manifest, dtype, device.torch_device, settings.attention)
+        blocks = find_blocks(self._model, manifest)
+        pinned = None
+        if device.executor == "real":
+            layers_pinned = [device.pin_host(layer.tensors) for layer in weights]  # all layers, even after a failure
+            pinned = all(layers_pinned)
+        top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(settings, manifest.experts, weights, blocks, top_k, device, dtype)
-        self._batcher = make_batcher(model, settings.kv)
-        self._model = model
-        self._plan = self._describe(model, name, pinned, top_k)
-        return self._plan
-
-    def _describe(self, model: Any, dtype: str, pinned: bool | None, top_k: int) -> dict[str, Any]:
-        settings, manifest, engine = self._settings, self._view.manifest, self._engine
-        stats, policy = engine.stats(), settings.policy
-        dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}
-        notes = list(engine.notes)
-        if self._batcher.serial_because is not None:
-            notes.append(f"requests run one after another: {self._batcher.serial_because}")
-        if pinned is False:
-            notes.append("host memory could not be pinned: copies are slower and not asynchronous")
-        if stats.slots < top_k:
-            notes.append(f"{stats.slots} slots are fewer than one token's {top_k} experts: layers run in waves")
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        emulated = engine.device.executor == "emulated"
-        return {
-            "model": manifest.model,
-            "architecture": manifest.architecture,
-            "policy": policy.name,
-            "lossless": policy.lossless,
-            "executor": engine.device.executor,
-            "device": str(engine.device.torch_device),
-            "dtype": dtype,
-            "threads": settings.threads,
-            "moe_layers": len(manifest.layers),
-            "experts_per_layer": manifest.experts.num_experts,
-            "top_k": top_k,
-            "experts": stats.experts,
-            "slots": stats.slots,
-            "slot_bytes": engine.slot_bytes,
-            "expert_bytes_total": stats.experts * engine.slot_bytes,
-            "expert_budget_bytes": stats.expert_budget_bytes,
-            "expert_bytes_allocated": stats.expert_bytes_peak,
-            "dense_bytes": sum(dense.values()),
-            "store_path": self._view.path,
-            "store_bytes": sum(record.nbytes for record in manifest.files()),
-            "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
-            "pinned": pinned,
-            "prefetch": policy.prefetch.kind,
-            "eviction": policy.eviction,
-            "batching": "continuous" if self._batcher.serial_because is None else "serial",
-            "kv_tokens": self._batcher.streams.capacity_tokens,
-            "max_prompt_tokens": min(self._batcher.streams.capacity_tokens, limit or self._batcher.streams.capacity_tokens),
-            "notes": notes,
-        }
+        self._batcher = make_batcher(self._model, settings.kv)
+        return describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
 
     def health(self) -> dict[str, Any]:
         """Whether the worker serves; raises RuntimeFailure when its loop died."""
@@ -113,8 +79,8 @@ class GpuWorker:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         return {"state": "serving", "running": len(self._batcher.streams)}
 
-    def submit(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Queue a request now; its tokens as they come.
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request now; iterating gives its tokens as they come.
 
         Raises:
             RequestError: malformed request. RuntimeFailure: not started, or the loop died.
@@ -125,15 +91,18 @@ class GpuWorker:
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         """Like `submit`, but the request is queued at the first step and cancelled when its consumer goes away."""
-        events = self.submit(request)
+        stream = self.submit(request)
         try:
-            yield from events
+            yield from stream
         finally:
-            self._batcher.cancel(request.request_id)
+            self._batcher.cancel(stream)  # this one: its id may belong to a later request by now
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; False if it had ended."""
-        return self._batcher is not None and self._batcher.cancel(request_id)
+        if self._batcher is None:
+            return False
+        stream = self._batcher.streams.find(request_id)
+        return stream is not None and self._batcher.cancel(stream)
 
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
@@ -142,6 +111,11 @@ class GpuWorker:
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""
         self._engine.reset_stats()
+
+    @property
+    def engine(self) -> Any:
+        """The expert engine (`ExpertEngine`), for benchmarks and tests in this process."""
+        return self._engine
 
     def trace_events(self) -> list[dict[str, Any]]:
         """The timeline as Chrome trace events; empty unless `settings.trace`."""
@@ -172,15 +146,3 @@ def make_batcher(model: Any, kv: KvSettings) -> Any:
         if kv.batching == "continuous":
             raise
         return SerialBatcher(model, kv, error.what)
-
-
-def experts_per_token(config: Any) -> int:
-    """The router's top-k, under whichever name the architecture has for it."""
-    text = config.get_text_config()
-    for name in ("num_experts_per_tok", "moe_top_k", "moe_k", "num_selected_experts", "top_k_experts", "moe_topk"):
-        value = getattr(text, name, None)
-        if isinstance(value, list):
-            value = max(value)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise RuntimeFailure(f"{type(text).__name__} does not say how many experts a token uses", "report the model")

@@ -98,7 +98,9 @@ class Deployment:
             self._start_actors()
         except BaseException as error:
             self.close()
-            if isinstance(error, TierMoeError) or not isinstance(error, Exception):
+            # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
+            ours = isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError)
+            if ours or not isinstance(error, Exception):
                 raise
             raise as_failure(error, "the runtime did not start", self._config.ray.startup_deadline_s) from error
         self.startup_s = time.monotonic() - begin

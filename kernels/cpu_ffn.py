@@ -29,22 +29,25 @@ class CpuKernel:
             raise ValueError(f"the CPU kernel does not support activation {activation} on these operands")
         self._gate_up, self._down, self._large = operands.gate_up, operands.down, large
         self._addresses = operands.gate_up.data_ptr(), operands.down.data_ptr()
-        _, self._neurons, _, self._width = operands.gate_up.shape
+        self._slots, self._neurons, _, self._width = operands.gate_up.shape
         self._activation = ACTIVATIONS[activation]
 
     @staticmethod
     def supports(operands: Operands, activation: str | None) -> bool:
         """Whether the kernel can run these operands."""
-        gate_up = operands.gate_up
+        gate_up, down = operands.gate_up, operands.down
+        slots, neurons, rows, width = gate_up.shape
         return (
             activation in ACTIVATIONS
             and gate_up.device.type == "cpu"
-            and gate_up.dtype == torch.float32
-            and gate_up.shape[2] == 2
+            and down.device.type == "cpu"
+            and gate_up.dtype == down.dtype == torch.float32
+            and rows == 2
+            and down.shape == (slots, neurons, width)
             and operands.gate_up_bias is None
             and operands.down_bias is None
             and gate_up.is_contiguous()
-            and operands.down.is_contiguous()
+            and down.is_contiguous()
         )
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
@@ -54,18 +57,27 @@ class CpuKernel:
             if len(large) == len(groups):
                 return
             groups = [g for g in groups if g[1] - g[0] <= MAX_ROWS]
+        count, width = pairs.numel(), self._width
+        if hidden.shape != (count // top_k, width):
+            raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {width}")
+        if pairs.dtype != torch.int64 or not pairs.is_contiguous():
+            raise ValueError(f"pairs must be contiguous int64, not {pairs.dtype} with strides {pairs.stride()}")
+        if y.dtype != torch.float32 or not y.is_contiguous() or y.shape != (count, width):
+            raise ValueError(f"y must be contiguous float32 [{count}, {width}], not {y.dtype} {tuple(y.shape)}")
         hidden = hidden.contiguous()
         gate_up, down = self._addresses
         _cpu.expert_ffn(
-            hidden.data_ptr(), gate_up, down, pairs.data_ptr(), groups,
-            top_k, self._neurons, self._width, self._activation, y.data_ptr(),
+            hidden.data_ptr(), gate_up, down, pairs.data_ptr(), count, groups,
+            top_k, self._slots, self._neurons, width, self._activation, y.data_ptr(),
         )  # fmt: skip
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if weights.dtype != torch.float32 or y.dtype != torch.float32:
             return self._large.combine(y, weights)
-        y, weights = y.contiguous(), weights.contiguous()
         tokens, top_k = weights.shape
+        if y.shape != (tokens * top_k, self._width):
+            raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
+        y, weights = y.contiguous(), weights.contiguous()
         out = torch.empty((tokens, self._width), dtype=torch.float32)
         _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
         return out

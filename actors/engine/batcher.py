@@ -26,7 +26,7 @@ class Batcher(Protocol):
     serial_because: str | None  # why requests are not batched; None when they are
 
     def submit(self, request: GenerationRequest) -> Stream: ...
-    def cancel(self, request_id: str) -> bool: ...
+    def cancel(self, stream: Stream) -> bool: ...
     def close(self) -> None: ...
 
     @property
@@ -70,7 +70,7 @@ class ContinuousBatcher:
     serial_because: str | None = None
 
     def __init__(self, model: Any, kv: KvSettings) -> None:
-        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model), vocabulary(model))
+        self.streams = open_streams(model, kv)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
@@ -78,19 +78,22 @@ class ContinuousBatcher:
             raise _unsupported(model, str(error)) from error
         self._manager.logit_processor = request_sampling()
         self._manager.output_router = _Sink(self.streams)
-        with _quiet_manager():
-            self._manager.start()
-            self._probe(model)
+        try:
+            with _quiet_manager():
+                self._manager.start()
+                self._probe(model)
+        except BaseException:
+            self.close()
+            raise
 
     def _probe(self, model: Any) -> None:
         """One short request: what the cache cannot hold shows in its first steps."""
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         try:
-            events = list(self.submit(GenerationRequest("probe", (0, 0, 0), SamplingParams(max_tokens=3, ignore_eos=True))))
-            error = events[-1].error
+            error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
         except RuntimeFailure as failure:
             error = str(failure)
         if error is not None:
-            self.close()
             raise _unsupported(model, error)
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -113,15 +116,15 @@ class ContinuousBatcher:
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
             self.streams.abort(stream.name, "error", "the generation loop stopped")
-            raise RuntimeFailure(f"the generation loop stopped ({self.failure or 'it is ending'})", "restart the worker")
+            because = self.failure or "it is ending"
+            raise RuntimeFailure(f"the generation loop stopped ({because})", "restart the worker")
         return stream
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, stream: Stream) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
-        name = self.streams.cancel(request_id)
-        if name is None:
+        if not self.streams.abort(stream.name, "cancelled"):
             return False
-        self._manager.cancel_request(name)
+        self._manager.cancel_request(stream.name)
         return True
 
     @property
@@ -138,17 +141,19 @@ class ContinuousBatcher:
                 self._manager.stop(block=True, hard_stop=True)
 
 
-def stop_tokens(model: Any) -> list[int]:
-    """The model's end-of-sequence token ids."""
+def open_streams(model: Any, kv: KvSettings) -> Streams:
+    """The table of requests for a model: its stop tokens, its vocabulary and its limits."""
+    text = model.config.get_text_config()
     eos = model.generation_config.eos_token_id
     if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or [])
-
-
-def vocabulary(model: Any) -> int:
-    """How many token ids the model can embed."""
-    return int(model.get_input_embeddings().weight.shape[0])
+        eos = text.eos_token_id
+    positions = getattr(text, "max_position_embeddings", None)
+    return Streams(
+        capacity_tokens=kv.num_blocks * kv.page_size,
+        eos=[eos] if isinstance(eos, int) else list(eos or []),
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
+    )
 
 
 @contextmanager

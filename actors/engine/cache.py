@@ -7,15 +7,16 @@ So the bookkeeping needs no lock: an arrived copy becomes resident when the forw
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
 from ...errors import RuntimeFailure
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
-from ..policies.residency import Residency, ResidencyError, State
-from .device import Device
+from ..policies.residency import Reservation, Residency, ResidencyError, State
+from .device import Copied, Device
 from .loader import DEMAND, PREFETCH, Loader, LoadJob
 from .pool import LayerWeights, SlotPool
 from .stats import EngineStats
@@ -58,13 +59,15 @@ class ExpertCache:
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
     def poll(self) -> None:
-        """Make every arrived copy resident."""
+        """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
         if self._jobs:
             for key in [k for k, job in self._jobs.items() if job.done.is_set()]:
                 self._land(key)
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: forget its queued prefetches that guessed wrong."""
+        if not self._jobs:
+            return
         stale = [k for k, job in self._jobs.items() if job.layer == layer and job.prefetch and k not in needed]
         for key in stale:
             if self._loader.cancel(self._jobs[key]):
@@ -104,11 +107,13 @@ class ExpertCache:
         """The slot of a pinned expert, after waiting for its copy if it is still on its way.
 
         Raises:
-            RuntimeFailure: the copy failed or the cache was closed.
+            RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
         """
         job = self._jobs.get(key)
         if job is not None:
             self._wait(job, layer)
+            if job.copied is None:
+                self._load_again(job, layer)
             self._land(key)
         return self.residency.slot(key)
 
@@ -118,18 +123,17 @@ class ExpertCache:
             self.residency.unpin(key)
         self.eviction.used(keys)
 
-    def prefetch(self, keys: Iterable[int]) -> int:
+    def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset()) -> int:
         """Queue loads of absent experts, most wanted first; the number queued.
 
-        Victims are residents that are neither pinned (the present layer's are) nor themselves wanted,
-        so a pool as small as the working set is left to demand.
+        Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
+        (what nearer layers want), so a pool as small as the working set is left to demand.
         """
-        wanted = list(keys)
         residency = self.residency
-        absent = [k for k in wanted if residency.state(k) == State.ABSENT]
+        absent = [k for k in keys if residency.state(k) == State.ABSENT]
         if not absent:
             return 0
-        keep = set(wanted)
+        keep = keep | set(keys)
         short = len(absent) - residency.free_slots
         victims = self.eviction.victims(
             short, lambda k: k not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
@@ -149,7 +153,9 @@ class ExpertCache:
         self._loader.submit(jobs, DEMAND)
         for job in jobs:
             job.done.wait()
-            self._finish(self._jobs.pop(job.reservation.key))
+            if job.copied is None:
+                self._fail(job)
+            self._publish(job, job.copied)
         self.stats.bytes_preloaded += len(jobs) * self.residency.slot_bytes
 
     def flush(self) -> None:
@@ -188,10 +194,14 @@ class ExpertCache:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _reserve(self, key: int, *, prefetch: bool) -> LoadJob:
-        layer, expert = divmod(key, self._experts)
         reservation = self.residency.reserve(key)
         self.eviction.admitted(key)
-        job = LoadJob(
+        return self._new_job(reservation, prefetch)
+
+    def _new_job(self, reservation: Reservation, prefetch: bool) -> LoadJob:
+        key = reservation.key
+        layer, expert = divmod(key, self._experts)
+        job = self._jobs[key] = LoadJob(
             reservation=reservation,
             dst=self.pool.slot(reservation.slot),
             src=self._weights[layer].expert(expert),
@@ -199,14 +209,50 @@ class ExpertCache:
             layer=layer,
             prefetch=prefetch,
         )
-        self._jobs[key] = job
         return job
 
-    def _finish(self, job: LoadJob) -> None:
+    def _land(self, key: int) -> bool:
+        """Make a finished copy resident. False if it failed: then its slot is free."""
+        job = self._jobs[key]
+        copied = job.copied
+        if copied is None:
+            self._drop_failed(job)
+            return False
+        self._publish(job, copied)
+        stats = self.stats.layers[job.layer]
+        if job.prefetch:
+            stats.bytes_loaded_prefetch += self.residency.slot_bytes
+        else:
+            stats.bytes_loaded_demand += self.residency.slot_bytes
+        stats.total_io_s += copied.end_s - copied.start_s
+        if self.timeline.enabled:
+            track = "prefetch" if job.prefetch else "copy"
+            self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)
+        return True
+
+    def _publish(self, job: LoadJob, copied: Copied) -> None:
+        self.device.wait(copied)
+        self.residency.publish(job.reservation)
+        del self._jobs[job.reservation.key]
+
+    def _load_again(self, job: LoadJob, layer: int) -> None:
+        """A forward waited for a copy that did not happen: one more try if it was a guess, else the forward fails."""
+        if job.prefetch and job.error is not None:
+            self.stats.layers[job.layer].failed_prefetches += 1
+            self._unused_prefetches.discard(job.reservation.key)
+            job = self._new_job(job.reservation, prefetch=False)
+            self._loader.submit([job], DEMAND)
+            self._wait(job, layer)
         if job.copied is None:
             self._fail(job)
-        self.device.wait(job.copied)
-        self.residency.publish(job.reservation)
+
+    def _drop_failed(self, job: LoadJob) -> None:
+        """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
+        if job.error is None:
+            self._fail(job)
+        if job.prefetch:
+            self.stats.layers[job.layer].failed_prefetches += 1
+        self._release(job.reservation.key)
 
     def _fail(self, job: LoadJob) -> NoReturn:
         """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""
@@ -218,27 +264,15 @@ class ExpertCache:
             f"copying an expert of MoE layer {job.layer} failed: {job.error}", "see the log"
         ) from job.error
 
-    def _land(self, key: int) -> None:
-        job = self._jobs.pop(key)
-        self._finish(job)
-        assert job.copied is not None
-        stats = self.stats.layers[job.layer]
-        if job.prefetch:
-            stats.bytes_loaded_prefetch += self.residency.slot_bytes
-        else:
-            stats.bytes_loaded_demand += self.residency.slot_bytes
-        stats.total_io_s += job.copied.end_s - job.copied.start_s
-        track = "prefetch" if job.prefetch else "copy"
-        self.timeline.span(track, f"L{job.layer} E{key % self._experts}", job.copied.start_s, job.copied.end_s)
-
     def _release(self, key: int) -> None:
-        """Undo the reservation of a cancelled load; no byte has moved."""
+        """Undo the reservation of a load that was cancelled or failed; its bytes count nowhere."""
         if key in self._unused_prefetches:
             self.governor.wasted()
-        self._forget(self._jobs.pop(key))
+        self._forget(self._jobs[key])
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key
+        del self._jobs[key]
         self._unused_prefetches.discard(key)
         self.residency.release(job.reservation)
         self.eviction.removed(key)
@@ -251,7 +285,8 @@ class ExpertCache:
         job.done.wait()
         end_s = time.perf_counter()
         self.stats.layers[layer].blocked_io_s += end_s - start_s
-        self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+        if self.timeline.enabled:
+            self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
 
     def _evict(self, key: int, layer: int) -> None:
         """Free a slot, for the forward of `layer`; a copy under way into it is waited for."""
@@ -261,7 +296,8 @@ class ExpertCache:
                 self._release(key)
                 return
             self._wait(job, layer)
-            self._land(key)
+            if not self._land(key):
+                return
         self.residency.evict(key)
         self.eviction.removed(key)
         if key in self._unused_prefetches:

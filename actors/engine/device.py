@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A finished (CPU) or enqueued (CUDA) copy.
+    """A finished copy.
 
     start_s, end_s: the time the link was given to it, `time.perf_counter` seconds.
     event: what the compute stream must wait for; None when the bytes are already there.
@@ -32,7 +32,11 @@ class Copied:
 
 
 class Device(Protocol):
-    """What the cache and the loader need of a device."""
+    """What the cache and the loader need of a device.
+
+    The bytes of a copy are those written to the slot, in the slot's dtype, in every counter and on both
+    executors; a link that carries a narrower store dtype moves fewer.
+    """
 
     torch_device: torch.device
     executor: Literal["real", "emulated"]
@@ -41,7 +45,7 @@ class Device(Protocol):
         """A token for 'all compute enqueued so far', which a later copy into its slots waits for."""
         ...
 
-    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
+    def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
         """Copy one expert; called on the loader's thread. `after` is a token of `mark_use`."""
         ...
 
@@ -58,7 +62,7 @@ class CpuDevice:
     """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate.
 
     A copy occupies the link for `latency_us + bytes / gbps`; copies follow each other without
-    overlap, as on one PCIe direction. Bytes are those written to the slot, in the slot's dtype.
+    overlap, as on one PCIe direction.
     With `gbps` None the link is as fast as memory and only latency is added.
     """
 
@@ -73,7 +77,7 @@ class CpuDevice:
     def mark_use(self) -> None:
         return None  # compute is synchronous: what was enqueued is done
 
-    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
+    def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
         start_s = max(time.perf_counter(), self._link_free_s)
         duration_s = self._latency_s
         for d, s in zip(dst, src, strict=True):
@@ -94,37 +98,36 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One CUDA device with a copy stream for demand loads and one for prefetches.
+    """One CUDA device with one copy stream beside the compute stream.
 
-    Copies are asynchronous where the source is pinned; the compute stream waits on events, the
-    host never synchronises with the device here.
+    The loader's thread waits for each copy before it starts the next, so that at most one is under way and a
+    demand load overtakes every queued prefetch; the thread of the forward never waits for the device here.
+    Double buffering through pinned staging memory and more streams are later work.
     """
 
     executor: Literal["real", "emulated"] = "real"
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._demand = torch.cuda.Stream(self.torch_device)
-        self._prefetch = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)
 
     def mark_use(self) -> Any:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
-    def copy(self, dst: Tensors, src: Tensors, after: Any, demand: bool) -> Copied:
-        stream = self._demand if demand else self._prefetch
+    def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
+        stream = self._stream
         start_s = time.perf_counter()
         with torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             for d, s in zip(dst, src, strict=True):
-                # Cast on the device: the link carries the store's bytes, and pinned sources stay asynchronous.
+                # Cast on the device: the link carries the store's bytes.
                 staged = s if s.dtype == d.dtype else s.to(self.torch_device, non_blocking=True)
                 d.copy_(staged, non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
-        # The loader's thread may wait: it keeps at most one copy in flight, so that demand overtakes prefetch.
         done.synchronize()
         return Copied(start_s, time.perf_counter(), done)
 

@@ -48,7 +48,9 @@ class Dispatcher:
     """Runs plans of one cache.
 
     The result of a pair does not depend on when its expert arrived, and pairs are combined in
-    routing order, so budgets, prefetch and timing change no bit of the output.
+    routing order, so budgets, prefetch and timing change no bit of the output. That holds where the
+    bytes of one slot in each tensor of the pool are a multiple of 64, as in every published model: all slots
+    are then aligned alike, and a GEMM may sum in another order on operands that are aligned otherwise.
     """
 
     def __init__(self, cache: ExpertCache, experts_per_layer: int) -> None:
@@ -67,29 +69,26 @@ class Dispatcher:
     ) -> torch.Tensor:
         """The layer's output [T, H] for hidden [T, H] and routing weights [T, K].
 
-        Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed.
+        Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed; the caller abandons
+        what is still pinned.
         """
         cache, base, starts = self._cache, layer * self._experts, routing.starts
         began_s = time.perf_counter() if cache.timeline.enabled else 0.0
         rows = {base + e: (starts[i], starts[i + 1]) for i, e in enumerate(routing.experts)}
-        y = torch.empty((starts[-1], hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)  # [N, H]
+        y = hidden.new_empty((starts[-1], hidden.shape[1]))  # [N, H]
         done = 0
-        try:
-            for stop, issue_next in self._steps(plan):
-                keys = plan.run[done:stop]
-                groups = [(*rows[key], cache.await_expert(key, layer)) for key in keys]
-                kernel.run(hidden, routing.pairs, groups, routing.top_k, y)
-                cache.ran(keys)
-                done = stop
-                if issue_next:
-                    cache.issue([load for load in plan.loads if load.after == stop])
-        except BaseException:
-            cache.abandon()
-            raise
-        out = kernel.combine(y if post is None else post(y), weights).to(hidden.dtype)
+        for stop, issue_next in self._steps(plan):
+            keys = plan.run[done:stop]
+            groups = [(*rows[key], cache.await_expert(key, layer)) for key in keys]
+            kernel.run(hidden, routing.pairs, groups, routing.top_k, y)
+            cache.ran(keys)
+            done = stop
+            if issue_next:
+                cache.issue([load for load in plan.loads if load.after == stop])
+        out = kernel.combine(y if post is None else post(y), weights)
         if cache.timeline.enabled:
             cache.timeline.span("compute", f"L{layer} experts", began_s, time.perf_counter())
-        return out
+        return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     @staticmethod
     def _steps(plan: LayerPlan) -> list[tuple[int, bool]]:

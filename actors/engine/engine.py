@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -28,24 +29,28 @@ from .stats import EngineStats, LayerStats
 from .timeline import Timeline
 
 
-def slots_for(budget: float | int, shape: ExpertShape, layers: int, itemsize: int) -> int:
-    """How many slots a budget buys, at most one per expert.
+def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
+    """The budget in bytes; never less than the slots that it buys (`budget_bytes // slot_bytes`).
 
     Args:
-        budget: a share of all routed experts' slot bytes (float) or bytes (int).
+        budget: a share of all `experts` slots' bytes (float) or bytes (int).
+        slot_bytes: bytes of one slot.
+        experts: routed experts in all layers.
 
     Raises:
         BudgetError: it does not hold one expert.
     """
-    slot_bytes, experts = shape.nbytes(itemsize), shape.num_experts * layers
-    # A share that buys a whole number of slots must not lose one to rounding.
-    slots = int(budget * experts + 1e-9) if isinstance(budget, float) else budget // slot_bytes
-    if slots < 1:
+    held = budget
+    if isinstance(budget, float):
+        whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert, whatever the rounding
+        held = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
+    if held < slot_bytes:
+        least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
         raise BudgetError(
-            f"budget {budget} holds no expert (one takes {slot_bytes} bytes, all {experts} take {slot_bytes * experts})",
-            f"give at least {slot_bytes} bytes or a share of {1 / experts:.6f}",
+            f"budget {budget} holds no expert (one takes {slot_bytes} bytes, all {experts} take {total})",
+            f"give at least {slot_bytes} bytes or a share of {least:.6f}",
         )
-    return min(slots, experts)
+    return int(held)
 
 
 def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
@@ -90,6 +95,7 @@ class ExpertEngine:
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model or budget lacks.
+        RuntimeFailure: preloading failed. Whatever is raised, no thread stays behind.
     """
 
     def __init__(
@@ -104,19 +110,20 @@ class ExpertEngine:
     ) -> None:
         layers, policy = len(weights), settings.policy
         keys = layers * shape.num_experts
-        slots = slots_for(settings.budget, shape, layers, dtype.itemsize)
+        self.slot_bytes = shape.nbytes(dtype.itemsize)
+        budget = budget_bytes(settings.budget, self.slot_bytes, keys)
+        slots = min(budget // self.slot_bytes, keys)
         if policy.preload == "all" and slots < keys:
             raise ConfigError(
                 f"policy {policy.name} keeps all {keys} experts resident, the budget holds {slots}",
                 "use --budget 1.0 or another policy",
             )
-        self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
         self.timeline = Timeline(settings.trace)
         self._stats = EngineStats(
             layers=[LayerStats() for _ in range(layers)],
-            expert_budget_bytes=budget_bytes(settings.budget, keys * self.slot_bytes),
+            expert_budget_bytes=budget,
             slots=slots,
             experts=keys,
             executor=device.executor,
@@ -131,17 +138,25 @@ class ExpertEngine:
             self._stats,
             self.timeline,
         )
-        dispatcher, planner = Dispatcher(self.cache, shape.num_experts), LoadOnMiss()
-        self.layers = [
-            MoeLayer(
-                i, shape.num_experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
+        self.layers: list[MoeLayer] = []
+        self._handles: list[int] = []
+        try:
+            self._attach_layers(blocks, settings)
+            if policy.preload == "all":
+                self.cache.preload(range(keys))
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings) -> None:
+        dispatcher, planner = Dispatcher(self.cache, self.experts), LoadOnMiss()
+        for i, block in enumerate(blocks):
+            layer = MoeLayer(
+                i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
                 self._next_gates(i, blocks, settings), settings.integrity_checks,
-            )
-            for i, block in enumerate(blocks)
-        ]  # fmt: skip
-        self._handles = [attach(block.experts, layer) for block, layer in zip(blocks, self.layers, strict=True)]
-        if policy.preload == "all":
-            self.cache.preload(range(keys))
+            )  # fmt: skip
+            self.layers.append(layer)
+            self._handles.append(attach(block.experts, layer))
 
     def _next_gates(self, index: int, blocks: Sequence[MoeBlock], settings: EngineSettings) -> list[NextGate]:
         prefetch = settings.policy.prefetch
@@ -174,8 +189,3 @@ class ExpertEngine:
         for handle in self._handles:
             detach(handle)
         self._handles = []
-
-
-def budget_bytes(budget: float | int, total_bytes: int) -> int:
-    """The budget in bytes."""
-    return int(budget * total_bytes) if isinstance(budget, float) else budget

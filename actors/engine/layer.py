@@ -51,29 +51,43 @@ class MoeLayer:
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
-        self._kernel, self._post, self._next_gates, self._check = kernel, post, next_gates, check
+        self.kernel, self._post, self._next_gates, self._check = kernel, post, next_gates, check
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
+
+        Raises:
+            RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
+        """
         cache, base = self._cache, self._base
         routing = Routing.of(ids)  # route: done by the model, sorted here
         cache.poll()  # view
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
         plan = self._planner.plan(needed, cache.residency, cache.eviction)
-        cache.begin(self.index, plan)
-        if plan.loads:
-            cache.issue([load for load in plan.loads if not load.after])
-        if self._next_gates and cache.governor.allows():
-            self._prefetch(hidden)
-        out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self._kernel, self._post)
+        try:
+            cache.begin(self.index, plan)
+            if plan.loads:
+                cache.issue([load for load in plan.loads if not load.after])
+            if self._next_gates and cache.governor.allows():
+                self._prefetch(hidden)
+            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post)
+        except BaseException:
+            cache.abandon()
+            raise
         if self._check:
             cache.check_integrity()
         return out
 
     def _prefetch(self, hidden: torch.Tensor) -> None:
-        """Queue loads for later layers behind this layer's demand, while this layer computes."""
+        """Queue loads for later layers behind this layer's demand, while this layer computes.
+
+        Nearest first: what a nearer layer wants does not give way to a farther one's guess.
+        """
+        wanted: set[int] = set()
         for gate in self._next_gates:
             logits = gate.logits(hidden).float().cpu().numpy()
             base = gate.layer * self._experts
-            self._cache.prefetch([base + e for e in predicted_experts(logits, gate.top)])
+            keys = [base + e for e in predicted_experts(logits, gate.top)]
+            self._cache.prefetch(keys, keep=wanted)
+            wanted.update(keys)

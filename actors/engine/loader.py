@@ -55,6 +55,9 @@ class Loader:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         with self._wake:
             if self._closed:
+                for job in jobs:
+                    job.cancelled = True
+                    job.done.set()
                 raise RuntimeFailure("the expert cache is closed", "start a new worker")
             for job in jobs:
                 heapq.heappush(self._heap, (priority, self._sequence, job))
@@ -102,8 +105,8 @@ class Loader:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                job.copied = self._device.copy(job.dst, job.src, job.after, not job.prefetch)
-            except BaseException as error:  # handed to the waiting forward, which raises it
+                job.copied = self._device.copy(job.dst, job.src, job.after)
+            except BaseException as error:  # handed to the cache, which drops a guess and fails a forward that waits
                 job.error = error
             job.done.set()
 

@@ -25,7 +25,7 @@ class MoeBlock:
     experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I].
     activation: its name where gating is plainly act(gate) * up, for kernels that build it in; else None.
     post: its norm after each expert, if any. router: logits [T, E] for a hidden state [T, H], or None where
-    the router's logits cannot be had. top_k: experts per token.
+    the router's logits cannot be had.
     """
 
     experts: nn.Module
@@ -85,7 +85,7 @@ def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torc
     model._initialize_missing_keys(False)
     model.tie_weights()
     left = [n for n, p in model.named_parameters() if p.is_meta and n not in experts]
-    left += [n for n in loaded.unexpected_keys]
+    left += loaded.unexpected_keys
     if left:
         raise StoreError(
             f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
@@ -112,6 +112,22 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
         router = _router_probe(model, parent, manifest.experts.num_experts)
         blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router))
     return blocks
+
+
+def experts_per_token(config: Any) -> int:
+    """The router's top-k, under whichever name the architecture has for it.
+
+    Raises:
+        UnsupportedModelError: it has none of the known names.
+    """
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_top_k", "moe_k", "num_selected_experts", "top_k_experts", "moe_topk"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UnsupportedModelError(f"{type(text).__name__} does not say how many experts a token uses", "report the model")
 
 
 def gate_of(experts: Any) -> Gate:

@@ -37,12 +37,10 @@ _library.impl("experts", _run, "CUDA")
 
 @torch.library.register_fake("tiermoe::experts", lib=_library)
 def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
-    return torch.empty_like(hidden)
+    return hidden.new_empty(hidden.shape)  # contiguous, as the kernels return it
 
 
-def _experts_forward(
-    module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """transformers' experts interface: hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
     return torch.ops.tiermoe.experts(hidden, ids, weights, module.tiermoe_handle)
 

@@ -12,13 +12,19 @@ import threading
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from ...errors import RuntimeFailure
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
-from .batcher import stop_tokens, vocabulary
+from .batcher import open_streams
 from .sampling import draw
 from .streams import Stream, Streams
 
@@ -66,9 +72,12 @@ class SerialBatcher:
 
     def __init__(self, model: Any, kv: KvSettings, because: str) -> None:
         self.serial_because = because
-        self.streams = Streams(kv.num_blocks * kv.page_size, stop_tokens(model), vocabulary(model))
+        self.streams = open_streams(model, kv)
         self.failure: str | None = None
         self._model = model
+        # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
+        # would give other tokens than continuous batching does.
+        model.generation_config = GenerationConfig()
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
         self._thread.start()
@@ -81,9 +90,9 @@ class SerialBatcher:
         self._queue.put(stream)
         return stream
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, stream: Stream) -> bool:
         """End a request at its next token; False if it had ended."""
-        return self.streams.cancel(request_id) is not None
+        return self.streams.abort(stream.name, "cancelled")
 
     def close(self) -> None:
         """Stop after the token under way. Safe to call twice."""
@@ -107,13 +116,16 @@ class SerialBatcher:
         request, sampling = stream.request, stream.request.sampling
         progress = _Progress(stream, self.streams)
         ids = torch.tensor([request.prompt_ids], device=self._model.device)
-        self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+        config = GenerationConfig(
             do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
             pad_token_id=0,
+        )
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
             streamer=progress,
             logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
             stopping_criteria=StoppingCriteriaList([_Stop(progress)]),

@@ -10,9 +10,9 @@ from typing import Any
 class LayerStats:
     """What one MoE layer did since the counters were reset.
 
-    A hit is an expert that a forward needed and found resident (or wholly arrived before its turn
-    without the compute waiting is still a miss: it was not resident when the routing became known).
-    Counted per forward and expert, not per token.
+    A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
+    later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token.
+    Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
     """
 
     hits: int = 0
@@ -21,7 +21,8 @@ class LayerStats:
     late_prefetches: int = 0  # misses whose prefetch was still on its way
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
-    bytes_wasted: int = 0  # loaded by prefetch, evicted or cancelled in flight without one use
+    failed_prefetches: int = 0  # prefetch copies that raised; demand loads those experts again
+    bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
     total_io_s: float = 0.0  # seconds the link was busy
     forwards: int = 0
@@ -38,7 +39,7 @@ class EngineStats:
 
     layers: list[LayerStats] = field(default_factory=list)
     expert_budget_bytes: int = 0
-    expert_bytes_peak: int = 0
+    expert_bytes_peak: int = 0  # the pool's one allocation, made before the first load: it never grows
     slots: int = 0
     experts: int = 0
     executor: str = "real"

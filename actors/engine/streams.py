@@ -42,13 +42,16 @@ class Streams:
     """The table of open requests; thread-safe.
 
     Args:
-        capacity_tokens: prompt and generated tokens that one request may take.
+        capacity_tokens: prompt and generated tokens that the KV cache holds of one request.
         eos: token ids that end a request.
         vocabulary: number of token ids that the model can embed.
+        positions: positions that the model was made for; None where it has no such limit.
     """
 
-    def __init__(self, capacity_tokens: int, eos: Sequence[int], vocabulary: int) -> None:
-        self.capacity_tokens, self.vocabulary = capacity_tokens, vocabulary
+    def __init__(
+        self, capacity_tokens: int, eos: Sequence[int], vocabulary: int, positions: int | None = None
+    ) -> None:
+        self.capacity_tokens, self.vocabulary, self.positions = capacity_tokens, vocabulary, positions
         self.eos = list(eos)
         self._open: dict[str, Stream] = {}  # by name
         self._names: dict[str, str] = {}  # request id -> name, of open streams
@@ -58,6 +61,11 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def limit_tokens(self) -> int:
+        """Prompt and generated tokens that one request may take: the tighter of the model's and the KV cache's."""
+        return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
 
     def open(self, request: GenerationRequest) -> Stream:
         """Admit a request.
@@ -71,6 +79,11 @@ class Streams:
             raise RequestError("the prompt is empty", "give at least one token")
         if request.sampling.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.sampling.max_tokens}", "ask for at least one token")
+        if self.positions is not None and total > self.positions:
+            raise RequestError(
+                f"prompt and max_tokens are {total} tokens, the model was made for {self.positions} positions",
+                "shorten the prompt or lower max_tokens",
+            )
         if total > self.capacity_tokens:
             raise RequestError(
                 f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens}",
@@ -127,10 +140,11 @@ class Streams:
         stream.events.put(TokenEvent(stream.request.request_id, (), finish=reason, error=error))
         return True
 
-    def cancel(self, request_id: str) -> str | None:
-        """End the request of this id with `cancelled`; its stream's name, or None if it had ended."""
-        name = self._names.get(request_id)
-        return name if name is not None and self.abort(name, "cancelled") else None
+    def find(self, request_id: str) -> Stream | None:
+        """The open stream of this id; None if it has ended."""
+        with self._lock:
+            name = self._names.get(request_id)
+            return None if name is None else self._open[name]
 
     def close(self) -> None:
         """End every open request with `cancelled` and refuse later ones."""

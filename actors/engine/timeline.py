@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4}
 
 
 class Timeline:
-    """Spans in `time.perf_counter` seconds; recording is a tuple append, and off it costs one test.
+    """Spans in `time.perf_counter` seconds; recording is a tuple append.
 
+    Callers ask `enabled` before they build a span's name, so that off it costs one test.
     At most `limit` spans are kept; later ones are counted in `dropped`.
     """
 
@@ -19,7 +19,6 @@ class Timeline:
         self.dropped = 0
         self._limit = limit
         self._spans: list[tuple[str, str, float, float]] = []
-        self._lock = threading.Lock()
 
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if not self.enabled:

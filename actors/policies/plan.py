@@ -87,7 +87,8 @@ class LoadOnMiss:
         )
         if len(victims) < short:  # only then disturb copies that are on their way for other layers
             victims += eviction.victims(
-                short - len(victims), lambda k: k not in kept and residency.state(k) == State.LOADING
+                short - len(victims),
+                lambda k: k not in kept and residency.state(k) == State.LOADING and not residency.pinned(k),
             )
         loads = [Load(key, None, 0) for key in missing[:free]]
         rest = missing[free:]

@@ -79,7 +79,10 @@ class Residency:
         return key in self._pins
 
     def reserve(self, key: int) -> Reservation:
-        """ABSENT -> LOADING in a free slot. Raises ResidencyError if not absent or no slot is free."""
+        """ABSENT -> LOADING in a free slot. Raises ResidencyError if there is no such key, it is not absent, or no
+        slot is free."""
+        if not 0 <= key < self.keys:
+            raise ResidencyError(f"there is no expert {key}: keys are 0 to {self.keys - 1}")
         if self._state[key] != State.ABSENT:
             raise ResidencyError(f"expert {key} is {self._state[key].name}, not ABSENT")
         if not self._free:

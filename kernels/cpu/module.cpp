@@ -1,5 +1,7 @@
-// Python bindings: addresses and sizes in, nothing out. The caller (kernels/cpu_ffn.py) checks shapes and types
-// and keeps the buffers alive; the interpreter lock is released while a kernel runs.
+// Python bindings: addresses and sizes in, nothing out. The caller (kernels/cpu_ffn.py) makes sure that the addresses
+// are those of contiguous buffers of the sizes given, and keeps them alive. Here the numbers are checked against each
+// other before a kernel runs: group ranges and pair numbers against the pairs, slots against the pool. The interpreter
+// lock is released while a kernel runs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -20,21 +22,41 @@ bool expect(Py_ssize_t given, Py_ssize_t wanted) {
     return false;
 }
 
-// expert_ffn(hidden, gate_up, down, pairs, groups: list[tuple[start, stop, slot]], top_k, neurons, width,
-//            activation, y)
+bool refuse(const char* what, long long given) {
+    PyErr_Format(PyExc_ValueError, "%s: %lld", what, given);
+    return false;
+}
+
+// Whether every group lies within the pairs and every pair it names within the rows of y, and its slot in the pool.
+// `pairs` is read only where a range was found good.
+bool in_range(const std::vector<tiermoe::Group>& groups, const std::int64_t* pairs, std::int64_t pair_count,
+              std::int64_t slots) {
+    for (const tiermoe::Group& group : groups) {
+        if (group.start < 0 || group.start > group.stop) return refuse("a group starts out of range", group.start);
+        if (group.stop > pair_count) return refuse("a group stops out of range", group.stop);
+        if (group.slot < 0 || group.slot >= slots) return refuse("there is no such slot", group.slot);
+        for (std::int64_t at = group.start; at < group.stop; ++at)
+            if (pairs[at] < 0 || pairs[at] >= pair_count) return refuse("there is no such pair", pairs[at]);
+    }
+    return true;
+}
+
+// expert_ffn(hidden, gate_up, down, pairs, pair_count, groups: list[tuple[start, stop, slot]], top_k, slots, neurons,
+//            width, activation, y); hidden has pair_count / top_k rows, pairs has pair_count entries, y as many rows
 PyObject* expert_ffn(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 10)) return nullptr;
+    if (!expect(count, 12)) return nullptr;
     const float* hidden = address<const float>(args[0]);
     const float* gate_up = address<const float>(args[1]);
     const float* down = address<const float>(args[2]);
     const std::int64_t* pairs = address<const std::int64_t>(args[3]);
-    if (!PyList_Check(args[4])) {
+    const std::int64_t pair_count = PyLong_AsLongLong(args[4]);
+    if (!PyList_Check(args[5])) {
         PyErr_SetString(PyExc_TypeError, "groups must be a list of (start, stop, slot)");
         return nullptr;
     }
-    std::vector<tiermoe::Group> groups(static_cast<std::size_t>(PyList_GET_SIZE(args[4])));
+    std::vector<tiermoe::Group> groups(static_cast<std::size_t>(PyList_GET_SIZE(args[5])));
     for (std::size_t i = 0; i < groups.size(); ++i) {
-        PyObject* item = PyList_GET_ITEM(args[4], static_cast<Py_ssize_t>(i));
+        PyObject* item = PyList_GET_ITEM(args[5], static_cast<Py_ssize_t>(i));
         if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3) {
             PyErr_SetString(PyExc_TypeError, "each group must be a tuple (start, stop, slot)");
             return nullptr;
@@ -42,12 +64,24 @@ PyObject* expert_ffn(PyObject*, PyObject* const* args, Py_ssize_t count) {
         groups[i] = {PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(item, 1)),
                      PyLong_AsLongLong(PyTuple_GET_ITEM(item, 2))};
     }
-    const std::int64_t top_k = PyLong_AsLongLong(args[5]);
-    const std::int64_t neurons = PyLong_AsLongLong(args[6]);
-    const std::int64_t width = PyLong_AsLongLong(args[7]);
-    const auto activation = static_cast<tiermoe::Activation>(PyLong_AsLongLong(args[8]));
-    float* y = address<float>(args[9]);
+    const std::int64_t top_k = PyLong_AsLongLong(args[6]);
+    const std::int64_t slots = PyLong_AsLongLong(args[7]);
+    const std::int64_t neurons = PyLong_AsLongLong(args[8]);
+    const std::int64_t width = PyLong_AsLongLong(args[9]);
+    const long long activation_code = PyLong_AsLongLong(args[10]);
+    float* y = address<float>(args[11]);
     if (PyErr_Occurred()) return nullptr;
+    const auto activation = static_cast<tiermoe::Activation>(activation_code);
+    if (activation_code < 0 || activation_code > static_cast<int>(tiermoe::Activation::relu)) {
+        refuse("there is no such activation", activation_code);
+        return nullptr;
+    }
+    // A pair belongs to row pair / top_k of hidden: a remainder would let the last pairs read past its end.
+    if (top_k < 1 || pair_count % top_k != 0) {
+        refuse("top_k does not divide the number of pairs", top_k);
+        return nullptr;
+    }
+    if (!in_range(groups, pairs, pair_count, slots)) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     tiermoe::expert_ffn_f32(hidden, gate_up, down, pairs, groups.data(), static_cast<std::int64_t>(groups.size()),
                             top_k, neurons, width, activation, y);

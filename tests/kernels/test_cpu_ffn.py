@@ -194,6 +194,9 @@ def broken(**fields: torch.Tensor | None) -> Operands:
         (broken(), ""),
         (broken(gate_up=torch.zeros(2, 4, 1, 8)), "silu"),
         (broken(gate_up=torch.zeros(2, 4, 2, 8).bfloat16(), down=torch.zeros(2, 4, 8).bfloat16()), "silu"),
+        (broken(down=torch.zeros(2, 4, 8).bfloat16()), "silu"),
+        (broken(down=torch.zeros(2, 3, 8)), "silu"),
+        (broken(down=torch.zeros(1, 4, 8)), "silu"),
         (broken(gate_up_bias=torch.zeros(2, 4, 2)), "silu"),
         (broken(down_bias=torch.zeros(2, 8)), "silu"),
         (broken(gate_up=torch.zeros(2, 4, 2, 16)[..., ::2]), "silu"),
@@ -210,11 +213,11 @@ def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> No
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (_cpu.expert_ffn, (0,) * 9),
-        (_cpu.expert_ffn, (0, 0, 0, 0, (), 1, 1, 1, 0, 0)),  # not a list
-        (_cpu.expert_ffn, (0, 0, 0, 0, [(0, 1)], 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, [(0, 0, "0")], 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, [], 1.5, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0,) * 11),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, (), 1, 1, 1, 1, 0, 0)),  # not a list
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 1)], 1, 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, "0")], 1, 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [], 1.5, 1, 1, 1, 0, 0)),
         (_cpu.combine, (0,) * 5),
         (_cpu.combine, (0, 0, "1", 1, 1, 0)),
     ],
@@ -222,6 +225,69 @@ def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> No
 def test_the_bindings_refuse_other_types(function: object, arguments: tuple[object, ...]) -> None:
     with pytest.raises(TypeError):
         function(*arguments)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("groups", "top_k", "activation", "match"),
+    [
+        ([(-1, 1, 0)], 2, 0, "starts out of range: -1"),
+        ([(2, 1, 0)], 2, 0, "starts out of range: 2"),
+        ([(0, 5, 0)], 2, 0, "stops out of range: 5"),
+        ([(0, 1, 0), (0, 1, -1)], 2, 0, "no such slot: -1"),
+        ([(0, 1, 3)], 2, 0, "no such slot: 3"),
+        ([], 0, 0, "top_k does not divide the number of pairs: 0"),
+        ([], 3, 0, "top_k does not divide the number of pairs: 3"),
+        ([], 2, 4, "no such activation: 4"),
+        ([], 2, -1, "no such activation: -1"),
+    ],
+)
+def test_the_bindings_refuse_numbers_out_of_range(groups: list[Group], top_k: int, activation: int, match: str) -> None:
+    """All addresses are null: whoever follows one crashes. Four pairs, three slots."""
+    pairs = torch.arange(4)
+    with pytest.raises(ValueError, match=match):
+        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, groups, top_k, 3, 1, 1, activation, 0)
+
+
+@pytest.mark.parametrize("pair", [-1, 4])
+def test_the_bindings_refuse_pairs_out_of_range(pair: int) -> None:
+    pairs = torch.tensor([0, 1, pair, 2])
+    with pytest.raises(ValueError, match=f"no such pair: {pair}"):
+        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, [(0, 3, 0)], 2, 3, 1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden": torch.zeros(2, 7)},
+        {"hidden": torch.zeros(1, 8)},
+        {"hidden": torch.zeros(16)},
+        {"hidden": torch.zeros(2, 1, 8)},
+        {"pairs": torch.arange(4, dtype=torch.int32)},
+        {"pairs": torch.arange(8)[::2]},
+        {"pairs": torch.arange(6)},
+        {"y": torch.zeros(3, 8)},
+        {"y": torch.zeros(4, 9)},
+        {"y": torch.zeros(8, 4).t()},
+        {"y": torch.zeros(4, 8, dtype=torch.bfloat16)},
+        {"groups": [(0, 5, 0)]},
+        {"groups": [(0, 1, 2)]},
+    ],
+)
+def test_wrong_shapes_are_refused(wrong: dict[str, object]) -> None:
+    """Guards raw addresses: a hidden state of another width was read past its end, without a word."""
+    fast, _ = kernels(operands(2, 4, 8, torch.Generator().manual_seed(0)))
+    given: dict[str, object] = {"hidden": torch.zeros(2, 8), "pairs": torch.arange(4), "groups": [(0, 4, 1)]}
+    given |= {"top_k": 2, "y": torch.zeros(4, 8)}
+    fast.run(**given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"hidden is|pairs must|y must|out of range|no such slot"):
+        fast.run(**{**given, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("y", [torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(32)])
+def test_combine_refuses_wrong_shapes(y: torch.Tensor) -> None:
+    fast, _ = kernels(operands(2, 4, 8, torch.Generator().manual_seed(0)))
+    with pytest.raises(ValueError, match="y is"):
+        fast.combine(y, torch.ones(2, 2))
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,14 @@ def test_the_fake_has_shape_dtype_and_strides_of_the_result(module: Attached, dt
     assert (out.shape, out.dtype, out.stride()) == ((TOKENS, HIDDEN), dtype, (HIDDEN, 1))
 
 
+def test_the_fake_is_contiguous_whatever_the_input(module: Attached) -> None:
+    """Guards `empty_like`, which kept the strides of a transposed input: compiled code then read the wrong elements."""
+    with FakeTensorMode():
+        hidden = torch.empty(HIDDEN, TOKENS).t()
+        ids, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.long), torch.empty(TOKENS, TOP_K)
+        assert torch.ops.tiermoe.experts(hidden, ids, weights, module.handle).stride() == (HIDDEN, 1)
+
+
 def test_compiles_without_a_graph_break(module: Attached, inputs: tuple[torch.Tensor, ...]) -> None:
     def block(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return hidden + module(hidden * 2, ids, weights.softmax(dim=-1)).tanh()

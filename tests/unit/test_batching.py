@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +137,6 @@ def test_stop_tokens_end_a_request_unless_ignored(
     first = expected[0].index(stop)
     streams = batcher_of(worker).streams
     monkeypatch.setattr(streams, "eos", [stop])
-    monkeypatch.setattr(worker._model.generation_config, "eos_token_id", stop)
     stopped, ignoring = generate(worker, [asked(0, "stops", ignore_eos=False), asked(0, "ignores")])
     assert (stopped.token_ids, stopped.finish) == (expected[0][: first + 1], "stop")
     assert (ignoring.token_ids, ignoring.finish) == (expected[0][:TOKENS], "length")
@@ -210,6 +212,64 @@ def test_generate_cancels_when_its_consumer_leaves(workers: dict[str, GpuWorker]
     assert next(events).token_ids
     events.close()
     assert worker.cancel("left") is False
+
+
+@BOTH
+def test_a_consumer_that_leaves_late_cancels_no_later_request(
+    workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
+) -> None:
+    """Guards cancelling by id: a consumer that left after its request ended took the next of that id with it."""
+    worker = workers[batching]
+    events = worker.generate(asked(1, "same", max_tokens=4 * TOKENS))
+    assert next(events).token_ids
+    worker.cancel("same")
+    again = worker.submit(asked(0, "same"))
+    events.close()
+    generation = gathered(again)
+    assert (generation.token_ids, generation.finish) == (expected[0][:TOKENS], "length")
+
+
+@BOTH
+def test_the_models_positions_bound_a_request(workers: dict[str, GpuWorker], batching: str) -> None:
+    worker = workers[batching]
+    with pytest.raises(RequestError, match="257 tokens, the model was made for 256 positions"):
+        worker.submit(asked(0, max_tokens=254))
+    assert batcher_of(worker).streams.limit_tokens == 256  # the KV cache holds 512
+
+
+EXTRAS = {"repetition_penalty": 5.0, "min_length": 200, "num_beams": 3, "no_repeat_ngram_size": 1, "top_k": 3}
+
+
+@BOTH
+def test_the_checkpoints_generation_extras_are_not_applied(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path, batching: str
+) -> None:
+    """Guards `generate`, which took penalties, beams and a minimal length from the checkpoint."""
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    extras = EXTRAS | {"eos_token_id": expected[0][5], "temperature": 0.1, "suppress_tokens": [expected[0][0]]}
+    (copy / "generation_config.json").write_text(json.dumps(extras))
+    with serving(prepared(copy, tmp_path / "store"), settings(1.0, kv=kv(batching))) as worker:
+        stopped, whole = generate(worker, [asked(0, "stops", ignore_eos=False), asked(0, "whole")])
+    assert whole.token_ids == expected[0][:TOKENS]
+    assert stopped.token_ids == expected[0][: expected[0].index(expected[0][5]) + 1]
+
+
+def tiermoe_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tiermoe"))
+
+
+@pytest.mark.parametrize("step", ["tiermoe.actors.gpu_worker.make_batcher", "tiermoe.actors.engine.describe.describe"])
+def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeFailure("no", "nothing")
+
+    before = tiermoe_threads()
+    monkeypatch.setattr(step, fail)
+    worker = GpuWorker(settings(1.0, kv=kv("serial")), store.describe())
+    with pytest.raises(RuntimeFailure, match="no"):
+        worker.start()
+    assert tiermoe_threads() == before
+    worker.close()
 
 
 @BOTH

@@ -39,13 +39,13 @@ class GatedDevice(CpuDevice):
         self.started: queue.Queue[None] = queue.Queue()
         self.failing: Exception | None = None
 
-    def copy(self, dst: Any, src: Any, after: Any, demand: bool) -> Copied:
+    def copy(self, dst: Any, src: Any, after: Any) -> Copied:
         self.started.put(None)
         if self.held:
             assert self.go.acquire(timeout=TIMEOUT_S)
         if self.failing is not None:
             raise self.failing
-        return super().copy(dst, src, after, demand)
+        return super().copy(dst, src, after)
 
     def await_start(self) -> None:
         self.started.get(timeout=TIMEOUT_S)
@@ -350,19 +350,111 @@ def test_the_cache_works_again_once_copies_do(make: Make) -> None:
         fixture.forward(layer, 0, 1, 2, 3)
 
 
-def test_a_failed_prefetch_is_not_counted_as_useful_later(make: Make) -> None:
+def test_a_failed_prefetch_is_dropped_and_loaded_on_demand(make: Make) -> None:
+    """Guards promise 6: a guess that could not be copied failed the next forward, which may not even need it."""
     fixture = make(2)
     fixture.device.failing = OSError("for now")
-    with pytest.raises(RuntimeFailure):
-        fixture.prefetch(4)
+    assert fixture.prefetch(4, 5) == 2
     fixture.device.failing = None
+    assert fixture.residency.free_slots == 2
+    assert fixture.outcomes == (0, 2)
+    fixture.forward(0, 0)
     fixture.forward(1, 0)
     fixture.forward(1, 0)
-    assert counters(fixture.stats.layers[1], "prefetched_hits", "hits", "misses") == {
-        "prefetched_hits": 0,
-        "hits": 1,
-        "misses": 1,
-    }
+    stats = fixture.stats.layers[1]
+    assert (stats.failed_prefetches, stats.prefetched_hits, stats.hits, stats.misses) == (2, 0, 1, 1)
+    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_demand, stats.bytes_wasted) == (0, SLOT_BYTES, 0)
+
+
+def fail_first(fixture: Fixture, failures: int) -> None:
+    """The next `failures` copies raise, later ones go through."""
+    copy, left = fixture.device.copy, iter(range(failures))
+
+    def failing(*args: Any) -> Copied:
+        if next(left, None) is not None:
+            raise OSError("for now")
+        return copy(*args)
+
+    fixture.device.copy = failing
+
+
+def test_a_prefetch_that_fails_while_a_forward_waits_for_it_is_loaded_again(make: Make) -> None:
+    fixture = make(2)
+    fail_first(fixture, 1)
+    fixture.cache.prefetch([4])
+    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    plan = LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction)  # not polled: 4 still counts as arriving
+    assert plan.arriving == 1
+    fixture.cache.begin(1, plan)
+    fixture.check_slot(4, fixture.cache.await_expert(4, 1))
+    fixture.cache.ran([4])
+    fixture.cache.check_integrity()
+    stats = fixture.stats.layers[1]
+    assert (stats.failed_prefetches, stats.late_prefetches, stats.bytes_loaded_demand) == (1, 1, SLOT_BYTES)
+    assert stats.bytes_loaded_prefetch == 0
+
+
+def test_a_demand_load_after_a_failed_prefetch_may_fail_too(make: Make) -> None:
+    fixture = make(2)
+    fail_first(fixture, 2)
+    fixture.cache.prefetch([4])
+    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    fixture.cache.begin(1, LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction))
+    with pytest.raises(RuntimeFailure, match="MoE layer 1 failed: for now"):
+        fixture.cache.await_expert(4, 1)
+    fixture.cache.check_integrity()
+    assert not fixture.residency.pinned(4)
+    fixture.forward(1, 0)
+
+
+def test_evicting_a_prefetch_that_fails_meanwhile(make: Make) -> None:
+    fixture = make(1)
+    fail_first(fixture, 1)
+    fixture.cache.prefetch([4])
+    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    fixture.cache.issue([Load(0, evict=4, after=0)])
+    fixture.check_slot(0, fixture.cache.await_expert(0, 0))
+    assert fixture.stats.layers[1].failed_prefetches == 1
+
+
+def test_what_a_failed_forward_left_behind_does_not_fail_the_next(make: Make) -> None:
+    """Guards a second failing load of one forward: its error was raised in the next forward, which did not need it."""
+    fixture = make(3)
+    fail_first(fixture, 2)
+    with pytest.raises(RuntimeFailure, match="MoE layer 0 failed"):
+        fixture.forward(0, 0, 1)
+    if 1 in fixture.cache._jobs:
+        assert fixture.cache._jobs[1].done.wait(TIMEOUT_S)
+    fixture.forward(1, 0)
+    assert fixture.stats.total().failed_prefetches == 0
+
+
+def test_a_failing_preload_is_a_typed_error(make: Make) -> None:
+    fixture = make(3)
+    fixture.device.failing = OSError("the mapping is gone")
+    with pytest.raises(RuntimeFailure, match="the mapping is gone"):
+        fixture.cache.preload(range(3))
+
+
+def test_prefetch_keeps_what_nearer_layers_want(make: Make) -> None:
+    fixture = make(2)
+    fixture.prefetch(4, 5)
+    assert fixture.cache.prefetch([0, 1], keep={4}) == 1
+    assert 4 in fixture.resident()
+    assert list(fixture.residency.held()) == [4, 0]
+    assert fixture.cache.prefetch([1], keep={4, 0}) == 0
+
+
+def test_span_names_are_built_only_for_a_timeline(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = make(2)
+    timeline = Timeline(False)
+    monkeypatch.setattr(timeline, "span", lambda *args: pytest.fail("a span although tracing is off"))
+    fixture.cache.timeline = timeline
+    fixture.device.held = True
+    fixture.cache.issue([Load(5, None, 0)])
+    fixture.release_when_awaited(5)
+    fixture.cache.await_expert(5, 1)
+    assert fixture.stats.layers[1].blocked_io_s > 0
 
 
 def test_close_ends_a_forward_that_waits(make: Make) -> None:

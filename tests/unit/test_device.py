@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def copy(device: CpuDevice, nbytes: int = 4000) -> device_module.Copied:
     source = torch.arange(nbytes // 4, dtype=torch.float32)
-    return device.copy((torch.empty_like(source),), (source,), None, demand=True)
+    return device.copy((torch.empty_like(source),), (source,), None)
 
 
 def test_a_copy_takes_latency_and_bytes_over_bandwidth(clock: Clock) -> None:
@@ -62,14 +62,14 @@ def test_copies_follow_each_other_without_overlap(clock: Clock) -> None:
 def test_all_tensors_of_an_expert_share_one_latency(clock: Clock) -> None:
     device = CpuDevice(LinkSettings(gbps=0.001, latency_us=1000))
     source = (torch.zeros(10), torch.zeros(30))
-    copied = device.copy(tuple(map(torch.empty_like, source)), source, None, demand=False)
+    copied = device.copy(tuple(map(torch.empty_like, source)), source, None)
     assert copied.end_s - copied.start_s == pytest.approx(0.001 + 160 / 1e6)
 
 
 def test_the_link_carries_the_bytes_of_the_slot(clock: Clock) -> None:
     device = CpuDevice(LinkSettings(gbps=0.001))
     source = torch.zeros(100, dtype=torch.bfloat16)
-    copied = device.copy((torch.empty(100),), (source,), None, demand=True)
+    copied = device.copy((torch.empty(100),), (source,), None)
     assert copied.end_s - copied.start_s == pytest.approx(400 / 1e6)
 
 
@@ -94,14 +94,14 @@ def test_the_real_clock_is_never_faster_than_the_link() -> None:
 def test_widening_is_exact(stored: torch.dtype) -> None:
     source = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(stored)
     slot = torch.full((64,), float("nan"))
-    CpuDevice(LinkSettings()).copy((slot,), (source,), None, demand=True)
+    CpuDevice(LinkSettings()).copy((slot,), (source,), None)
     assert torch.equal(slot.to(stored), source)
     assert torch.equal(slot, source.float())
 
 
 def test_a_tensor_too_many_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        CpuDevice(LinkSettings()).copy((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), None, demand=True)
+        CpuDevice(LinkSettings()).copy((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), None)
 
 
 def test_the_cpu_does_not_claim_what_it_cannot() -> None:

@@ -7,6 +7,7 @@ random routing, and an adversary loads, evicts and prefetches other experts betw
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermoe.actors.engine import operator
 from tiermoe.actors.engine.device import CpuDevice
-from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.engine import ExpertEngine, budget_bytes
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.settings import EngineSettings, LinkSettings, PolicySettings, PrefetchSettings
 from tiermoe.actors.store_format import ExpertShape
+from tiermoe.errors import BudgetError, RuntimeFailure
 
 HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
 
@@ -237,6 +240,87 @@ def test_no_tokens() -> None:
         with engine_for(case, 1.0) as engine:
             empty = torch.empty(0, 2)
             assert engine.layers[0].forward(torch.empty(0, HIDDEN), empty.long(), empty).shape == (0, HIDDEN)
+
+
+def test_what_raises_before_the_kernels_leaves_nothing_pinned() -> None:
+    """Guards a prefetch that raised between the pins and the kernels: the pins stayed for good."""
+    case = make_case(0, layers=2, experts=4, top_k=2, native=True, dtype=torch.float32)
+    good = Call(0, torch.ones(1, HIDDEN), torch.tensor([[1, 2]]), torch.ones(1, 2), [], [])
+    with engine_for(case, 2 * case.shape.nbytes(4), "next-gate") as engine:
+        case.routers[1].resize_(4, HIDDEN + 1)  # the later router fails
+        with pytest.raises(RuntimeError):
+            engine.layers[0].forward(good.hidden, good.ids, good.weights)
+        assert not any(engine.cache.residency.pinned(key) for key in range(8))
+        case.routers[1].resize_(4, HIDDEN)
+        agrees(case, [good], outputs(engine, [good], disturbed=False))
+
+
+def test_a_farther_prefetch_takes_no_slot_that_a_nearer_one_wants() -> None:
+    """Guards distance 2: the guess for the second layer evicted residents that the guess for the first wanted."""
+    case = make_case(0, layers=3, experts=4, top_k=2, native=True, dtype=torch.float32)
+    ids, hidden = torch.tensor([[0, 1]]), torch.ones(1, HIDDEN)
+    nearer = [4 + e for e in (case.routers[1] @ hidden[0]).topk(2).indices.tolist()]
+    with engine_for(case, 4 * case.shape.nbytes(4), "next-gate", distance=2) as engine:
+        cache = engine.cache
+        cache.preload([*nearer, 0, 1])  # the nearer guesses are the oldest, the pool is full
+        engine.layers[0].forward(hidden, ids, torch.ones(1, 2))
+        assert set(nearer) <= set(cache.residency.held())
+
+
+def loader_threads() -> int:
+    return sum(thread.name == "tiermoe-loader" for thread in threading.enumerate())
+
+
+def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the mapping is gone")
+
+    case = make_case(0, layers=1, experts=4, top_k=2, native=True, dtype=torch.float32)
+    before = loader_threads(), len(operator._layers)
+    monkeypatch.setattr(CpuDevice, "copy", fail)
+    policy = PolicySettings(name="test", lossless=True, preload="all")
+    with pytest.raises(RuntimeFailure, match="the mapping is gone"):
+        ExpertEngine(
+            EngineSettings(policy=policy, budget=1.0, device="cpu"), case.shape, case.weights,
+            [MoeBlock(nn.Module(), gate, "silu", None, None)], 2, CpuDevice(LinkSettings()), torch.float32,
+        )  # fmt: skip
+    assert (loader_threads(), len(operator._layers)) == before
+
+
+@pytest.mark.parametrize(
+    ("budget", "slot_bytes", "experts", "expected"),
+    [
+        (0.7, 5676, 120, 84 * 5676),  # 0.7 * 120 * 5676 is a hair below the 84 slots
+        (1 / 3, 7, 3, 7),
+        (0.1 + 0.2, 1000, 10, 3000),
+        (0.29, 100, 100, 2900),
+        (1.0, 5676, 120, 120 * 5676),
+        (0.5, 10, 3, 15),  # a share may buy one slot and a half
+        (25, 10, 3, 25),
+        (10, 10, 3, 10),
+    ],
+)
+def test_budget_in_bytes(budget: float | int, slot_bytes: int, experts: int, expected: int) -> None:
+    assert budget_bytes(budget, slot_bytes, experts) == expected
+
+
+@given(st.integers(1, 400), st.integers(1, 10**9), st.data())
+def test_a_share_loses_no_slot_and_no_byte(experts: int, slot_bytes: int, data: st.DataObject) -> None:
+    """Guards the rounding of shares: a budget was one byte under the slots that it bought."""
+    slots = data.draw(st.integers(1, experts))
+    assert budget_bytes(slots / experts, slot_bytes, experts) // slot_bytes == slots
+    share = data.draw(st.floats(1 / experts, 1.0))
+    held = budget_bytes(share, slot_bytes, experts)
+    assert int(share * experts) <= held // slot_bytes <= experts
+    assert abs(held - share * experts * slot_bytes) <= 1 + 1e-9 * slot_bytes
+
+
+def test_a_budget_below_one_expert_names_a_share_that_holds_one() -> None:
+    with pytest.raises(BudgetError, match=r"at least 100 bytes or a share of 0\.083334"):
+        budget_bytes(0.05, 100, 12)
+    assert budget_bytes(0.083334, 100, 12) == 100
+    with pytest.raises(BudgetError, match="budget 99 holds no expert"):
+        budget_bytes(99, 100, 12)
 
 
 def test_a_kernel_that_raises_leaves_nothing_pinned() -> None:

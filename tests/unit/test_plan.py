@@ -63,6 +63,13 @@ def test_pinned_residents_stay() -> None:
     assert View(3, resident=[0, 1, 2], pinned=[0]).plan(5).loads == (Load(5, 1, 0),)
 
 
+def test_a_pinned_copy_in_flight_stays() -> None:
+    """Guards the second search for victims: it took copies that a forward waits for."""
+    assert View(3, loading=[1, 2, 3], pinned=[1]).plan(5).loads == (Load(5, 2, 0),)
+    with pytest.raises(PlanError, match="expert 5: the pool has 2"):
+        View(2, loading=[1, 2], pinned=[1, 2]).plan(5)
+
+
 def test_a_prefetch_in_flight_gives_way_last() -> None:
     view = View(3, resident=[0, 1], loading=[2])
     assert view.plan(5, 6).loads == (Load(5, 0, 0), Load(6, 1, 0))

@@ -74,6 +74,12 @@ def test_reserve_refuses_what_is_held(residency: Residency, state: State) -> Non
     refused(residency, lambda: residency.reserve(0), f"{state.name}, not ABSENT")
 
 
+@pytest.mark.parametrize("key", [-1, -KEYS, KEYS])
+def test_reserve_refuses_keys_that_do_not_exist(residency: Residency, key: int) -> None:
+    """Guards negative keys, which Python takes for keys from the end: one expert then had two slots."""
+    refused(residency, lambda: residency.reserve(key), f"no expert {key}: keys are 0 to {KEYS - 1}")
+
+
 def test_a_reservation_ends_once(residency: Residency) -> None:
     published, released = residency.reserve(0), residency.reserve(1)
     residency.publish(published)

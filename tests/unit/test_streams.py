@@ -89,18 +89,18 @@ def test_an_error_ends_a_stream(streams: Streams) -> None:
     assert streams.abort(stream.name, "error") is False
 
 
-def test_cancel_is_idempotent(streams: Streams) -> None:
+def test_cancelling_is_idempotent(streams: Streams) -> None:
     stream = streams.open(asked())
     streams.deliver(stream.name, [10])
-    assert streams.cancel("r") == stream.name
-    assert streams.cancel("r") is None
-    assert streams.cancel("nobody") is None
+    assert streams.abort(stream.name, "cancelled") is True
+    assert streams.abort(stream.name, "cancelled") is False
+    assert streams.abort("nobody", "cancelled") is False
     assert list(stream) == [TokenEvent("r", (10,)), TokenEvent("r", (), finish="cancelled")]
 
 
 def test_what_comes_after_the_end_is_dropped(streams: Streams) -> None:
     stream = streams.open(asked())
-    streams.cancel("r")
+    streams.abort(stream.name, "cancelled")
     streams.deliver(stream.name, [10])
     streams.finish(stream.name, [10])
     assert [event.finish for event in stream] == ["cancelled"]
@@ -110,8 +110,9 @@ def test_what_comes_after_the_end_is_dropped(streams: Streams) -> None:
 def test_an_id_may_be_used_again_and_gets_only_its_own_tokens(streams: Streams) -> None:
     """Guards the reuse of an id: tokens still coming for the cancelled request reached the new one."""
     first = streams.open(asked())
-    streams.cancel("r")
+    streams.abort(first.name, "cancelled")
     second = streams.open(asked())
+    assert streams.find("r") is second
     streams.deliver(first.name, [10])
     streams.finish(first.name, [10, 11])
     assert streams.is_open(second.name)
@@ -157,6 +158,27 @@ def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> N
 def test_the_capacity_may_be_used_to_the_last_token(streams: Streams) -> None:
     streams.open(asked(prompt=(5,) * 12))
     streams.open(asked("extremes", prompt=(0, VOCABULARY - 1), seed=(1 << 64) - 1, top_p=1.0, top_k=VOCABULARY + 1))
+
+
+def test_an_open_stream_is_found_by_its_id(streams: Streams) -> None:
+    stream = streams.open(asked())
+    assert streams.find("r") is stream
+    assert streams.find("nobody") is None
+    streams.finish(stream.name, [10])
+    assert streams.find("r") is None
+
+
+def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
+    """Guards prompts beyond the model's positions: they gave text without sense, or an index error in the batch."""
+    model_is_tighter = Streams(CAPACITY, [EOS], VOCABULARY, positions=12)
+    cache_is_tighter = Streams(CAPACITY, [EOS], VOCABULARY, positions=40)
+    assert (model_is_tighter.limit_tokens, cache_is_tighter.limit_tokens) == (12, CAPACITY)
+    with pytest.raises(RequestError, match="13 tokens, the model was made for 12 positions"):
+        model_is_tighter.open(asked(prompt=(5,) * 5))
+    model_is_tighter.open(asked(prompt=(5,) * 4))
+    with pytest.raises(RequestError, match="21 tokens, the KV cache holds 20"):
+        cache_is_tighter.open(asked(prompt=(5,) * 13))
+    cache_is_tighter.open(asked(prompt=(5,) * 12))
 
 
 def test_an_id_in_use_is_refused(streams: Streams) -> None:

@@ -1,0 +1,65 @@
+"""The effective plan of a worker: what runs where and how many bytes it takes, for users to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..expert_store import StoreView
+from ..settings import EngineSettings
+from .batcher import Batcher
+from .engine import ExpertEngine
+
+
+def describe(
+    settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any, pinned: bool | None
+) -> dict[str, Any]:
+    """The plan as flat names and values; sizes are bytes.
+
+    Args:
+        pinned: whether host memory was pinned; None where that is not done.
+    """
+    manifest, stats, policy = view.manifest, engine.stats(), settings.policy
+    dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}  # tied parameters once
+    emulated = engine.device.executor == "emulated"
+    return {
+        "model": manifest.model,
+        "architecture": manifest.architecture,
+        "policy": policy.name,
+        "lossless": policy.lossless,
+        "executor": engine.device.executor,
+        "device": str(engine.device.torch_device),
+        "dtype": str(engine.cache.pool.gate_up.dtype).removeprefix("torch."),
+        "threads": settings.threads,
+        "moe_layers": len(manifest.layers),
+        "experts_per_layer": manifest.experts.num_experts,
+        "top_k": engine.top_k,
+        "experts": stats.experts,
+        "slots": stats.slots,
+        "slot_bytes": engine.slot_bytes,
+        "expert_bytes_total": stats.experts * engine.slot_bytes,
+        "expert_budget_bytes": stats.expert_budget_bytes,
+        "expert_bytes_allocated": stats.expert_bytes_peak,
+        "dense_bytes": sum(dense.values()),
+        "store_path": view.path,
+        "store_bytes": sum(record.nbytes for record in manifest.files()),
+        "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
+        "pinned": pinned,
+        "prefetch": policy.prefetch.kind,
+        "eviction": policy.eviction,
+        "batching": "continuous" if batcher.serial_because is None else "serial",
+        "kv_tokens": batcher.streams.capacity_tokens,
+        "max_prompt_tokens": batcher.streams.limit_tokens,
+        "notes": _notes(engine, batcher, pinned),
+    }
+
+
+def _notes(engine: ExpertEngine, batcher: Batcher, pinned: bool | None) -> list[str]:
+    """What a user would not expect."""
+    notes, slots = list(engine.notes), engine.stats().slots
+    if batcher.serial_because is not None:
+        notes.append(f"requests run one after another: {batcher.serial_because}")
+    if pinned is False:
+        notes.append("host memory could not be pinned: copies are slower and not asynchronous")
+    if slots < engine.top_k:
+        notes.append(f"{slots} slots are fewer than one token's {engine.top_k} experts: layers run in waves")
+    return notes

@@ -1,0 +1,1 @@
+"""`tiermoe bench NAME`: measurements that say where they come from and can fail."""

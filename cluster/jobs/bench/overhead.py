@@ -1,0 +1,86 @@
+"""`tiermoe bench overhead`: what serving through the expert cache costs when everything is resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.progress import Progress
+
+from ....errors import RuntimeFailure
+from .harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from .serving import Submit, heldout_prompts, run_config, serve, start_reference, start_worker
+
+OURS = "tiermoe all-resident"
+REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
+BATCHES = (1, 8)
+PROMPT_TOKENS, MAX_TOKENS = 32, 48
+
+
+def bench_overhead(model: str | None, repeats: int, progress: Progress | None) -> Report:
+    """Decode time per token with all experts resident, against transformers' continuous batching.
+
+    The reference is the unmodified model under the same manager with whichever of its experts implementations
+    has the lowest median in this run. Both must give the same tokens, or nothing is reported.
+
+    Bars: ratio of medians <= 1.0 at batch 1 and at batch 8.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    config = run_config(model, policy="all-resident", budget="1.0", link={"gbps": None, "latency_us": 0.0})
+    prompts = heldout_prompts(config.model_dir, max(BATCHES), PROMPT_TOKENS)
+    worker = start_worker(config)
+    references = {name: start_reference(config, name) for name in REFERENCES}
+    submits: dict[str, Submit] = {OURS: worker.submit} | {name: r.submit for name, r in references.items()}
+    settings = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "threads": 1, "repeats": repeats}
+    report = Report("overhead", worker.stats().executor, settings=settings)
+    try:
+        for batch in BATCHES:
+            results = interleaved(_cases(submits, prompts[:batch]), repeats, 1, progress)
+            report.rows += rows_of(results, batch=batch)
+            medians = {name: measures["tpot_s"].median for name, measures in results.items()}
+            fastest = min(REFERENCES, key=lambda name: medians[name])
+            report.bars.append(
+                Bar(f"tpot over transformers {fastest}, batch {batch}", ratio(medians[OURS], medians[fastest]), "<=", 1.0)
+            )
+        report.rows += _host_rows(worker, prompts)
+    finally:
+        worker.close()
+        for reference in references.values():
+            reference.close()
+    return report
+
+
+def _cases(submits: dict[str, Submit], prompts: list[tuple[int, ...]]) -> list[Case]:
+    expected: list[list[int]] = []
+
+    def case(name: str, submit: Submit) -> Callable[[], Measures]:
+        def run() -> Measures:
+            measures, tokens = serve(submit, prompts, MAX_TOKENS)
+            if not expected:
+                expected.extend(tokens)
+            if tokens != expected:
+                raise RuntimeFailure(f"{name} gives other tokens than {next(iter(submits))}", "report this as a bug")
+            return measures
+
+        return run
+
+    return [Case(name, case(name, submit)) for name, submit in submits.items()]
+
+
+def _host_rows(worker: Any, prompts: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Microseconds of a layer's decode pass outside its kernels: routing sort, plan, bookkeeping, allocation."""
+    from ....actors.engine.profile import layer_passes
+
+    rows = []
+    for batch in BATCHES:
+        with layer_passes(worker.engine) as passes:
+            serve(worker.submit, prompts[:batch], MAX_TOKENS)
+        decode = [p for p in passes if p.tokens == batch]
+        measures = {
+            "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in decode]),
+            "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in decode]),
+        }
+        rows += rows_of({OURS: measures}, batch=batch)
+    return [row | {"values": ()} for row in rows]  # thousands of passes: their median and range tell enough

@@ -1,0 +1,95 @@
+"""Serving in this process for benchmarks: our worker and the unmodified model, fed alike."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from ....errors import RuntimeFailure
+from ...config import RunConfig, engine_settings, load_run_config
+from ...prompt import load_tokenizer
+from ..prepare import ensure_prepared
+from .harness import Measures
+
+Submit = Callable[[GenerationRequest], Any]
+_ids = itertools.count()
+
+
+def run_config(model: str | None, **options: Any) -> RunConfig:
+    """The default configuration with these options, on one thread."""
+    return load_run_config(None, {"model": model, "threads": 1, **options})
+
+
+def start_worker(config: RunConfig) -> Any:
+    """A started `GpuWorker` on the prepared store of the configured model."""
+    from ....actors.expert_store import ExpertStore
+    from ....actors.gpu_worker import GpuWorker
+
+    store = ExpertStore(str(ensure_prepared(config.model_dir, None, progress=False)), verify="stamp")
+    worker = GpuWorker(engine_settings(config), store.describe())
+    worker.start()
+    return worker
+
+
+def start_reference(config: RunConfig, experts: str) -> Any:
+    """The unmodified model under transformers' continuous batching with one of its experts implementations."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ....actors.engine.batcher import ContinuousBatcher
+
+    torch.set_num_threads(config.worker_threads)
+    model = AutoModelForCausalLM.from_pretrained(config.model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    model.set_experts_implementation(experts)
+    return ContinuousBatcher(model.eval(), config.kv)
+
+
+def heldout_prompts(model_dir: Path, count: int, tokens: int) -> list[tuple[int, ...]]:
+    """The first `tokens` tokens of `count` held-out passages, taking the kinds of text in turn.
+
+    Raises:
+        RuntimeFailure: the model ships no (or too little) held-out text.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    kinds = [
+        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in sorted((model_dir / "heldout").glob("*.jsonl"))
+    ]
+    texts = [text for group in itertools.zip_longest(*kinds) for text in group if text is not None]
+    prompts = [tuple(tokenizer.encode(text).ids[:tokens]) for text in texts]
+    prompts = [prompt for prompt in prompts if len(prompt) == tokens][:count]
+    if len(prompts) < count:
+        raise RuntimeFailure(f"'{model_dir}' has no {count} held-out passages", "use the default model")
+    return prompts
+
+
+def serve(submit: Submit, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Measures, list[list[int]]]:
+    """All prompts in flight together, greedy, past any stop token.
+
+    Returns:
+        Mean `ttft_s` and `tpot_s` over the requests, and each one's tokens.
+
+    Raises:
+        RuntimeFailure: a request failed.
+    """
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    streams = [submit(GenerationRequest(f"bench-{next(_ids)}", prompt, sampling)) for prompt in prompts]
+    done = [_gather(stream) for stream in streams]
+    measures = {
+        "ttft_s": sum(g.ttft_s or 0.0 for g in done) / len(done),
+        "tpot_s": sum(g.tpot_s or 0.0 for g in done) / len(done),
+    }
+    return measures, [g.token_ids for g in done]
+
+
+def _gather(events: Sequence[TokenEvent]) -> Generation:
+    generation = Generation("")
+    for event in events:
+        generation.add(event)
+    if generation.finish != "length":
+        raise RuntimeFailure(f"a request ended with {generation.finish}: {generation.error}", "see the log")
+    return generation

@@ -1,0 +1,63 @@
+"""The benchmarks' common ground: order of runs, spread, bars that can fail, one JSON form, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tiermoe.cluster.jobs.bench import command, prefetch
+from tiermoe.cluster.jobs.bench.harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+
+
+def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
+    order: list[str] = []
+
+    def case(name: str) -> Case:
+        def run() -> Measures:
+            order.append(name)
+            return {"n": float(order.count(name))}
+
+        return Case(name, run)
+
+    results = interleaved([case("a"), case("b")], repeats=3, warmup=1)
+    assert order == ["a", "b"] * 4
+    assert results["a"]["n"] == Spread(median=3.0, minimum=2.0, maximum=4.0, values=(2.0, 3.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "limit", "ok"),
+    [(1.0, "<=", 1.0, True), (1.01, "<=", 1.0, False), (1.0, "<", 1.0, False), (2.0, ">=", 2.0, True), (2.0, ">", 2.0, False)],
+)
+def test_bars(value: float, op: str, limit: float, ok: bool) -> None:
+    assert Bar("b", value, op, limit).ok is ok
+
+
+def test_an_empty_measurement_holds_no_bar() -> None:
+    assert not Bar("b", ratio(0.0, 0.0), "<=", 1.0).ok
+    assert math.isnan(ratio(1.0, 0.0))
+
+
+def test_the_report_is_one_json_object_of_the_stated_form() -> None:
+    report = Report("x", "emulated", rows_of({"a": {"m_s": Spread.of([1.0, 3.0])}}, batch=2), [Bar("b", 2.0, "<=", 1.0)])
+    found = json.loads(json.dumps(report.as_dict()))
+    assert {"name", "hardware", "executor", "versions", "rows", "bars"} <= found.keys()
+    row = {"case": "a", "batch": 2, "measure": "m_s", "median": 2.0, "minimum": 1.0, "maximum": 3.0, "values": [1.0, 3.0]}
+    assert found["rows"] == [row]
+    assert found["bars"] == [{"name": "b", "value": 2.0, "op": "<=", "limit": 1.0, "ok": False}]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--json"], 0), (["--json", "--check"], 1)])
+def test_only_check_turns_a_missed_bar_into_an_exit_code(
+    arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missed = Report("prefetch", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
+    fake: Callable[..., Any] = lambda *a, **k: missed  # noqa: E731
+    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
+    assert done.exit_code == code
+    assert json.loads(done.stdout)["bars"][0]["ok"] is False
