@@ -69,6 +69,9 @@ class GpuWorker:
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(settings, manifest.experts, weights, blocks, top_k, device, dtype)
         self._batcher = make_batcher(self._model, settings.kv)
+        if settings.policy.preload == "none":
+            self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
+        self._engine.reset_stats()
         return describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
 
     def health(self) -> dict[str, Any]:

@@ -17,10 +17,12 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from ...actors.budget import budget_bytes
 from ...actors.engine.stats import EngineStats
 from ...actors.requests import Generation, GenerationRequest, SamplingParams
 from ...actors.settings import EngineSettings
-from ...errors import ConfigError, RequestError
+from ...actors.store_format import read_manifest
+from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..prompt import (
     IncrementalText,
@@ -96,6 +98,7 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
     notices = Console(stderr=True)
     out_dir = Path(config.store).expanduser() if config.store is not None else None
     store = ensure_prepared(config.model_dir, out_dir, progress=notices.is_terminal)
+    check_budget(job.settings, store)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
             deployment = stack.enter_context(Deployment(config, job.settings, str(store)))
@@ -105,6 +108,27 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
         if job.trace is not None:
             write_timeline(job.trace, deployment.trace_events())
     return RunResult(deployment.plan, generation, text, stats, deployment.startup_s)
+
+
+def check_budget(settings: EngineSettings, store: Path) -> None:
+    """Refuse a budget that the worker would refuse, before Ray starts.
+
+    A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word.
+
+    Raises:
+        BudgetError: it holds no expert, or not all of them where the policy keeps all.
+    """
+    manifest = read_manifest(store)
+    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
+    slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
+    experts = len(manifest.layers) * manifest.experts.num_experts
+    held = budget_bytes(settings.budget, slot_bytes, experts)
+    if settings.policy.preload == "all" and held < experts * slot_bytes:
+        raise BudgetError(
+            f"policy '{settings.policy.name}' keeps all experts on the device, {experts * slot_bytes} bytes in {dtype}; "
+            f"the budget is {held}",
+            "pass --budget 1.0, or choose a policy that loads on demand",
+        )
 
 
 def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:

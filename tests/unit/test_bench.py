@@ -31,7 +31,13 @@ def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("value", "op", "limit", "ok"),
-    [(1.0, "<=", 1.0, True), (1.01, "<=", 1.0, False), (1.0, "<", 1.0, False), (2.0, ">=", 2.0, True), (2.0, ">", 2.0, False)],
+    [
+        (1.0, "<=", 1.0, True),
+        (1.01, "<=", 1.0, False),
+        (1.0, "<", 1.0, False),
+        (2.0, ">=", 2.0, True),
+        (2.0, ">", 2.0, False),
+    ],
 )
 def test_bars(value: float, op: str, limit: float, ok: bool) -> None:
     assert Bar("b", value, op, limit).ok is ok
@@ -43,11 +49,12 @@ def test_an_empty_measurement_holds_no_bar() -> None:
 
 
 def test_the_report_is_one_json_object_of_the_stated_form() -> None:
-    report = Report("x", "emulated", rows_of({"a": {"m_s": Spread.of([1.0, 3.0])}}, batch=2), [Bar("b", 2.0, "<=", 1.0)])
+    rows = rows_of({"a": {"m_s": Spread.of([1.0, 3.0])}}, batch=2)
+    report = Report("x", "emulated", rows, [Bar("b", 2.0, "<=", 1.0)])
     found = json.loads(json.dumps(report.as_dict()))
     assert {"name", "hardware", "executor", "versions", "rows", "bars"} <= found.keys()
-    row = {"case": "a", "batch": 2, "measure": "m_s", "median": 2.0, "minimum": 1.0, "maximum": 3.0, "values": [1.0, 3.0]}
-    assert found["rows"] == [row]
+    spread = {"median": 2.0, "minimum": 1.0, "maximum": 3.0, "values": [1.0, 3.0]}
+    assert found["rows"] == [{"case": "a", "batch": 2, "measure": "m_s", **spread}]
     assert found["bars"] == [{"name": "b", "value": 2.0, "op": "<=", "limit": 1.0, "ok": False}]
 
 

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermoe.actors.budget import budget_bytes
 from tiermoe.actors.engine import operator
 from tiermoe.actors.engine.device import CpuDevice
-from tiermoe.actors.engine.engine import ExpertEngine, budget_bytes
+from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policies.plan import Load
