@@ -125,7 +125,7 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     held = budget_bytes(settings.budget, slot_bytes, experts)
     if settings.policy.preload == "all" and held < experts * slot_bytes:
         raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts on the device, {experts * slot_bytes} bytes in {dtype}; "
+            f"policy '{settings.policy.name}' keeps all experts resident, {experts * slot_bytes} bytes in {dtype}; "
             f"the budget is {held}",
             "pass --budget 1.0, or choose a policy that loads on demand",
         )

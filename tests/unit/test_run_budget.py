@@ -28,5 +28,5 @@ def test_bytes_for_one_expert_are_enough_and_one_less_is_not(store: Path) -> Non
 def test_all_resident_needs_all(store: Path) -> None:
     all_bytes = 2 * 4 * 3 * 48 * 32 * 4  # 2 layers of 4 experts
     check_budget(settings(all_bytes, policy=policy(preload="all")), store)
-    with pytest.raises(BudgetError, match="keeps all experts"):
+    with pytest.raises(BudgetError, match="keeps all experts resident"):
         check_budget(settings(all_bytes - 1, policy=policy(preload="all")), store)
