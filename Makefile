@@ -7,7 +7,12 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= def read_config(path):
+ifndef PROMPT
+define PROMPT
+def read_config(path):
+    """
+endef
+endif
 ARGS ?= --temperature 0.7 --top-p 0.9 --seed 1
 PIP_ARGS ?=
 
