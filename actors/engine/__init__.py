@@ -1,0 +1,1 @@
+"""The mechanism of a GPU worker: model binding, layer, dispatch, cache, loader, device. It decides nothing."""

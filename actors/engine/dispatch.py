@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -34,14 +35,19 @@ class Routing:
         if tokens == 1:
             experts = ids[0].tolist()
             if len(set(experts)) == top_k:
-                starts = list(range(top_k + 1))
-                return Routing(1, top_k, experts, starts, torch.arange(top_k, device=ids.device))
+                return Routing(1, top_k, experts, *_in_order(top_k, ids.device))
         flat = ids.cpu().numpy().ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat)
         used = counts.nonzero()[0]
         starts = [0, *counts[used].cumsum().tolist()]
         return Routing(tokens, top_k, used.tolist(), starts, torch.from_numpy(order).to(ids.device))
+
+
+@cache
+def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
+    """Starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
+    return list(range(top_k + 1)), torch.arange(top_k, device=device)
 
 
 class Dispatcher:
