@@ -37,7 +37,11 @@ def test_command(command: str) -> None:
 
 def test_make_run_does_what_the_readme_says() -> None:
     """`make run` itself would install; its recipe is shown instead, and must be a command that exists."""
-    done = subprocess.run(["make", "-n", "run"], cwd=_ROOT, capture_output=True, text=True, timeout=30, check=True)
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of the `make test` that runs this: they would add lines
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    done = subprocess.run(
+        ["make", "-n", "run"], cwd=_ROOT, env=env, capture_output=True, text=True, timeout=30, check=True
+    )
     assert done.stdout.splitlines()[-1].strip().startswith(".venv/bin/tiermoe run ")
 
 
