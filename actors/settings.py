@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Settings(BaseModel):
     """Base: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LinkSettings(Settings):
@@ -55,7 +55,7 @@ class KvSettings(Settings):
 
     batching: Literal["auto", "continuous", "serial"] = "auto"
     page_size: int = Field(default=32, ge=4, description="tokens per page")
-    num_blocks: int = Field(default=256, ge=2, description="pages per layer in all")
+    num_blocks: int = Field(default=256, ge=2, le=1 << 20, description="pages per layer in all")
     max_batch_tokens: int = Field(default=512, ge=1, description="tokens of one forward pass")
     max_requests: int = Field(default=64, ge=1, description="requests of one forward pass")
 

@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 the runtime failed, 2 the user can mend it (one line says 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -71,6 +72,8 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: the arguments; None: those of the process.
     """
+    if sys.stdout is None:  # closed by the caller (`>&-`): what goes there is not wanted
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
     if args is None:  # a program of its own, not a call from another: SIGTERM ends it in order, as Ctrl-C does
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

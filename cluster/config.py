@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
 from ..actors.settings import EngineSettings, KvSettings, LinkSettings, PolicySettings, Settings
 from ..errors import BudgetError, CheckpointError, ConfigError
@@ -45,7 +45,7 @@ class RunConfig(Settings):
     model: str | None = Field(default=None, description="checkpoint directory; none: the default model")
     store: str | None = Field(default=None, description="directory of the expert store; none: in the cache folder")
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
-    budget: str | float | int = Field(default="0.25", description="see parse_budget")
+    budget: str | StrictFloat | StrictInt = Field(default="0.25", description="see parse_budget")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = Field(default=None, ge=1, le=1024, description="worker threads; none: all cores but one")
@@ -156,7 +156,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
     """What the worker needs, with policy and budget resolved and checked against each other.
 
     Raises:
-        ConfigError: unknown policy, or fewer CPUs than threads.
+        ConfigError: unknown policy, fewer CPUs than threads, or a setting of a local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
     policy, budget = load_policy(config.policy), parse_budget(config.budget)
@@ -164,6 +164,11 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         raise BudgetError(
             f"policy '{policy.name}' keeps every expert on the device, but the budget is {budget:.4g} of them",
             "pass --budget 1.0, or choose a policy that loads on demand",
+        )
+    local_only = sorted({"num_cpus", "object_store_bytes"} & config.ray.model_fields_set)
+    if config.ray.address is not None and local_only:
+        raise ConfigError(
+            f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
         )
     cpus, threads = config.ray.num_cpus, config.worker_threads
     if config.ray.address is None and cpus is not None and cpus <= threads:

@@ -102,7 +102,8 @@ class Deployment:
             ours = isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError)
             if ours or not isinstance(error, Exception):
                 raise
-            raise as_failure(error, "the runtime did not start", self._config.ray.startup_deadline_s) from error
+            deadline_s = self._config.ray.startup_deadline_s
+            raise as_failure(error, "the runtime did not start", deadline_s, "ray.startup_deadline_s") from error
         self.startup_s = time.monotonic() - begin
         return self
 
@@ -190,7 +191,9 @@ class Deployment:
             self._scratch = Scratch()
             # The thread limits reach the actors as the environment that Ray's processes inherit. As a runtime_env they
             # would keep Ray from using the worker processes that it starts ahead (one second an actor).
-            switches = _RAY_SWITCHES | self._thread_limits()
+            # torch makes a directory for compiled code as soon as it is imported: let it be swept with the rest
+            inductor = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch.path / "inductor")}
+            switches = _RAY_SWITCHES | self._thread_limits() | inductor
             options |= {
                 "num_cpus": self._config.ray.num_cpus or self._settings.threads + 1,
                 "include_dashboard": False,

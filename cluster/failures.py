@@ -12,13 +12,16 @@ from ..errors import RuntimeFailure, TierMoeError
 _MORE = "run `tiermoe doctor` to see memory and devices, and run again"
 
 
-def as_failure(error: Exception, doing: str, deadline_s: float | None = None) -> TierMoeError:
+def as_failure(
+    error: Exception, doing: str, deadline_s: float | None = None, setting: str | None = None
+) -> TierMoeError:
     """What the user sees of an exception that came out of Ray.
 
     Args:
         error: what Ray raised.
         doing: what failed, in words that start the message.
         deadline_s: the deadline that applied, in seconds.
+        setting: the configuration key that holds it; None where it is fixed.
 
     Returns:
         The actor's own TierMoeError where it raised one; otherwise a RuntimeFailure.
@@ -28,8 +31,8 @@ def as_failure(error: Exception, doing: str, deadline_s: float | None = None) ->
         return cause
     if isinstance(cause, rex.GetTimeoutError):
         within = f" within {deadline_s:g} s" if deadline_s is not None else ""
-        remedy = "raise ray.startup_deadline_s, or look for what keeps the machine busy"
-        return RuntimeFailure(f"{doing}{within}", remedy)
+        remedy = "look for what keeps the machine busy, and run again"
+        return RuntimeFailure(f"{doing}{within}", f"raise {setting}, or {remedy}" if setting else remedy)
     if isinstance(cause, rex.OutOfMemoryError) or "OutOfMemory" in type(cause).__name__:
         return RuntimeFailure(f"{doing}: out of memory", "lower --budget or the KV cache (kv.num_blocks)")
     if isinstance(cause, rex.RayActorError):

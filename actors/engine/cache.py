@@ -261,7 +261,7 @@ class ExpertCache:
         if job.error is None:
             raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
         raise RuntimeFailure(
-            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "see the log"
+            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "run again; report it if it stays"
         ) from job.error
 
     def _release(self, key: int) -> None:

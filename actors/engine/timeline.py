@@ -40,6 +40,8 @@ class Timeline:
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}}
             for track, tid in TRACKS.items()
         ]
+        if self.dropped:
+            rows.append({"ph": "M", "name": "dropped_spans", "pid": 1, "tid": 0, "args": {"count": self.dropped}})
         rows += [
             {
                 "ph": "X",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import uuid
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ from ..report.plan import plan_table
 from ..report.summary import summary_table
 from ..report.timeline import check_writable, write_timeline
 from ..versions import versions
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def checked_job(config: RunConfig, prompt: str, sampling: SamplingParams, trace:
     settings = engine_settings(config, trace=trace is not None)
     model_dir = config.model_dir
     check_model_dir(model_dir)
+    if config.device == "cuda" and config.ray.address is None and not any(map(os.path.exists, _GPU_FILES)):
+        raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
     if trace is not None:
         check_writable(trace)
     tokenizer = load_tokenizer(model_dir)

@@ -57,6 +57,7 @@ def _refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--top-p", "7"], "--top-p is 7", "up to 1"),
         (["--seed", "-4"], "--seed is -4", "from 0"),
         (["--link-gbps", "0"], "--link-gbps is 0", "greater than 0"),
+        (["--link-latency-us", "inf"], "--link-latency-us is inf", "finite"),
         (["--device", "tpu"], "--device is 'tpu'", "cuda"),
         (["--device", "cuda", "--link-gbps", "3"], "device is cuda", "leave them out"),
         (["--threads", "0"], "--threads is 0", "greater than or equal to 1"),

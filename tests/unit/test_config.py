@@ -96,6 +96,9 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("- 1", "is not a mapping"),
         ("a: [", "line 1"),
         ("!!python/object:os.system {}", "not valid YAML"),
+        ("budget: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("[" * 3000, "not valid YAML"),
+        ("budget: yes", "key 'budget' is True"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, yaml: str, message: str) -> None:
@@ -152,6 +155,13 @@ def test_an_absent_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_threads_need_their_cpus() -> None:
     with pytest.raises(ConfigError, match="4 threads and the store need 5"):
         engine_settings(RunConfig(threads=4, ray=RaySettings(num_cpus=4)))
+
+
+@pytest.mark.parametrize("own", [{"num_cpus": 8}, {"object_store_bytes": 100_000_000}])
+def test_what_describes_a_local_ray_is_refused_for_a_joined_one(own: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"ray.{next(iter(own))} describes a local Ray"):
+        engine_settings(RunConfig(threads=1, ray=RaySettings(address="10.0.0.5:6379", **own)))
+    engine_settings(RunConfig(threads=1, ray=RaySettings(address="10.0.0.5:6379")))
 
 
 def test_settings_are_frozen() -> None:

@@ -25,7 +25,7 @@ from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.store_format import layer_name, read_manifest
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
 from tiermoe.cluster.jobs.prepare.model import ExpertsModule
-from tiermoe.errors import StoreError
+from tiermoe.errors import ConfigError, StoreError
 
 torch.set_num_threads(1)
 
@@ -310,6 +310,15 @@ def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert Path(result.stdout.strip()) == default_store_dir(qwen, tmp_path)
     ExpertStore(default_store_dir(qwen, tmp_path))
+
+
+def test_out_and_cache_dir_exclude_each_other(qwen: Path, tmp_path: Path) -> None:
+    """Guards an option that did nothing: --cache-dir was ignored where OUT was given."""
+    from tiermoe.cluster.jobs.prepare.command import prepare_command
+
+    with pytest.raises(ConfigError, match="OUT and --cache-dir are both given"):
+        prepare_command(qwen, tmp_path / "out", cache_dir=tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 _MEASURE = """

@@ -92,7 +92,15 @@ def test_a_death_is_one_short_line() -> None:
     assert as_failure(rex.RayActorError(error_msg=message), "worker").what == (
         "worker: its process ended (killed by signal 9)"
     )
-    assert as_failure(rex.GetTimeoutError("x"), "no start", 3.0).what == "no start within 3 s"
+
+
+def test_a_passed_deadline_names_the_setting_only_where_there_is_one() -> None:
+    """Guards a call whose deadline is fixed: its remedy was to raise the start-up deadline."""
+    late = rex.GetTimeoutError("x")
+    assert "raise ray.startup_deadline_s" in as_failure(late, "no start", 3.0, "ray.startup_deadline_s").remedy
+    fixed = as_failure(late, "no answer", 3.0)
+    assert fixed.what == "no answer within 3 s"
+    assert "raise" not in fixed.remedy
 
 
 def test_doctor_counts_routed_experts_only(tmp_path: Path) -> None:

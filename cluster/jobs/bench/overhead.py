@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 from rich.progress import Progress
@@ -30,12 +31,13 @@ def bench_overhead(model: str | None, repeats: int, progress: Progress | None) -
     """
     config = run_config(model, policy="all-resident", budget="1.0", link={"gbps": None, "latency_us": 0.0})
     prompts = heldout_prompts(config.model_dir, max(BATCHES), PROMPT_TOKENS)
-    worker = start_worker(config)
-    references = {name: start_reference(config, name) for name in REFERENCES}
-    submits: dict[str, Submit] = {OURS: worker.submit} | {name: r.submit for name, r in references.items()}
     settings = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "threads": 1, "repeats": repeats}
-    report = Report("overhead", worker.stats().executor, settings=settings)
-    try:
+    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+        worker = stack.enter_context(closing(start_worker(config)))
+        submits: dict[str, Submit] = {OURS: worker.submit}
+        for name in REFERENCES:
+            submits[name] = stack.enter_context(closing(start_reference(config, name))).submit
+        report = Report("overhead", worker.stats().executor, settings=settings)
         for batch in BATCHES:
             results = interleaved(_cases(submits, prompts[:batch]), repeats, 1, progress)
             report.rows += rows_of(results, batch=batch)
@@ -44,10 +46,6 @@ def bench_overhead(model: str | None, repeats: int, progress: Progress | None) -
             value = ratio(medians[OURS], medians[fastest])
             report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
         report.rows += _host_rows(worker, prompts)
-    finally:
-        worker.close()
-        for reference in references.values():
-            reference.close()
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from rich.progress import Progress
@@ -28,18 +29,16 @@ def bench_prefetch(
         RuntimeFailure: the tokens differ.
     """
     link = {"gbps": link_gbps, "latency_us": 10.0}
-    workers = {p: start_worker(run_config(model, policy=p, budget=budget, link=link)) for p in POLICIES}
-    prompts = heldout_prompts(run_config(model).model_dir, PROMPTS, PROMPT_TOKENS)
+    configs = {p: run_config(model, policy=p, budget=budget, link=link) for p in POLICIES}
+    prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PROMPTS, PROMPT_TOKENS)
     settings = {
         "budget": budget, "link_gbps": link_gbps, "latency_us": 10.0, "prompts": PROMPTS, "threads": 1,
         "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "repeats": repeats,
     }  # fmt: skip
-    report = Report("prefetch", workers[POLICIES[0]].stats().executor, settings=settings)
-    try:
+    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+        workers = {p: stack.enter_context(closing(start_worker(config))) for p, config in configs.items()}
+        report = Report("prefetch", workers[POLICIES[0]].stats().executor, settings=settings)
         results = interleaved(_cases(workers, prompts), repeats, 1, progress)
-    finally:
-        for worker in workers.values():
-            worker.close()
     report.rows = rows_of(results)
     blocked = {name: measures["blocked_io_s"].median for name, measures in results.items()}
     value = ratio(blocked["next-gate"], blocked["on-demand"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
-from ....errors import RuntimeFailure
+from ....errors import CheckpointError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_run_config
 from ...prompt import load_tokenizer
 from ..prepare import ensure_prepared
@@ -52,7 +52,7 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int) -> list[tuple[int,
     """The first `tokens` tokens of `count` held-out passages, taking the kinds of text in turn.
 
     Raises:
-        RuntimeFailure: the model ships no (or too little) held-out text.
+        CheckpointError: the model ships no (or too little) held-out text.
     """
     tokenizer = load_tokenizer(model_dir)
     kinds = [
@@ -63,7 +63,7 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int) -> list[tuple[int,
     prompts = [tuple(tokenizer.encode(text).ids[:tokens]) for text in texts]
     prompts = [prompt for prompt in prompts if len(prompt) == tokens][:count]
     if len(prompts) < count:
-        raise RuntimeFailure(f"'{model_dir}' has no {count} held-out passages", "use the default model")
+        raise CheckpointError(f"'{model_dir}' has no {count} held-out passages", "use the default model")
     return prompts
 
 
@@ -91,5 +91,6 @@ def _gather(events: Sequence[TokenEvent]) -> Generation:
     for event in events:
         generation.add(event)
     if generation.finish != "length":
-        raise RuntimeFailure(f"a request ended with {generation.finish}: {generation.error}", "see the log")
+        what = f"a request ended with {generation.finish}: {generation.error}"
+        raise RuntimeFailure(what, "run again; report it if it stays")
     return generation

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ....errors import ConfigError
 from .job import default_store_dir, prepare
 
 
@@ -18,6 +19,8 @@ def prepare_command(
     cache_dir: Annotated[Path | None, typer.Option(help="Where stores go when OUT is not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Make the store anew even if it is there.")] = False,
 ) -> None:
-    """Turn a checkpoint into an expert store, which `serve` maps. Interrupted, it resumes."""
+    """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
+    if out is not None and cache_dir is not None:
+        raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
     target = out if out is not None else default_store_dir(model, cache_dir)
     typer.echo(prepare(model, target, force=force))

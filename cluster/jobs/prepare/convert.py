@@ -71,7 +71,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
 
     Raises:
         UnsupportedModelError: quantized, unknown, or without routed experts of one shape.
-        CheckpointError: tensors are missing, surplus or mis-shaped.
+        CheckpointError: tensors are missing or mis-shaped, or experts are surplus.
     """
     model = build_model(checkpoint)
     experts = find_experts(model)

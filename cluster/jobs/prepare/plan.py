@@ -2,8 +2,8 @@
 
 transformers knows each architecture's checkpoint layout as a list of renamings and converters. The
 plan applies them to the names of the checkpoint, groups the tensors that one conversion takes
-together, and runs every conversion once on the meta device. So a missing, surplus or mis-shaped
-tensor is found in seconds, and each group can later be converted alone: one group at a time is what
+together, and runs every conversion once on the meta device. So a missing or mis-shaped tensor,
+or a surplus expert, is found in seconds, and each group can later be converted alone: one group at a time is what
 keeps memory bounded.
 """
 
@@ -105,7 +105,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
         model: on the meta device.
 
     Raises:
-        CheckpointError: tensors are missing, surplus, mis-shaped, or two make one parameter.
+        CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
     """
     slots = dict(model.state_dict())
     groups, unexpected = _group(model, checkpoint, slots)

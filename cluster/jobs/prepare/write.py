@@ -26,7 +26,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space and run the same command again: it resumes" if full else "choose another OUT"
+        elsewhere = "choose another OUT (`tiermoe run`: --store)"
+        remedy = "free some space and run the same command again: it resumes" if full else elsewhere
         raise StoreError(f"{path} cannot be written ({error.strerror})", remedy) from error
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from ....errors import RuntimeFailure
 from .loop import LoopConfig, NoBarrier, SharedState, Worker, keep_memory
 
+_AGAIN = "run the same command again: it goes on from the last checkpoint"
 
-class WorkerFailedError(RuntimeError):
+
+class WorkerFailedError(RuntimeFailure):
     """A training process ended before its budget did."""
 
 
@@ -59,10 +62,10 @@ def _watch(processes: list[Any], shared: SharedState, loop: LoopConfig) -> None:
             if failed:
                 for process in processes:
                     process.terminate()
-                raise WorkerFailedError(f"a training process ended with exit code {failed[0]}")
+                raise WorkerFailedError(f"a training process ended with exit code {failed[0]}", _AGAIN)
             processes[0].join(timeout=1.0)
             _, tokens, active_s = shared.counters.tolist()
             share = loop.budget.progress(int(tokens), active_s)
             progress.update(task, completed=share, tokens=f"{tokens / 1e6:.2f} M tokens")
     if any(process.exitcode for process in processes):
-        raise WorkerFailedError("a training process failed in its last step")
+        raise WorkerFailedError("a training process failed in its last step", _AGAIN)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ....errors import TierMoeError
 from .corpus import Document, collect
 from .heldout import choose_passages, write_passages
 from .sources import KINDS, default_roots, installed_licences
@@ -18,7 +19,7 @@ _TOKENIZER_BYTES_PER_KIND = 8_000_000
 _SUMMARY = "corpus.json"
 
 
-class CorpusTooSmallError(RuntimeError):
+class CorpusTooSmallError(TierMoeError):
     """This machine has too little text of some kind to train on."""
 
 
@@ -36,7 +37,7 @@ def prepare(work_dir: Path, least_bytes_per_kind: int = 5_000_000) -> dict[str, 
     for kind in KINDS:
         if summary["train_bytes"].get(kind, 0) < least_bytes_per_kind:
             raise CorpusTooSmallError(
-                f"found {summary['train_bytes'].get(kind, 0)} bytes of kind {kind}, need {least_bytes_per_kind}: "
+                f"found {summary['train_bytes'].get(kind, 0)} bytes of kind {kind}, need {least_bytes_per_kind}",
                 "install packages with sources, headers or documentation"
             )
     tokenizer = train_tokenizer(_sample(documents))
