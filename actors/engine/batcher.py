@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from ...errors import RuntimeFailure, UnsupportedModelError
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
-from .sampling import request_sampling
+from .sampling import request_sampling, seed_of
 from .streams import Stream, Streams
 
 
@@ -111,7 +110,7 @@ class ContinuousBatcher:
             streaming=True,
             eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
             sampling=sampling,
-            seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+            seed=seed_of(sampling),
         )
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:

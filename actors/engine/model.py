@@ -99,7 +99,7 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
     Raises:
         UnsupportedModelError: the model lacks an experts module that the store names.
     """
-    blocks = []
+    blocks, routers = [], _router_classes(model)
     for layer in manifest.layers:
         try:
             experts = model.get_submodule(layer.module)
@@ -109,7 +109,7 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
             ) from error
         post = experts.post_expert_norm if experts.has_post_expert_norm else None
         parent = model.get_submodule(layer.module.rpartition(".")[0])
-        router = _router_probe(model, parent, manifest.experts.num_experts)
+        router = _router_probe(routers, parent, manifest.experts.num_experts)
         blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router))
     return blocks
 
@@ -130,14 +130,19 @@ def experts_per_token(config: Any) -> int:
     raise UnsupportedModelError(f"{type(text).__name__} does not say how many experts a token uses", "report the model")
 
 
-def gate_of(experts: Any) -> Gate:
-    """The experts module's own activation, on neuron-major pre-activations [n, I*G] (gate, up interleaved)."""
+def _plainly_gated(experts: Any) -> bool:
+    """Whether the module gates as act(gate) * up and nothing else."""
     from transformers.integrations.moe import _default_apply_gate
 
+    return experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+
+
+def gate_of(experts: Any) -> Gate:
+    """The experts module's own activation, on neuron-major pre-activations [n, I*G] (gate, up interleaved)."""
     act_fn = getattr(experts, "act_fn", None)
     if not experts.has_gate:
         return act_fn  # type: ignore[return-value]
-    if type(experts)._apply_gate is _default_apply_gate:
+    if _plainly_gated(experts):
 
         def default_gate(x: torch.Tensor) -> torch.Tensor:
             pairs = x.view(x.shape[0], -1, 2)
@@ -156,9 +161,8 @@ def gate_of(experts: Any) -> Gate:
 def activation_of(experts: Any) -> str | None:
     """The name of a plain act(gate) * up gating among those that kernels build in."""
     from transformers.activations import ACT2FN
-    from transformers.integrations.moe import _default_apply_gate
 
-    if not experts.has_gate or type(experts)._apply_gate is not _default_apply_gate:
+    if not _plainly_gated(experts):
         return None
     known = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
     for name, ours in known.items():
@@ -167,17 +171,20 @@ def activation_of(experts: Any) -> str | None:
     return None
 
 
-def _router_probe(model: Any, block: nn.Module, experts: int) -> RouterProbe | None:
-    """The linear part of an MoE block's router, without the top-k that its forward would add.
-
-    The router is the module in the block of the class that the model itself names in
-    `_can_record_outputs["router_logits"]`; its weight is the [E, H] one within.
-    """
-    classes = tuple(
+def _router_classes(model: Any) -> tuple[type[nn.Module], ...]:
+    """The classes that the model itself names in `_can_record_outputs["router_logits"]`."""
+    return tuple(
         getattr(recorder, "target_class", recorder)
         for owner in model.modules()
         if (recorder := (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")) is not None
     )
+
+
+def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, experts: int) -> RouterProbe | None:
+    """The linear part of an MoE block's router, without the top-k that its forward would add.
+
+    The router is the module in the block of one of `classes`; its weight is the [E, H] one within.
+    """
     for router in [m for m in block.modules() if isinstance(m, classes)]:
         for module in router.modules():
             weight = getattr(module, "weight", None)

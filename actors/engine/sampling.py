@@ -7,6 +7,7 @@ whatever else is in the batch: its n-th draw depends on (seed, n) alone.
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,18 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
     uniform = np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
     index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).item())
     return int(tokens[min(index, cumulative.shape[0] - 1)])
+
+
+def force_drawn(scores: torch.Tensor, params: SamplingParams, seed: int, step: int) -> None:
+    """Draw from scores [V] and put all mass on the drawn token, in place: whoever takes the argmax takes it."""
+    token = draw(scores, params, seed, step)
+    scores.fill_(float("-inf"))
+    scores[token] = 0.0
+
+
+def seed_of(params: SamplingParams) -> int:
+    """The request's seed, or a fresh one where it has none."""
+    return params.seed if params.seed is not None else secrets.randbits(63)
 
 
 class RequestSampler(ContinuousBatchingLogitsProcessor):
@@ -69,9 +82,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
         scores = scores.clone()
         for i, row in enumerate(self._rows):
             if row is not None:
-                token = draw(scores[i], *row)
-                scores[i] = float("-inf")
-                scores[i, token] = 0.0
+                force_drawn(scores[i], *row)
         return scores
 
 

@@ -7,7 +7,6 @@ place in transformers' paged cache; `generate` runs them all.
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 from typing import Any
 
@@ -22,10 +21,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ...errors import RuntimeFailure
-from ..requests import GenerationRequest, SamplingParams
+from ..requests import GenerationRequest
 from ..settings import KvSettings
 from .batcher import open_streams
-from .sampling import draw
+from .sampling import force_drawn, seed_of
 from .streams import Stream, Streams
 
 
@@ -34,9 +33,8 @@ class _Progress(BaseStreamer):
 
     def __init__(self, stream: Stream, streams: Streams) -> None:
         self._stream, self._streams = stream, streams
-        sampling = stream.request.sampling
-        self._sampling: SamplingParams = sampling
-        self._seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self._sampling = stream.request.sampling
+        self._seed = seed_of(self._sampling)
         self.generated: list[int] = []
         self._prompt_seen = False
 
@@ -55,10 +53,9 @@ class _Progress(BaseStreamer):
 
     def sample(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [1, V] with all mass on the drawn token."""
-        token = draw(scores[0], self._sampling, self._seed, len(self.generated))
-        one_hot = torch.full_like(scores, float("-inf"))
-        one_hot[0, token] = 0.0
-        return one_hot
+        scores = scores.clone()
+        force_drawn(scores[0], self._sampling, self._seed, len(self.generated))
+        return scores
 
 
 class SerialBatcher:
