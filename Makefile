@@ -1,6 +1,7 @@
 # make run     set up .venv where there is none, then generate text with the default model
 # make test    the whole test suite
 # make lint    ruff and mypy
+# make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), PIP_ARGS (for `pip install`).
@@ -21,9 +22,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $
 # What type checkers may follow: the package's own files, under the package's name, whatever the clone is called.
 PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test lint clean
+.PHONY: run test lint proto clean
 export PROMPT
 
 run: $(VENV)/.installed
@@ -38,8 +39,11 @@ lint: $(VENV)/.installed-dev
 	@ln -sfn $(addprefix $(CURDIR)/,$(PACKAGE)) build/typecheck/tiermoe/
 	MYPYPATH=build/typecheck $(BIN)/mypy -p tiermoe
 
+proto: $(VENV)/.installed-dev
+	$(BIN)/python -m tiermoe.proto.generate
+
 clean:
-	rm -rf $(VENV) build dist out *.egg-info kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out *.egg-info kernels/*.so proto/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are renewed when a requirement or a C++ source changes; a second `make run` installs nothing.

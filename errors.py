@@ -50,3 +50,40 @@ class RequestError(TierMoeError):
 
 class RuntimeFailure(TierMoeError):
     """The runtime itself failed: an actor died, a start-up or request deadline passed."""
+
+
+class ChannelError(RuntimeFailure):
+    """A channel between two processes did not do what was asked."""
+
+
+class ChannelRefused(ChannelError):
+    """A channel could not be opened: nobody there, wrong token or certificate, another protocol version."""
+
+
+class MessageError(ChannelError):
+    """A message is malformed: wrong shapes, numbers out of range or not finite, bytes that are no message."""
+
+
+class MessageTooLarge(MessageError):
+    """A message is larger than what the channel carries."""
+
+
+class DeadlinePassed(ChannelError):
+    """No answer came before the deadline of the call."""
+
+
+class PeerLost(ChannelError):
+    """The process at the other end died, stopped answering, or the channel was closed."""
+
+
+class RemoteFailure(ChannelError):
+    """The other side answered with an error.
+
+    Args:
+        kind: name of the error's class there.
+    """
+
+    def __init__(self, what: str, remedy: str, kind: str = "RuntimeFailure") -> None:
+        super().__init__(what, remedy)
+        self.args = (what, remedy, kind)
+        self.kind = kind

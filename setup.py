@@ -1,4 +1,4 @@
-"""The C++ kernels; everything else is in pyproject.toml."""
+"""The C++ kernels and the rings of the channel; everything else is in pyproject.toml."""
 
 from setuptools import Extension, setup
 
@@ -6,11 +6,36 @@ setup(
     ext_modules=[
         Extension(
             "tiermoe.kernels._cpu",
-            sources=["kernels/cpu/expert_ffn.cpp", "kernels/cpu/module.cpp"],
-            depends=["kernels/cpu/expert_ffn.hpp"],
+            sources=[
+                "kernels/cpu/expert_ffn.cpp",
+                "kernels/cpu/measure_module.cpp",
+                "kernels/cpu/module.cpp",
+                "kernels/cpu/neuron_avx2.cpp",
+                "kernels/cpu/neuron_avx512.cpp",
+                "kernels/cpu/neuron_ffn.cpp",
+                "kernels/cpu/neuron_module.cpp",
+                "kernels/cpu/neuron_portable.cpp",
+                "kernels/cpu/threads.cpp",
+            ],
+            depends=[
+                "kernels/cpu/bindings.hpp",
+                "kernels/cpu/expert_ffn.hpp",
+                "kernels/cpu/neuron_body.hpp",
+                "kernels/cpu/neuron_ffn.hpp",
+                "kernels/cpu/threads.hpp",
+            ],
             include_dirs=["kernels/cpu"],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno"],
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread"],
             language="c++",
-        )
+        ),
+        Extension(
+            "tiermoe.proto._ring",
+            sources=["proto/checks.cpp", "proto/module.cpp", "proto/ring.cpp"],
+            depends=["proto/checks.hpp", "proto/ring.hpp"],
+            include_dirs=["proto"],
+            # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
+            extra_compile_args=["-std=c++17", "-O3", "-fno-exceptions"],
+            language="c++",
+        ),
     ]
 )

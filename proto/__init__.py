@@ -1,5 +1,1 @@
-"""Messages and channels between processes.
-
-Empty so far: lead and store share mapped files, and the driver talks to the lead through Ray. The channel (shared
-memory and gRPC) comes with the near-data worker.
-"""
+"""Messages and channels between processes: `messages.py`, `channel.py`; docs/channel.md tells how they work."""

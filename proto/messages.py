@@ -1,0 +1,159 @@
+"""The messages that the program uses: frozen values with NumPy arrays. `codec.py` turns them into bytes and back.
+
+Symbols in the shapes: N experts, P (row, expert) pairs, T rows, H hidden size, S sequences, D embedding size,
+E experts of a layer. A uint16 array holds bfloat16 bit patterns; float arrays that arrive are finite. Arrays that
+arrive are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Detail = str | float | int | bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBatch:
+    """Rows of one layer for one worker.
+
+    Attributes:
+        layer: MoE layer.
+        experts: [N] expert ids of this layer, each once.
+        bits: [N] width of the replica to use per expert, 1..8; 0: full precision.
+        starts: [N + 1], rising from 0 to P; rows[starts[i]:starts[i + 1]] go through experts[i].
+        rows: [P] row numbers into hidden.
+        weights: [P] routing weight of each pair.
+        hidden: [T, H] float32, float16 or bfloat16 (uint16).
+        activation: name of the experts' activation, which only the lead's model knows.
+    """
+
+    layer: int
+    experts: NDArray[np.int32]
+    bits: NDArray[np.uint8]
+    starts: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    hidden: NDArray[Any]
+    activation: str = "silu"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertResult:
+    """What a worker made of a batch.
+
+    Attributes:
+        partial: [T, H], sum over this worker's experts of weight * FFN(hidden row).
+        measured_s: seconds in the kernel.
+        modelled_s: seconds by the cost model of the device that the worker stands for.
+        paced_s: seconds in all, waiting for the modelled time included.
+    """
+
+    partial: NDArray[np.float32]
+    measured_s: float
+    modelled_s: float
+    paced_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class PrefetchCommand:
+    """Experts to load ahead, for one iteration, decided while `layer` ran.
+
+    Attributes:
+        keys: [N], layer * experts of a layer + expert.
+        priorities: [N], higher goes first.
+    """
+
+    iteration: int
+    layer: int
+    keys: NDArray[np.int32]
+    priorities: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What the lead saw at one layer of one iteration.
+
+    Attributes:
+        sequences: [S] sequence ids.
+        embedding: [S, D] the sequences' semantic embedding; D may be 0.
+        probabilities: [S, E] router probabilities at this layer.
+    """
+
+    iteration: int
+    layer: int
+    sequences: NDArray[np.int64]
+    embedding: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HealthRequest:
+    """How are you?"""
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """A worker's own account of its state."""
+
+    role: str
+    details: Mapping[str, Detail]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of the other side; `channel.call` raises it as `RemoteFailure`.
+
+    Attributes:
+        kind: name of the error's class.
+        what, remedy: as in `TierMoeError`.
+    """
+
+    kind: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, eq=False)
+class StoreRequest:
+    """Asks for experts of one layer: experts [N]."""
+
+    layer: int
+    experts: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class StoreReply:
+    """The experts asked for.
+
+    Attributes:
+        experts: [N] expert ids.
+        tensors: by name, [N, ...] of a dtype that the codec knows; bfloat16 as uint16.
+    """
+
+    layer: int
+    experts: NDArray[np.int32]
+    tensors: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """Done, and nothing to say: a handler that returns None answers with this."""
+
+
+Message = (
+    ExpertBatch
+    | ExpertResult
+    | PrefetchCommand
+    | Context
+    | HealthRequest
+    | HealthReport
+    | Failure
+    | StoreRequest
+    | StoreReply
+    | Acknowledged
+)

@@ -1,0 +1,166 @@
+"""How a channel is opened and a server is bound."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ConfigError
+from .faults import FaultInjector
+from .limits import MIB, Limits
+
+TransportChoice = Literal["auto", "shm", "grpc"]
+
+
+def default_spin_s() -> float:
+    """How long a side looks for data before it sleeps: 200 us, the core yielded to others after the first 5.
+
+    Being woken costs some 40 us. With 50 us, a round trip that was late once made both sides sleep from then on. The
+    cores of the machine count, not those that this process is bound to: the peer is likely to be on another.
+    """
+    return 200e-6 if (os.cpu_count() or 1) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one side.
+
+    Attributes:
+        ca: what certifies the other side. A server that has one demands a certificate of its clients.
+        certificate, key: this side's own; a client may do without.
+        server_name: client only: the name in the server's certificate where it is not the address.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """ca, certificate, key.
+
+        Raises:
+            ConfigError: a file cannot be read, or there is a certificate without a key.
+        """
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("TLS has a certificate without a key, or a key without one", "give both files")
+        try:
+            ca, certificate, key = (
+                None if path is None else Path(path).read_bytes() for path in (self.ca, self.certificate, self.key)
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"TLS file '{error.filename}' cannot be read: {error.strerror}", "give readable PEM files"
+            ) from error
+        return ca, certificate, key
+
+
+@dataclass(frozen=True)
+class ChannelOptions:
+    """The client's side.
+
+    Attributes:
+        transport: "auto" takes shared memory where the peer proves to be on this host.
+        limits: bounds of messages, at most the server's.
+        token: shared secret of the server.
+        tls: None: no encryption.
+        ring_bytes: of the ring of each direction, a power of two. Longer messages go through in pieces.
+        spin_s: how long a waiting thread looks before it sleeps.
+        resend_after_s: the peer is asked for an answer that is missing after this, and then after twice as long each
+            time; a request that it never got is sent again, under the same id.
+        heartbeat_s, liveness_s: how often the peer is asked for a sign of life, and when it counts as lost.
+        open_deadline_s: for opening.
+        queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
+        faults: tests only.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    transport: TransportChoice = "auto"
+    limits: Limits = field(default_factory=Limits)
+    token: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    ring_bytes: int = 4 * MIB
+    spin_s: float = field(default_factory=default_spin_s)
+    resend_after_s: float = 0.25
+    heartbeat_s: float = 0.2
+    liveness_s: float = 0.9
+    open_deadline_s: float = 5.0
+    queued_bytes: int = 32 * MIB
+    faults: FaultInjector | None = None
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "shm", "grpc"):
+            raise ConfigError(f"there is no transport '{self.transport}'", "give auto, shm or grpc")
+        if not good_ring_bytes(self.ring_bytes):
+            raise ConfigError(f"ring_bytes is {self.ring_bytes}", "give a power of two from 4096 to 2**30")
+        positive = (self.resend_after_s, self.heartbeat_s, self.liveness_s, self.open_deadline_s, self.queued_bytes)
+        if min(positive) <= 0 or not 0 <= self.spin_s <= 1 or self.heartbeat_s >= self.liveness_s:
+            raise ConfigError("a time of the channel is out of range", "give times above 0, heartbeat_s < liveness_s")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server's side.
+
+    Attributes:
+        host, port: what to bind; port 0: any free one.
+        advertise_host: what clients are told to connect to; None: `host`.
+        limits: bounds of messages.
+        token: shared secret; needed unless `host` is a loopback address.
+        tls: None: no encryption.
+        shared_memory: whether clients of this host may use it.
+        spin_s: how long a connection's thread looks for requests before it sleeps.
+        max_connections: more are refused.
+        remembered_replies, remembered_bytes: per client, answers kept for requests that arrive again. A client says
+            which answers it has, so that few are kept.
+        faults: tests only.
+
+    Raises:
+        ConfigError: a value is out of range, or a host other than loopback has no token.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    token: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    shared_memory: bool = True
+    spin_s: float = field(default_factory=default_spin_s)
+    max_connections: int = 64
+    remembered_replies: int = 1024
+    remembered_bytes: int = 64 * MIB
+    faults: FaultInjector | None = None
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.token:
+            raise ConfigError(
+                f"a channel server on '{self.host}' would be open to everybody who reaches it",
+                "give it a token (and TLS), or bind 127.0.0.1",
+            )
+        if self.tls is not None and self.tls.certificate is None:
+            raise ConfigError("TLS without a certificate of the server", "give certificate and key files")
+        if not 0 <= self.port < 65536 or min(self.max_connections, self.remembered_replies, self.remembered_bytes) < 1:
+            raise ConfigError("a number of the channel server is out of range", "give a port and counts above 0")
+        if not 0 <= self.spin_s <= 1:
+            raise ConfigError(f"spin_s is {self.spin_s}", "give seconds from 0 to 1")
+
+
+def good_ring_bytes(size: int) -> bool:
+    """Whether a ring may have this size."""
+    return 4096 <= size <= 2**30 and size & (size - 1) == 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach a socket bound there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

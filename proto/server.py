@@ -1,0 +1,312 @@
+"""The server's side of channels: `ChannelServer`.
+
+Threads per connection: one of gRPC's that answers pings, and one that takes requests and runs the handler (on shared
+memory a thread of ours, else the one of gRPC's that has the stream). A handler that is busy therefore does not make the
+process look dead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from ..errors import ConfigError, RuntimeFailure
+from . import grpc_wire as wire
+from . import shm
+from .client import close_all as close_channels
+from .generated import channel_pb2
+from .options import ServerOptions
+from .requests import Handler, Requests
+
+if TYPE_CHECKING:
+    import grpc
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # how often a thread that waits on a ring looks around
+_CLOSE_S = 2.0
+_open_servers: weakref.WeakSet[ChannelServer] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class _Connection:
+    client: int
+    rings: shm.SharedRings | None = None
+    thread: threading.Thread | None = None
+
+
+class ChannelServer:
+    """Listens from its construction to `close`.
+
+    Args:
+        handler: message -> answer, or None where "done" is answer enough. Called by one thread per connection, so by
+            several at the same time where there are several. What it raises becomes the client's `RemoteFailure`.
+        options: where to listen, and the bounds.
+
+    Raises:
+        ConfigError: a TLS file cannot be read.
+        RuntimeFailure: the port cannot be bound.
+    """
+
+    def __init__(self, handler: Handler, options: ServerOptions | None = None) -> None:
+        self._options = options = options if options is not None else ServerOptions()
+        self._requests = Requests(handler, options)
+        self._lock = threading.Lock()
+        self._connections: dict[int, _Connection] = {}
+        self._closed = False
+        self._faults = options.faults
+        self._server, port = self._listen()
+        host = options.advertise_host or options.host
+        self._address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        _open_servers.add(self)
+
+    def __enter__(self) -> ChannelServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for clients."""
+        return self._address
+
+    @property
+    def connections(self) -> int:
+        """Clients that are connected."""
+        with self._lock:
+            return len(self._connections)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests executed, repeated, expired, stale, failed, malformed, and posts."""
+        return dict(self._requests.counts)
+
+    def close(self) -> None:
+        """End all connections; their clients see `PeerLost`. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._connections.values())
+        self._health.enter_graceful_shutdown()
+        for connection in connections:
+            if connection.rings is not None:
+                connection.rings.close()
+        self._server.stop(grace=None).wait(_CLOSE_S)
+        until = time.monotonic() + _CLOSE_S
+        for connection in connections:
+            if connection.thread is not None and connection.thread is not threading.current_thread():
+                connection.thread.join(max(0.0, until - time.monotonic()))
+
+    def _listen(self) -> tuple[grpc.Server, int]:
+        import grpc
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+        options = self._options
+        server = grpc.server(
+            _DaemonThreads(),
+            options=wire.settings(options.limits.max_message_bytes),
+            # a control stream and an exchange for each, and a few calls beside
+            maximum_concurrent_rpcs=2 * options.max_connections + 8,
+        )
+        stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
+        methods |= {path: unary(self._one) for path in wire.ROLE_CALLS}
+        server.add_generic_rpc_handlers((_Methods(methods),))
+        self._health = health.HealthServicer()
+        for service in ("", wire.CHANNEL_SERVICE):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        where = f"[{options.host}]" if ":" in options.host else options.host
+        where = f"{where}:{options.port}"
+        try:
+            if options.tls is not None:
+                port = server.add_secure_port(where, wire.server_credentials(options.tls))
+            else:
+                port = server.add_insecure_port(where)
+        except ConfigError:
+            raise
+        except RuntimeError as error:
+            port, why = 0, str(error)
+        else:
+            why = "it is in use, or not an address of this host, or the certificate and the key do not match"
+        if port == 0:
+            raise RuntimeFailure(f"cannot listen on {where}: {why}", "choose another host or port 0")
+        server.start()
+        return server, port
+
+    def _control(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Hello and welcome, then pings and pongs until the connection ends."""
+        import grpc
+
+        self._authorise(context)
+        hello = self._hello(incoming, context)
+        connection = _Connection(hello.client)
+        nonce = b""
+        if hello.HasField("shared_memory") and self._options.shared_memory:
+            offered = hello.shared_memory
+            found = shm.accept(offered.pid, offered.fd, offered.ring_bytes, self._options.spin_s)
+            if found is not None:
+                connection.rings, nonce = found
+        with self._lock:
+            full = len(self._connections) >= self._options.max_connections
+            if not full and not self._closed:
+                if hello.client in self._connections:
+                    context.abort(grpc.StatusCode.ALREADY_EXISTS, "this client is connected")
+                self._connections[hello.client] = connection
+        if full:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many connections")
+        try:
+            if connection.rings is not None:
+                connection.thread = threading.Thread(
+                    target=self._serve_rings, args=(connection.rings,), name="channel-requests", daemon=True
+                )
+                connection.thread.start()
+            welcome = channel_pb2.Welcome(
+                version=wire.PROTOCOL_VERSION, nonce=nonce, clock_ns=time.monotonic_ns(),
+                max_message_bytes=self._options.limits.max_message_bytes,
+            )  # fmt: skip
+            yield channel_pb2.ControlReply(welcome=welcome).SerializeToString()
+            for data in incoming:
+                sequence = channel_pb2.ControlRequest.FromString(data).ping.sequence
+                pong = channel_pb2.Pong(sequence=sequence, clock_ns=time.monotonic_ns())
+                yield channel_pb2.ControlReply(pong=pong).SerializeToString()
+        finally:
+            with self._lock:
+                self._connections.pop(hello.client, None)
+            self._requests.forget(hello.client)
+            if connection.rings is not None:
+                connection.rings.close()
+
+    def _hello(self, incoming: Iterator[bytes], context: Any) -> channel_pb2.Hello:
+        import grpc
+
+        try:
+            request = channel_pb2.ControlRequest.FromString(next(incoming))
+        except (DecodeError, StopIteration):
+            request = channel_pb2.ControlRequest()
+        if not request.HasField("hello"):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a control stream begins with hello")
+        if request.hello.version != wire.PROTOCOL_VERSION:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this server speaks version {wire.PROTOCOL_VERSION}, the client {request.hello.version}",
+            )
+        return request.hello
+
+    def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """The requests of a client that has no shared memory."""
+        import grpc
+
+        self._authorise(context)
+        client = wire.value_of(wire.CLIENT_KEY, context.invocation_metadata())
+        with self._lock:
+            known = {f"{number:016x}" for number in self._connections}
+        if client not in known:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
+        for data in incoming:
+            pieces = self._requests.answer(data)
+            if pieces is None:
+                continue
+            reply = b"".join(pieces)
+            for _ in range(self._copies()):
+                yield reply
+
+    def _one(self, data: bytes, context: Any) -> bytes:
+        """A call of one of the roles' services: one frame."""
+        import grpc
+
+        self._authorise(context)
+        pieces = self._requests.answer(data)
+        if pieces is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a frame with a request")
+        return b"".join(pieces or ())
+
+    def _serve_rings(self, rings: shm.SharedRings) -> None:
+        most = self._options.limits.max_message_bytes
+        try:
+            while True:
+                data = rings.requests.read(_LOOK_S, most)
+                if data is None:
+                    continue
+                pieces = self._requests.answer(data)
+                if pieces is None:
+                    continue
+                for _ in range(self._copies()):
+                    while not rings.replies.write(pieces, _LOOK_S):
+                        pass  # the client takes its answers when it has time; a client that ends closes the ring
+        except shm.RingEnded as end:
+            _log.debug("a connection ended: %s", end)
+        finally:
+            rings.close()
+
+    def _copies(self) -> int:
+        """How often the next answer is written: once, unless a test says otherwise."""
+        if self._faults is None:
+            return 1
+        fault = self._faults.next()
+        if fault.delay_s:
+            threading.Event().wait(fault.delay_s)
+        return fault.copies
+
+    def _authorise(self, context: Any) -> None:
+        import grpc
+
+        token = self._options.token
+        if not token:
+            return
+        given = wire.value_of(wire.TOKEN_KEY, context.invocation_metadata()) or ""
+        if not hmac.compare_digest(token.encode(), given.encode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no token")
+
+
+class _Methods:
+    """gRPC's generic handler: full method name -> what serves it. Bytes in, bytes out."""
+
+    def __init__(self, methods: dict[str, Any]) -> None:
+        self._methods = methods
+
+    def service(self, details: Any) -> Any:
+        return self._methods.get(details.method)
+
+
+class _DaemonThreads(futures.Executor):
+    """A thread for each call. concurrent.futures would join its threads when the interpreter ends, streams or not."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="channel-grpc", daemon=True).start()
+        return future
+
+
+def close_all() -> None:
+    """End every server of this process; its own channels first, which need not see it go."""
+    close_channels()
+    for server in list(_open_servers):
+        with contextlib.suppress(Exception):
+            server.close()
+
+
+atexit.register(close_all)

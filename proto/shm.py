@@ -1,0 +1,185 @@
+"""Two rings in one anonymous file, shared by two processes of a host. Linux only.
+
+The file has no name: it is gone with the last process that maps it, however that process ended. The client makes it,
+writes a random nonce into it and tells the server its pid and the number of the open file; the server opens
+/proc/<pid>/fd/<number> and says which nonce it found. Only a server that sees the same processes can; in another host,
+container or pid namespace it finds nothing, or another nonce, and the channel stays with gRPC.
+
+    0        nonce, 32 bytes
+    4096     ring of the requests: header, bytes (ring.hpp)
+    then     ring of the replies
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from . import _ring
+from .options import good_ring_bytes
+
+NONCE_BYTES = 32
+_FIRST = 4096
+_HEADER = 256  # RING_HEADER in ring.hpp
+_OK, _TIMEOUT, _CLOSED, _CORRUPT, _STALLED, _INTERRUPTED = range(6)  # Status in ring.hpp
+_REASONS = {
+    _CLOSED: "the ring was closed",
+    _CORRUPT: "the ring holds what no peer of this version writes",
+    _STALLED: "the peer stopped in the middle of a message",
+}
+_LONGEST_S = 3600.0
+_READ_STALL_NS = 5_000_000_000  # a writer that lives goes on with its message
+
+
+def supported() -> bool:
+    """Whether this system has what it takes."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(_ring, "read")
+
+
+class RingEnded(Exception):
+    """Nothing more comes through this ring; the text says why."""
+
+
+class Ring:
+    """One direction. One thread at a time writes on one side, one at a time reads on the other."""
+
+    def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float) -> None:
+        self._memory, self._offset, self._capacity = memory, offset, capacity
+        self._spin_ns = int(spin_s * 1e9)
+
+    def write(self, pieces: tuple[Any, ...], timeout_s: float, stall_s: float = _LONGEST_S) -> bool:
+        """Write a message; False: there was no space within the time.
+
+        A message that is longer than the ring is begun when half of it is free, and then waits for the reader for
+        `stall_s`; after that the ring is broken, as half a message is in it.
+
+        Raises:
+            RingEnded: the ring is closed or broken.
+        """
+        timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
+        status = _ring.write(
+            self._memory, self._offset, self._capacity, pieces, timeout_ns, self._spin_ns, int(stall_s * 1e9)
+        )  # fmt: skip
+        if status == _OK:
+            return True
+        return self._nothing(status)
+
+    def read(self, timeout_s: float, most: int) -> bytes | None:
+        """The next message; None: none came within the time (or a signal did).
+
+        Raises:
+            RingEnded: the ring is closed and empty, or broken.
+        """
+        timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
+        data = _ring.read(self._memory, self._offset, self._capacity, most, timeout_ns, self._spin_ns, _READ_STALL_NS)
+        if isinstance(data, bytes):
+            return data
+        self._nothing(data)
+        return None
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the longest message that fits."""
+        return self._capacity - 8
+
+    def close(self) -> None:
+        """End it for both sides and wake whoever waits. What was written before can still be read."""
+        _ring.close(self._memory, self._offset, self._capacity)
+
+    @staticmethod
+    def _nothing(status: int) -> bool:
+        if status in _REASONS:
+            raise RingEnded(_REASONS[status])
+        return False
+
+
+@dataclass(frozen=True)
+class SharedRings:
+    """Both directions."""
+
+    requests: Ring
+    replies: Ring
+
+    def close(self) -> None:
+        self.requests.close()
+        self.replies.close()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The client's rings before the server has seen them."""
+
+    rings: SharedRings
+    nonce: bytes
+    fd: int
+    ring_bytes: int
+
+    def forget_fd(self) -> None:
+        """The mapping stays; nobody else can find it any more."""
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+def offer(ring_bytes: int, spin_s: float) -> Offer:
+    """Make rings.
+
+    Raises:
+        OSError: no memory, or no such files here.
+    """
+    fd = os.memfd_create("tiermoe-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        size = _size(ring_bytes)
+        os.ftruncate(fd, size)
+        # a file that could shrink would let one side kill the other with SIGBUS
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = mmap.mmap(fd, size)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        memory[:NONCE_BYTES] = nonce
+        return Offer(_rings(memory, ring_bytes, spin_s), nonce, fd, ring_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def accept(pid: int, fd: int, ring_bytes: int, spin_s: float) -> tuple[SharedRings, bytes] | None:
+    """Open the rings that a client offers; None where they cannot be seen or are none.
+
+    Returns:
+        The rings and the nonce that was found.
+    """
+    if not supported() or not good_ring_bytes(ring_bytes):
+        return None
+    try:
+        # O_NONBLOCK: the number may name anything, a pipe too
+        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(here)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if not stat.S_ISREG(status.st_mode) or status.st_size != _size(ring_bytes):
+            return None
+        if fcntl.fcntl(here, fcntl.F_GET_SEALS) & seals != seals:
+            return None
+        memory = mmap.mmap(here, status.st_size)
+    except OSError:
+        return None
+    finally:
+        os.close(here)
+    return _rings(memory, ring_bytes, spin_s), bytes(memory[:NONCE_BYTES])
+
+
+def _size(ring_bytes: int) -> int:
+    return _FIRST + 2 * (_HEADER + ring_bytes)
+
+
+def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float) -> SharedRings:
+    second = _FIRST + _HEADER + ring_bytes
+    return SharedRings(Ring(memory, _FIRST, ring_bytes, spin_s), Ring(memory, second, ring_bytes, spin_s))

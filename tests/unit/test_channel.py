@@ -1,0 +1,418 @@
+"""The same promises on both transports: ids, deadlines, typed errors, bounds, back-pressure, any single fault."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from channel_messages import batch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tiermoe.errors import (
+    ChannelRefused,
+    ConfigError,
+    DeadlinePassed,
+    MessageError,
+    MessageTooLarge,
+    PeerLost,
+    RemoteFailure,
+    StoreError,
+)
+from tiermoe.proto import frame as frames
+from tiermoe.proto import grpc_wire
+from tiermoe.proto.channel import (
+    Channel,
+    ChannelOptions,
+    ChannelServer,
+    Fault,
+    FaultInjector,
+    Limits,
+    ServerOptions,
+    open_channel,
+)
+from tiermoe.proto.codec import decode, encode
+from tiermoe.proto.faults import DROP, REPEAT
+from tiermoe.proto.messages import (
+    ExpertBatch,
+    ExpertResult,
+    HealthReport,
+    HealthRequest,
+    Message,
+    StoreRequest,
+)
+
+TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
+_SOON_S = 5.0
+
+
+class Worker:
+    """A handler that counts what it runs, and waits where a test tells it to."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.go = threading.Event()
+        self.started = threading.Event()
+        self.go.set()
+
+    def __call__(self, message: Message) -> Message | None:
+        if isinstance(message, ExpertBatch):
+            self.started.set()
+            self.go.wait(_SOON_S)
+            self.layers.append(message.layer)
+            return ExpertResult(message.hidden + 1, float(message.layer), 0.0, 0.0)
+        if isinstance(message, StoreRequest):
+            raise StoreError("layer 1 is damaged", "prepare the store again")
+        if isinstance(message, HealthRequest):
+            raise ZeroDivisionError("by accident")
+        return None
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+Opener = Callable[..., Channel]
+
+
+@pytest.fixture
+def connect(transport: str, worker: Worker) -> Iterator[Opener]:
+    """Start a server and open a channel to it."""
+    things: list[Channel | ChannelServer] = []
+
+    def connect(server: ServerOptions | None = None, **options: object) -> Channel:
+        things.append(ChannelServer(worker, server))
+        things.append(open_channel(things[-1].address, ChannelOptions(transport=transport, **options)))  # type: ignore
+        return things[-1]  # type: ignore[return-value]
+
+    yield connect
+    worker.go.set()
+    for thing in reversed(things):
+        thing.close()
+
+
+def test_a_batch_is_answered(connect: Opener, transport: str) -> None:
+    channel = connect()
+    assert (channel.transport, channel.alive, channel.closed_because) == (transport, True, None)
+    reply = channel.call(batch(layer=4), _SOON_S)
+    assert isinstance(reply, ExpertResult)
+    assert reply.measured_s == 4.0
+    np.testing.assert_array_equal(reply.partial, batch().hidden + 1)
+
+
+def test_large_messages_go_through(connect: Opener) -> None:
+    channel = connect(ring_bytes=1 << 16)
+    sent = batch(300, 1024)  # 1.2 MB through rings of 64 KiB
+    for _ in range(3):
+        reply = channel.call(sent, _SOON_S)
+        assert isinstance(reply, ExpertResult)
+        np.testing.assert_array_equal(reply.partial, sent.hidden + 1)
+
+
+def test_answers_may_be_taken_in_any_order_and_by_several_threads(connect: Opener) -> None:
+    channel = connect()
+    pendings = [channel.submit(batch(layer=n), _SOON_S) for n in range(20)]
+
+    def layer(n: int) -> float:
+        reply = pendings[n].result()
+        assert isinstance(reply, ExpertResult)
+        return reply.measured_s
+
+    order = [int(n) for n in np.random.default_rng(0).permutation(20)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(layer, order, timeout=_SOON_S)) == [float(n) for n in order]
+    assert all(pending.done() for pending in pendings)
+    assert channel.counts["unexpected"] == 0
+
+
+def test_done_becomes_true_without_result(connect: Opener, worker: Worker) -> None:
+    channel = connect()
+    worker.go.clear()
+    pending = channel.submit(batch(), _SOON_S)
+    assert not pending.done()
+    worker.go.set()
+    until = time.monotonic() + _SOON_S
+    while not pending.done():
+        assert time.monotonic() < until
+    assert isinstance(pending.result(), ExpertResult)
+
+
+def test_none_is_an_answer(connect: Opener) -> None:
+    assert connect().call(HealthReport("lead", {}), _SOON_S) is None
+
+
+def test_errors_keep_their_kind(connect: Opener) -> None:
+    channel = connect()
+    with pytest.raises(RemoteFailure, match="layer 1 is damaged; prepare the store again") as caught:
+        channel.call(StoreRequest(1, np.array([1], np.int32)), _SOON_S)
+    assert caught.value.kind == "StoreError"
+    with pytest.raises(RemoteFailure, match="ZeroDivisionError: by accident") as caught:
+        channel.call(HealthRequest(), _SOON_S)
+    assert caught.value.kind == "InternalError"
+    assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)  # and the channel goes on
+
+
+def test_what_the_server_does_not_accept_is_a_typed_error(connect: Opener, worker: Worker) -> None:
+    channel = connect(ServerOptions(limits=Limits(layers=4)))
+    with pytest.raises(RemoteFailure, match="layer 4 is not below 4") as caught:
+        channel.call(batch(layer=4), _SOON_S)
+    assert caught.value.kind == "MessageError"
+    assert worker.layers == []
+
+
+def test_the_smaller_bound_of_both_holds_before_anything_is_sent(connect: Opener) -> None:
+    channel = connect(ServerOptions(limits=Limits(max_message_bytes=4096)))
+    with pytest.raises(MessageTooLarge, match="4096"):
+        channel.call(batch(64, 64), _SOON_S)
+    assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+
+
+def test_an_answer_that_is_too_large_is_an_error(connect: Opener) -> None:
+    channel = connect(ServerOptions(limits=Limits(max_message_bytes=8192)))
+    half = batch(32, 64)
+    with pytest.raises(RemoteFailure) as caught:  # float16 comes back as float32, twice as large
+        channel.call(ExpertBatch(
+            half.layer, half.experts, half.bits, half.starts, half.rows, half.weights,
+            half.hidden.astype(np.float16).repeat(1, 0)), _SOON_S)  # fmt: skip
+    assert caught.value.kind in ("MessageTooLarge", "MessageError")
+
+
+def test_a_malformed_message_is_not_sent(connect: Opener) -> None:
+    with pytest.raises(MessageError):
+        connect().submit("hello", 1.0)  # type: ignore[arg-type]
+
+
+def test_the_deadline_ends_the_wait_and_unstarted_work(connect: Opener, worker: Worker) -> None:
+    channel = connect()
+    worker.go.clear()
+    first = channel.submit(batch(layer=1), _SOON_S)
+    second = channel.submit(batch(layer=2), 0.1)
+    begin = time.monotonic()
+    with pytest.raises(DeadlinePassed):
+        second.result()
+    assert time.monotonic() - begin < 1.0
+    threading.Event().wait(0.05)  # the server may think up to one way's time that the deadline is still to come
+    worker.go.set()
+    assert isinstance(first.result(), ExpertResult)
+    assert isinstance(channel.call(batch(layer=3), _SOON_S), ExpertResult)
+    assert worker.layers == [1, 3]  # the second came to its turn after its deadline
+
+
+def test_a_request_sent_again_runs_once(connect: Opener, worker: Worker) -> None:
+    injector = FaultInjector({0: Fault(delay_s=0.3)})  # so late that it is sent again
+    channel = connect(resend_after_s=0.03, faults=injector)
+    assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+    assert channel.counts["resent"] == 1
+    until = time.monotonic() + _SOON_S
+    while channel.counts["unexpected"] == 0:  # the late one arrives, and is answered too
+        assert time.monotonic() < until
+        assert isinstance(channel.call(batch(layer=5), _SOON_S), ExpertResult)
+    assert worker.layers.count(3) == 1
+
+
+def test_work_that_takes_long_is_asked_for_and_not_sent_again(connect: Opener, worker: Worker) -> None:
+    channel = connect(resend_after_s=0.03)
+    worker.go.clear()
+    pending = channel.submit(batch(), _SOON_S)
+    waiter = threading.Thread(target=pending.result)
+    waiter.start()
+    until = time.monotonic() + _SOON_S
+    while channel.counts["probes"] < 2:
+        assert time.monotonic() < until
+    worker.go.set()
+    waiter.join(_SOON_S)
+    assert not waiter.is_alive()
+    assert channel.counts["resent"] == 0
+    assert worker.layers == [3]
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("fault", [DROP, REPEAT, Fault(delay_s=0.15)], ids=["lost", "repeated", "late"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_any_single_fault(connect: Opener, worker: Worker, side: str, fault: Fault, number: int) -> None:
+    injector = FaultInjector({number: fault})
+    server = ServerOptions(faults=injector if side == "server" else None)
+    channel = connect(server, faults=injector if side == "client" else None, resend_after_s=0.05)
+    pendings = [channel.submit(batch(layer=n), _SOON_S) for n in range(3)]
+    for n, pending in enumerate(pendings):
+        reply = pending.result()
+        assert isinstance(reply, ExpertResult)
+        assert reply.measured_s == n
+    assert sorted(worker.layers) == [0, 1, 2]  # each once
+    assert injector.sent >= 3
+
+
+def test_a_full_way_makes_submit_wait_and_drops_posts(connect: Opener, worker: Worker) -> None:
+    channel = connect(ring_bytes=4096, queued_bytes=4096)
+    worker.go.clear()
+    some = batch(5, 128) if channel.transport == "shm" else batch(1024, 1024)  # gRPC's own windows take more
+    first = channel.submit(batch(), _SOON_S)
+    assert worker.started.wait(_SOON_S)
+
+    def fill() -> None:
+        for _ in range(10):
+            channel.submit(some, 0.2)
+
+    with pytest.raises(DeadlinePassed, match="full"):
+        fill()
+    dropped = [channel.post(some) for _ in range(5)].count(False)
+    assert channel.counts["dropped"] == dropped == 5
+    worker.go.set()
+    assert isinstance(first.result(), ExpertResult)
+
+
+def test_several_messages_longer_than_the_ring(connect: Opener) -> None:
+    """Guards against both sides waiting for each other in the middle of a message."""
+    channel = connect(ring_bytes=4096)
+    sent = [batch(100, 128, layer=n) for n in range(4)]
+    pendings = [channel.submit(message, _SOON_S) for message in sent]
+    for n, pending in enumerate(pendings):
+        reply = pending.result()
+        assert isinstance(reply, ExpertResult)
+        assert reply.measured_s == n
+
+
+def test_posts_arrive_and_are_dropped_when_full(connect: Opener, worker: Worker) -> None:
+    channel = connect(ring_bytes=4096, queued_bytes=4096)
+    worker.go.clear()
+    pending = channel.submit(batch(), _SOON_S)
+    assert worker.started.wait(_SOON_S)
+    sent = [channel.post(batch(8, 32, layer=7)) for _ in range(2000)].count(True)
+    assert channel.counts["dropped"] == 2000 - sent
+    worker.go.set()
+    pending.result()
+    until = time.monotonic() + _SOON_S
+    while len(worker.layers) < sent + 1:
+        assert time.monotonic() < until
+        channel.call(HealthReport("lead", {}), _SOON_S)
+    assert 0 < sent < 2000 or channel.transport == "grpc"  # gRPC's own windows may take them all
+
+
+def test_answers_nobody_takes_do_not_block_requests(connect: Opener, worker: Worker) -> None:
+    channel = connect(ring_bytes=4096)
+    pendings = [channel.submit(batch(4, 32, layer=n % 8), _SOON_S) for n in range(50)]
+    assert all(isinstance(pending.result(), ExpertResult) for pending in pendings)
+
+
+def test_two_channels_at_once(transport: str, worker: Worker) -> None:
+    with ChannelServer(worker) as server:
+        options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
+        with open_channel(server.address, options) as one, open_channel(server.address, options) as two:
+            assert server.connections == 2
+            pendings = [c.submit(batch(layer=n), _SOON_S) for n, c in enumerate((one, two, one, two))]
+            replies = [pending.result() for pending in pendings]
+            assert [r.measured_s for r in replies if isinstance(r, ExpertResult)] == [0.0, 1.0, 2.0, 3.0]
+            two.close()
+            assert isinstance(one.call(batch(), _SOON_S), ExpertResult)
+            with pytest.raises(PeerLost, match="closed"):
+                two.call(batch(), _SOON_S)
+
+
+def test_a_server_that_closes_is_lost_at_once(connect: Opener, worker: Worker, transport: str) -> None:
+    server = ChannelServer(worker)
+    channel = open_channel(server.address, ChannelOptions(transport=transport))  # type: ignore[arg-type]
+    worker.go.clear()
+    pending = channel.submit(batch(), 30.0)
+    assert worker.started.wait(_SOON_S)
+    closer = threading.Thread(target=server.close)
+    begin = time.monotonic()
+    closer.start()
+    with pytest.raises(PeerLost):
+        pending.result()
+    assert time.monotonic() - begin < 1.0
+    assert not channel.alive
+    worker.go.set()
+    closer.join(_SOON_S)
+    channel.close()
+
+
+def test_close_ends_a_wait(connect: Opener, worker: Worker) -> None:
+    channel = connect()
+    worker.go.clear()
+    pending = channel.submit(batch(), 30.0)
+    assert worker.started.wait(_SOON_S)
+    threading.Timer(0.05, channel.close).start()
+    with pytest.raises(PeerLost, match="the channel was closed"):
+        pending.result()
+
+
+def test_a_token_is_demanded(transport: str, worker: Worker) -> None:
+    with ChannelServer(worker, ServerOptions(token="right")) as server:
+        for token in (None, "wrong", "righ", "right "):
+            with pytest.raises(ChannelRefused, match="refused the token"):
+                open_channel(server.address, ChannelOptions(transport=transport, token=token))  # type: ignore[arg-type]
+        assert server.connections == 0
+        options = ChannelOptions(transport=transport, token="right")  # type: ignore[arg-type]
+        with open_channel(server.address, options) as channel:
+            assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+        assert "right" not in repr(options)
+
+
+def test_without_a_token_only_loopback_is_bound() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.1", "node-3"):
+        with pytest.raises(ConfigError, match="open to everybody"):
+            ServerOptions(host=host)
+    assert ServerOptions(host="0.0.0.0", token="t").port == 0
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(ChannelRefused, match="no channel server answers"):
+        open_channel("127.0.0.1:1", ChannelOptions(open_deadline_s=2.0))
+
+
+def test_too_many_connections(worker: Worker) -> None:
+    with (
+        ChannelServer(worker, ServerOptions(max_connections=1)) as server,
+        open_channel(server.address),
+        pytest.raises(ChannelRefused, match="too many connections"),
+    ):
+        open_channel(server.address)
+
+
+def test_auto_falls_back_to_grpc_where_memory_is_not_shared(worker: Worker) -> None:
+    with ChannelServer(worker, ServerOptions(shared_memory=False)) as server:
+        with open_channel(server.address) as channel:
+            assert channel.transport == "grpc"
+        with pytest.raises(ChannelRefused, match="cannot share memory"):
+            open_channel(server.address, ChannelOptions(transport="shm"))
+
+
+def test_health_service_and_role_calls_serve_any_grpc_client(worker: Worker) -> None:
+    with ChannelServer(worker) as server, grpc.insecure_channel(server.address) as plain:
+        stub = health_pb2_grpc.HealthStub(plain)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service="tiermoe.v1.Channel"), timeout=_SOON_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        data = b"".join(frames.pack(encode(batch()), 5, 1, 1, 0, frames.REQUEST, 1 << 20)[0])
+        for _ in range(2):
+            reply = frames.unpack(plain.unary_unary(grpc_wire.ROLE_CALLS[0])(data, timeout=_SOON_S))
+            result = decode(reply.kind, reply.body, reply.layout, reply.payload, Limits())
+            assert isinstance(result, ExpertResult)
+        assert worker.layers == [3]  # the same id: executed once
+        with pytest.raises(grpc.RpcError):
+            plain.unary_unary(grpc_wire.ROLE_CALLS[0])(b"nonsense", timeout=_SOON_S)
+        with pytest.raises(grpc.RpcError):
+            list(plain.stream_stream(grpc_wire.EXCHANGE)(iter([data]), timeout=_SOON_S))
+        with pytest.raises(grpc.RpcError):
+            list(plain.stream_stream(grpc_wire.CONTROL)(iter([b"\xff"]), timeout=_SOON_S))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "pigeon"}, {"ring_bytes": 5000}, {"liveness_s": 0.1}, {"spin_s": -1.0}, {"resend_after_s": 0.0},
+    ],
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ChannelOptions(**options)  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""A channel to another process: its death is noticed, nothing is left behind, TLS holds."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from channel_messages import batch
+
+from tiermoe.errors import ChannelRefused, ConfigError, PeerLost
+from tiermoe.proto.channel import ChannelOptions, ChannelServer, ServerOptions, TlsFiles, open_channel
+from tiermoe.proto.messages import ExpertResult, HealthReport, HealthRequest, Message
+
+TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
+_SOON_S = 5.0
+
+
+@contextmanager
+def _peer(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    program = Path(__file__).parents[1] / "channel_peer.py"
+    process = subprocess.Popen(
+        [sys.executable, str(program), *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(_SOON_S)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("number", "most_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.2)], ids=["kill", "stop"])
+def test_a_peer_that_dies_or_stops_is_lost_within_a_second(transport: str, number: int, most_s: float) -> None:
+    options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
+    with _peer("30") as (process, address), open_channel(address, options) as channel:
+        assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+        pendings = [channel.submit(HealthRequest(), 30.0) for _ in range(3)]
+        begin = time.monotonic()
+        process.send_signal(number)
+        for pending in pendings:
+            with pytest.raises(PeerLost):
+                pending.result()
+        assert time.monotonic() - begin < most_s
+        assert not channel.alive
+        assert channel.closed_because
+        with pytest.raises(PeerLost):
+            channel.submit(batch(), 1.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_busy_peer_is_not_lost(transport: str) -> None:
+    options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
+    with _peer("1.6") as (_, address), open_channel(address, options) as channel:
+        assert isinstance(channel.call(HealthRequest(), 10.0), HealthReport)
+
+
+def test_a_killed_client_leaves_the_server_as_it_was() -> None:
+    """No memory, no descriptor and no connection of a client that was killed stays with the server."""
+
+    def handle(message: Message) -> Message | None:
+        return None
+
+    code = (
+        "import sys; from tiermoe.proto.channel import open_channel; from tiermoe.proto.messages import HealthRequest;"
+        "c = open_channel(sys.argv[1]); c.call(HealthRequest(), 5.0); print(c.transport, flush=True); sys.stdin.read()"
+    )
+    with ChannelServer(handle) as server:
+        with open_channel(server.address) as warm:  # what gRPC opens once and keeps
+            warm.call(HealthRequest(), _SOON_S)
+        _until(lambda: server.connections == 0)
+        gc.collect()
+        before, mapped = _descriptors(), _mappings()
+        for _ in range(2):
+            client = subprocess.Popen(
+                [sys.executable, "-c", code, server.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert client.stdout is not None
+            assert client.stdin is not None
+            assert client.stdout.readline().strip() == TRANSPORTS[-1]
+            assert server.connections == 1
+            client.kill()
+            client.wait(_SOON_S)
+            client.stdout.close()
+            client.stdin.close()
+            _until(lambda: server.connections == 0)
+        _until(lambda: gc.collect() >= 0 and _descriptors() <= before and _mappings() <= mapped)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+
+def _mappings() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_text(encoding="utf-8").count("tiermoe-channel") if maps.exists() else 0
+
+
+def _until(holds: object) -> None:
+    until = time.monotonic() + _SOON_S
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < until
+        threading.Event().wait(0.01)
+
+
+def test_a_process_ends_although_its_channels_are_open() -> None:
+    code = (
+        "from tiermoe.proto.channel import ChannelServer, open_channel;"
+        "from tiermoe.proto.messages import HealthRequest;"
+        "s = ChannelServer(lambda m: None); cs = [open_channel(s.address) for _ in range(2)];"
+        "cs[0].call(HealthRequest(), 5.0); print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "done", "")
+
+
+# TLS
+
+
+def _certificate(folder: Path, name: str) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that certifies itself, and its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    paths = folder / f"{name}.crt", folder / f"{name}.key"
+    paths[0].write_bytes(made.public_bytes(pem))
+    paths[1].write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return str(paths[0]), str(paths[1])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tls_and_mutual_tls(tmp_path: Path, transport: str) -> None:
+    server_crt, server_key = _certificate(tmp_path, "server")
+    client_crt, client_key = _certificate(tmp_path, "client")
+
+    def options(tls: TlsFiles | None) -> ChannelOptions:
+        return ChannelOptions(transport=transport, tls=tls, open_deadline_s=1.0)  # type: ignore[arg-type]
+
+    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(None, server_crt, server_key))) as server:
+        with open_channel(server.address, options(TlsFiles(ca=server_crt))) as channel:
+            assert channel.call(HealthRequest(), _SOON_S) is None
+        for wrong in (None, TlsFiles(ca=client_crt)):
+            with pytest.raises(ChannelRefused):
+                open_channel(server.address, options(wrong))
+    with ChannelServer(lambda m: None, ServerOptions(tls=TlsFiles(client_crt, server_crt, server_key))) as server:
+        with open_channel(server.address, options(TlsFiles(server_crt, client_crt, client_key))) as channel:
+            assert channel.call(HealthRequest(), _SOON_S) is None
+        with pytest.raises(ChannelRefused):
+            open_channel(server.address, options(TlsFiles(ca=server_crt)))
+
+
+def test_tls_files_that_are_missing() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_channel("127.0.0.1:1", ChannelOptions(tls=TlsFiles(ca="/nowhere.pem")))
+    with pytest.raises(ConfigError, match="without a key"):
+        TlsFiles(certificate="a").read()

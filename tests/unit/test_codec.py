@@ -1,0 +1,251 @@
+"""Messages survive the way there and back, and nothing malformed survives at all."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from channel_messages import batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe.errors import ConfigError, MessageError, MessageTooLarge
+from tiermoe.proto import frame as frames
+from tiermoe.proto.codec import decode, encode
+from tiermoe.proto.generated import channel_pb2
+from tiermoe.proto.generated import messages_pb2 as pb
+from tiermoe.proto.limits import Limits
+from tiermoe.proto.messages import (
+    Acknowledged,
+    Context,
+    ExpertResult,
+    Failure,
+    HealthReport,
+    HealthRequest,
+    Message,
+    PrefetchCommand,
+    StoreReply,
+    StoreRequest,
+)
+
+LIMITS = Limits(layers=8, experts=16)
+_F32 = np.float32
+
+
+def _bytes(message: Message) -> bytes:
+    return b"".join(frames.pack(encode(message), 7, 8, 9, 10, frames.REQUEST, 1 << 20)[0])
+
+
+def _message(data: bytes) -> Message:
+    frame = frames.unpack(data)
+    return decode(frame.kind, frame.body, frame.layout, frame.payload, LIMITS)
+
+
+MESSAGES: list[Message] = [
+    batch(),
+    replace(batch(), hidden=np.ones((2, 8), np.float16)),
+    replace(batch(), hidden=np.full((2, 8), 0x3F80, np.uint16)),
+    ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0),
+    PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32)),
+    Context(5, 2, np.array([2**40], np.int64), np.ones((1, 3), _F32), np.ones((1, 16), _F32)),
+    HealthRequest(),
+    HealthReport("ndp", {"a": "text", "b": 3, "c": 0.5, "d": True, "e": -1, "f": False}),
+    Failure("StoreError", "what", "remedy"),
+    StoreRequest(1, np.array([3, 1], np.int32)),
+    StoreReply(1, np.array([3], np.int32), {"gate_up": np.ones((1, 2, 3), np.float16), "q": np.ones((1, 5), np.uint8)}),
+    Acknowledged(),
+]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) and type(a[k]) is type(b[k]) for k in a)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_there_and_back(message: Message) -> None:
+    data = _bytes(message)
+    back = _message(data)
+    assert type(back) is type(message)
+    for field in fields(message):
+        assert _same(getattr(message, field.name), getattr(back, field.name)), field.name
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_protobuf_reads_what_we_write_and_we_read_what_it_writes(message: Message) -> None:
+    ours = _bytes(message)
+    theirs = channel_pb2.Frame.FromString(ours)
+    assert (theirs.client, theirs.request, theirs.settled, theirs.deadline_ns) == (7, 8, 9, 10)
+    theirs.ClearField("padding")
+    a, b = frames.unpack(ours), frames.unpack(theirs.SerializeToString())
+    assert a == b
+    assert type(_message(theirs.SerializeToString())) is type(message)
+
+
+def test_arrays_are_views_of_the_bytes_and_aligned() -> None:
+    data = _bytes(batch())
+    frame = frames.unpack(data)
+    back = decode(frame.kind, frame.body, frame.layout, frame.payload, LIMITS)
+    hidden = getattr(back, "hidden")  # noqa: B009
+    assert not hidden.flags.owndata
+    assert not hidden.flags.writeable
+    assert hidden.flags.aligned
+    assert (len(data) - len(frame.payload)) % 16 == 0
+
+
+@given(rows=st.integers(0, 5), width=st.integers(0, 9), experts=st.integers(0, 6), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_batches_of_any_shape(rows: int, width: int, experts: int, data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 3 if rows else 0), min_size=experts, max_size=experts))
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    pairs = int(starts[-1])
+    numbers = data.draw(st.lists(st.integers(0, max(rows - 1, 0)), min_size=pairs, max_size=pairs))
+    message = replace(
+        batch(), experts=np.arange(experts, dtype=np.int32), bits=np.full(experts, 3, np.uint8), starts=starts,
+        rows=np.array(numbers, np.int32), weights=np.ones(pairs, _F32), hidden=np.ones((rows, width), _F32),
+    )  # fmt: skip
+    back = _message(_bytes(message))
+    assert all(_same(getattr(message, f.name), getattr(back, f.name)) for f in fields(message))
+
+
+def test_an_array_that_is_not_contiguous_is_copied() -> None:
+    turned = np.arange(16, dtype=_F32).reshape(8, 2).T
+    assert _same(turned, getattr(_message(_bytes(replace(batch(), hidden=turned))), "hidden"))  # noqa: B009
+
+
+_i32 = np.int32
+BAD: list[tuple[str, Message]] = [
+    ("experts of 1", replace(batch(), bits=np.array([1], np.uint8))),
+    ("starts short", replace(batch(), starts=np.array([0, 2], _i32))),
+    ("wrong dtype", replace(batch(), rows=np.array([0, 0], np.int64))),
+    ("hidden flat", replace(batch(), hidden=np.ones(8, _F32))),
+    ("doubles", replace(batch(), hidden=np.ones((2, 8)))),
+    ("a list", replace(batch(), hidden=[[1.0]])),  # type: ignore[arg-type]
+    ("layer below 0", replace(batch(), layer=-1)),
+    ("layer of text", replace(batch(), layer="x")),  # type: ignore[arg-type]
+    ("objects", StoreReply(1, np.array([1], _i32), {"a": np.array([None])})),
+    ("tensor without rows", StoreReply(1, np.array([1], _i32), {"a": np.ones((2, 2), _F32)})),
+    ("no message", "text"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("message", [m for _, m in BAD], ids=[name for name, _ in BAD])
+def test_what_cannot_be_sent(message: Message) -> None:
+    with pytest.raises(MessageError):
+        encode(message)
+
+
+REFUSED: list[tuple[str, Message]] = [
+    ("expert out of range", replace(batch(), experts=np.array([1, 16], _i32))),
+    ("expert below 0", replace(batch(), experts=np.array([1, -1], _i32))),
+    ("expert twice", replace(batch(), experts=np.array([1, 1], _i32))),
+    ("9 bits", replace(batch(), bits=np.array([9, 0], np.uint8))),
+    ("starts at 1", replace(batch(), starts=np.array([1, 1, 2], _i32))),
+    ("starts falls", replace(batch(), starts=np.array([0, 3, 2], _i32))),
+    ("starts ends early", replace(batch(), starts=np.array([0, 1, 1], _i32))),
+    ("row out of range", replace(batch(), rows=np.array([0, 2], _i32))),
+    ("row below 0", replace(batch(), rows=np.array([0, -1], _i32))),
+    ("NaN in weights", replace(batch(), weights=np.array([0, np.nan], _F32))),
+    ("infinity in hidden", replace(batch(), hidden=np.full((2, 8), np.inf, _F32))),
+    ("infinity in float16", replace(batch(), hidden=np.full((2, 8), -np.inf, np.float16))),
+    ("NaN in bfloat16", replace(batch(), hidden=np.full((2, 8), 0x7FC0, np.uint16))),
+    ("layer out of range", replace(batch(), layer=8)),
+    ("time below 0", ExpertResult(np.ones((1, 1), _F32), -1.0, 0.0, 0.0)),
+    ("time that is none", ExpertResult(np.ones((1, 1), _F32), 0.0, float("nan"), 0.0)),
+    ("key out of range", PrefetchCommand(0, 0, np.array([128], _i32), np.ones(1, _F32))),
+    ("too many experts", Context(0, 0, np.ones(1, np.int64), np.ones((1, 1), _F32), np.ones((1, 17), _F32))),
+    ("infinite weights", StoreReply(0, np.array([0], _i32), {"w": np.full((1, 1), np.inf, _F32)})),
+]
+
+
+@pytest.mark.parametrize("message", [m for _, m in REFUSED], ids=[name for name, _ in REFUSED])
+def test_what_is_not_accepted(message: Message) -> None:
+    with pytest.raises(MessageError):
+        _message(_bytes(message))
+
+
+def _layout(*tensors: tuple[int, tuple[int, ...], int]) -> bytes:
+    return pb.Layout(
+        tensors=[pb.Tensor(dtype=d, shape=s, byte_length=n) for d, s, n in tensors]  # type: ignore[arg-type]
+    ).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _layout((pb.DTYPE_FLOAT32, (1, 4), 17)),  # the length is wrong
+        _layout((pb.DTYPE_FLOAT32, (2**62, 4), 16)),  # dtype x shape is 16 modulo 2**64
+        _layout((pb.DTYPE_FLOAT32, (2**32, 2**32), 0)),
+        _layout((pb.DTYPE_FLOAT32, (0, 2**63), 0)),
+        _layout((99, (1, 4), 16)),
+        _layout((pb.DTYPE_FLOAT32, (1, 1, 1, 1, 4), 16)),
+        _layout(),
+        _layout(*[(pb.DTYPE_FLOAT32, (1, 4), 16)] * 30),
+        b"\xff\xff",
+    ],
+)
+def test_layouts_that_lie(layout: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(pb.KIND_EXPERT_RESULT, b"", layout, memoryview(bytes(16)), LIMITS)
+
+
+def test_a_payload_of_another_size() -> None:
+    with pytest.raises(MessageError, match="there are 15"):
+        decode(
+            pb.KIND_EXPERT_RESULT, b"", _layout((pb.DTYPE_FLOAT32, (1, 4), 16)), memoryview(bytes(15)), LIMITS
+        )
+
+
+def test_the_size_bound() -> None:
+    with pytest.raises(MessageTooLarge):
+        frames.pack(encode(batch(64, 64)), 1, 1, 0, 0, frames.REQUEST, 4096)
+
+
+def test_limits_out_of_range() -> None:
+    with pytest.raises(ConfigError):
+        Limits(experts=0)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        _message(data)
+
+
+_VALID = [_bytes(message) for message in MESSAGES]
+
+
+@given(
+    st.sampled_from(_VALID),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
+    st.integers(0, 40),
+)
+@settings(max_examples=1500, deadline=None)
+def test_mutated_messages_decode_or_are_refused(data: bytes, changes: list[tuple[int, int]], cut: int) -> None:
+    mutated = bytearray(data)
+    for at, value in changes:
+        mutated[at % len(mutated)] = value
+    if cut > 30:
+        del mutated[-(cut - 30) :]
+    try:
+        message = _message(bytes(mutated))
+    except MessageError:
+        return
+    for field in fields(message):  # what came through keeps the rules
+        value = getattr(message, field.name)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+            assert np.isfinite(value).all()
+
+
+@given(st.integers(1, 10), st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=64))
+@settings(max_examples=500, deadline=None)
+def test_random_parts(kind: int, body: bytes, layout: bytes, payload: bytes) -> None:
+    with contextlib.suppress(MessageError):
+        decode(kind, body, layout, memoryview(payload), LIMITS)
