@@ -1,0 +1,242 @@
+"""Which experts a GPU keeps when the others can be computed where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .cost import SplitCosts
+
+
+class RoutingCounts:
+    """What the routers of one sequence asked for: P and W of Algorithm 1, line 11.
+
+    State: `P` int64 [L, E], how often expert e of layer l was selected, and `W` float64 [L, E], the sum of its routing
+    weights. `add` is O(T K + E).
+    """
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.P = np.zeros((layers, experts), np.int64)
+        self.W = np.zeros((layers, experts), np.float64)
+
+    def add(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
+        """Count the routing of some token rows in one layer.
+
+        Args:
+            layer: of the MoE layers.
+            ids: int [T, K], the selected experts.
+            weights: float [T, K], their routing weights.
+
+        Raises:
+            ValueError: an id is out of range, or the shapes differ; nothing is counted.
+        """
+        flat = np.asarray(ids).ravel()
+        experts = self.P.shape[1]
+        selected = np.bincount(flat, minlength=experts)
+        scores = np.bincount(flat, np.asarray(weights, np.float64).ravel(), minlength=experts)
+        if len(selected) > experts:
+            raise ValueError(f"expert {len(selected) - 1} was selected, but layer {layer} has {experts}")
+        self.P[layer] += selected
+        self.W[layer] += scores
+
+
+def importance(counts: RoutingCounts, alpha: float) -> NDArray[np.float64]:
+    """S = alpha Norm(P) + (1 - alpha) Norm(W), float64 [L, E] (section 4.1; Algorithm 1, lines 14 and 15).
+
+    Norm is the share of the layer's sum, so that a long prompt does not weigh more than a short one; a layer without
+    any selection stays zero.
+
+    Raises:
+        ValueError: alpha is outside [0, 1], or a routing weight was not finite.
+    """
+    _check_alpha(alpha)
+    if not np.isfinite(counts.W).all():
+        raise ValueError("a routing weight is not finite")
+    return alpha * _shares(counts.P) + (1.0 - alpha) * _shares(counts.W)
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """Experts that change places, per layer.
+
+    Args:
+        enters: to be brought to the GPU, most important first.
+        leaves: to leave it, least important first. Fewer than `enters` only where there were free places.
+    """
+
+    enters: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+    @property
+    def loads(self) -> int:
+        """Experts that have to be loaded, over all layers."""
+        return sum(map(len, self.enters))
+
+
+class HotSet:
+    """Prefill-guided placement: the K most important experts of each layer live on the GPU (section 4.1).
+
+    State: the importance S [L, E] of every active sequence, by name, and the hot set H_l of each layer.
+
+    Rule: one migration per sequence, when its prefill has ended (`admit`). H_l follows the sum of the active sequences'
+    S: its top-K experts that are not hot enter, highest first, and the lowest of H_l leave. No more than
+    |topK(S_incoming) - H_l| of them, so a sequence that is content with what is hot moves nothing, whatever
+    older sequences have left undone. With one active sequence H_l becomes exactly topK(S). `release` moves nothing:
+    what ended sequences had is only replaced when another one comes.
+
+    Ties go to the lower number and not to what is hot already: what is hot must not depend on sequences that have
+    ended, or a lossy preset would answer the same prompt differently after another one.
+
+    Cost: `admit` O(L E (n + log E)) for n active sequences; about as much state as n routing tables. The sum is taken
+    anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
+
+    Args:
+        layers: L, MoE layers.
+        experts: E, per layer.
+        hot_per_layer: K, places on the GPU per layer.
+        alpha: share of activation counts in S; the paper takes 0.5.
+
+    Raises:
+        ValueError: K is outside [0, E] or alpha outside [0, 1].
+    """
+
+    def __init__(self, layers: int, experts: int, hot_per_layer: int, alpha: float) -> None:
+        if not 0 <= hot_per_layer <= experts:
+            raise ValueError(f"hot_per_layer is {hot_per_layer}; give 0 to {experts}, the experts of a layer")
+        _check_alpha(alpha)
+        self.hot_per_layer, self.alpha = hot_per_layer, alpha
+        self._shape = (layers, experts)
+        self._active: dict[str, NDArray[np.float64]] = {}
+        self._hot: list[frozenset[int]] = [frozenset()] * layers
+        self._rank()
+
+    def admit(self, name: str, counts: RoutingCounts) -> Migration:
+        """The prefill of `name` has ended: make it active (or replace its S, if it is) and move what that changes.
+
+        Raises:
+            ValueError: the counts are of another shape, or not finite; nothing changes.
+        """
+        if counts.P.shape != self._shape:
+            raise ValueError(f"counts are {list(counts.P.shape)}; this hot set is {list(self._shape)}")
+        incoming = importance(counts, self.alpha)
+        self._active[name] = incoming
+        self._rank()
+        moves = [self._move(layer, own) for layer, own in enumerate(_descending(incoming))]
+        return Migration(tuple(enters for enters, _ in moves), tuple(leaves for _, leaves in moves))
+
+    def release(self, name: str) -> None:
+        """Sequence `name` has ended; nothing migrates. KeyError if it is not active."""
+        del self._active[name]
+        self._rank()
+
+    def hot(self, layer: int) -> frozenset[int]:
+        """H_l, the experts of this layer that are on the GPU."""
+        return self._hot[layer]
+
+    def order(self, layer: int) -> list[int]:
+        """All experts of this layer by descending importance to the active sequences, ties by number."""
+        return list(self._order[layer].tolist())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the active sequences, in order of admission."""
+        return tuple(self._active)
+
+    def _rank(self) -> None:
+        total = np.zeros(self._shape)
+        for scores in self._active.values():
+            total += scores
+        self._order = _descending(total)  # [L, E]
+
+    def _move(self, layer: int, own: NDArray[np.intp]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        places, hot = self.hot_per_layer, self._hot[layer]
+        order = self.order(layer)
+        limit = len(set(own[:places].tolist()) - hot)
+        enters = [e for e in order[:places] if e not in hot][:limit]
+        free = places - len(hot)
+        leaves = [e for e in reversed(order) if e in hot][: max(0, len(enters) - free)]
+        self._hot[layer] = (hot - set(leaves)) | set(enters)
+        return tuple(enters), tuple(leaves)
+
+
+def static_hot(popularity: ArrayLike, hot_per_layer: int) -> list[frozenset[int]]:
+    """The most popular experts of each layer, for good: what Fiddler places. Ties go to the lower number.
+
+    Args:
+        popularity: [L, E], selections counted over a calibration text.
+        hot_per_layer: K, places on the GPU per layer.
+
+    Raises:
+        ValueError: the popularity is not [L, E] or not finite, or K is outside [0, E].
+    """
+    table = np.asarray(popularity, np.float64)
+    if table.ndim != 2 or not np.isfinite(table).all():
+        raise ValueError(f"popularity must be finite numbers [layers, experts], not {list(table.shape)}")
+    if not 0 <= hot_per_layer <= table.shape[1]:
+        raise ValueError(f"hot_per_layer is {hot_per_layer}; give 0 to {table.shape[1]}, the experts of a layer")
+    return [frozenset(row[:hot_per_layer].tolist()) for row in _descending(table)]
+
+
+def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts) -> list[bool]:
+    """Where each needed expert of a layer runs by MoNDE's rule (DAC'24): hot by load on the GPU, cold near data.
+
+    Rule: the experts with the most token rows go to the GPU, as many as minimise max(GPU time, NDP time). Absent ones
+    are loaded for it, one after the other, and run after their load; those that a cache holds already come without. So
+    two numbers are searched: how many of the resident experts and how many of the absent ones, each by descending rows.
+    Among equally fast splits: fewest loads, then fewest experts near data. (MoNDE has no cache; with no
+    expert resident this is its rule.) Equal rows go by position. O(n log n + residents x absent).
+
+    Args:
+        rows: token rows of each needed expert.
+        resident: whether its weights are on the GPU.
+        costs: seconds of each expert on either side.
+
+    Returns:
+        For each expert, True: on the GPU; False: near data.
+
+    Raises:
+        ValueError: the three do not have one entry for each expert.
+    """
+    count = len(rows)
+    if not count == len(resident) == len(costs.gpu_s):
+        raise ValueError(f"{count} row counts, {len(resident)} places and {len(costs.gpu_s)} costs; give one of each")
+    by_rows = sorted(range(count), key=lambda i: -rows[i])
+    here = [i for i in by_rows if resident[i]]
+    absent = [i for i in by_rows if not resident[i]]
+    gpu_s, ndp_s = np.asarray(costs.gpu_s, np.float64), np.asarray(costs.ndp_s, np.float64)
+    gpu = _prefix(gpu_s[absent] + costs.load_s)[:, None] + _prefix(gpu_s[here])[None, :]  # [absent + 1, residents + 1]
+    ndp = _suffix(ndp_s[absent])[:, None] + _suffix(ndp_s[here])[None, :]
+    ndp += costs.ndp_once_s
+    ndp[-1, -1] = 0.0  # nothing is sent
+    slowest = np.maximum(gpu, ndp)[:, ::-1]  # fewest loads first, then most residents: argmin takes the first
+    loads, cold = divmod(int(np.argmin(slowest)), len(here) + 1)
+    on_gpu = {*absent[:loads], *here[: len(here) - cold]}
+    return [i in on_gpu for i in range(count)]
+
+
+def _prefix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of the first 0, 1, .. n."""
+    return np.concatenate(([0.0], np.cumsum(seconds)))
+
+
+def _suffix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of all but the first 0, 1, .. n."""
+    return _prefix(seconds[::-1])[::-1]
+
+
+def _descending(table: NDArray[np.float64]) -> NDArray[np.intp]:
+    """[L, E]: the experts of each layer from the highest value to the lowest, ties by number."""
+    return np.argsort(-table, axis=1, kind="stable")
+
+
+def _shares(table: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+    total = table.sum(axis=1, keepdims=True, dtype=np.float64)
+    return np.divide(table, total, out=np.zeros(table.shape), where=total > 0)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha is {alpha}; give a share in [0, 1]")

@@ -1,0 +1,202 @@
+"""The model of the near-data device: its arithmetic on round numbers, its profile, and the paper's own figures."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe.actors.policies.cost import (
+    Cost,
+    CostError,
+    Link,
+    NdpProfile,
+    SplitCosts,
+    Work,
+    batch_cost,
+    expert_cost,
+    load_s,
+    packed_bytes,
+    split_costs,
+)
+from tiermoe.cluster.yaml_file import read_yaml
+
+HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware"
+PAPER = NdpProfile.from_dict(read_yaml(HARDWARE / "paper-ndp.yaml"))
+MIXTRAL = (4096, 14336)
+
+# 1 GB/s; 1e9 multiply-accumulates per second at 16 bits; a link of 1 GB/s and 1 us
+UNIT: dict[str, Any] = {
+    "name": "unit",
+    "memory_gbps": 1.0,
+    "capacity_bytes": 1000,
+    "arrays": 1,
+    "array_rows": 1,
+    "array_cols": 1,
+    "clock_ghz": 1.0,
+    "narrowest_bits": 1,
+    "link_gbps": 1.0,
+    "link_latency_us": 1.0,
+}
+DEVICE = NdpProfile(**UNIT)
+
+
+class TestPackedBytes:
+    def test_full_precision(self) -> None:
+        assert packed_bytes(*MIXTRAL, 16, None) == 336 * 2**20  # DESIGN's Mixtral expert
+        assert packed_bytes(*MIXTRAL, 16, 128) == 336 * 2**20
+
+    def test_scales_and_offsets_per_group(self) -> None:
+        # 3 * 64 * 32 weights; gate and up: 2 * 32 outputs of 64 inputs, down: 64 outputs of 32
+        assert packed_bytes(64, 32, 4, 32) == 6144 // 2 + 4 * (2 * 32 * 2 + 64 * 1)
+        assert packed_bytes(64, 32, 3, None) == 6144 * 3 // 8 + 4 * (2 * 32 + 64)
+
+    def test_the_last_group_and_the_last_byte_may_be_short(self) -> None:
+        assert packed_bytes(33, 1, 3, 32) == 38 + 4 * (2 * 1 * 2 + 33 * 1)  # 297 bits are 37.1 bytes
+
+    @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+    def test_group_128_costs_a_quarter_bit(self, bits: int) -> None:
+        assert packed_bytes(*MIXTRAL, bits, 128) * 8 / (3 * 4096 * 14336) == bits + 0.25
+
+    def test_agrees_with_the_packed_store(self) -> None:
+        """The policies may not import kernels, so the two formulas are held together here."""
+        pack = pytest.importorskip("tiermoe.kernels.pack")
+        assert pack.PackedShape(256, 128, 3, 64).nbytes() == packed_bytes(256, 128, 3, 64)
+
+
+class TestExpertCost:
+    def test_memory_and_compute_overlap(self) -> None:
+        # 3 * 10 * 10 weights: 600 bytes in 600 ns; 300 multiply-accumulates in 300 ns
+        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=1))) == pytest.approx((0, 600e-9, 300e-9, 600e-9))
+        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=4))) == pytest.approx((0, 600e-9, 1200e-9, 1200e-9))
+
+    @pytest.mark.parametrize(("rows", "steps"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+    def test_rows_fill_an_array_in_steps(self, rows: int, steps: int) -> None:
+        device = replace(DEVICE, array_rows=4, array_cols=2)
+        assert expert_cost(device, Work(10, 10, rows)).compute_s == pytest.approx(steps * 150e-9)
+
+    @pytest.mark.parametrize(
+        ("narrowest", "bits", "speedup"), [(1, 16, 1), (1, 4, 4), (1, 1, 16), (4, 2, 4), (16, 2, 1), (1, 3, 16 / 3)]
+    )
+    def test_narrow_weights_are_multiplied_faster(self, narrowest: int, bits: int, speedup: float) -> None:
+        device = replace(DEVICE, narrowest_bits=narrowest)
+        assert expert_cost(device, Work(10, 10, 1, bits)).compute_s == pytest.approx(300e-9 / speedup)
+
+
+class TestBatchCost:
+    def test_experts_add_up_and_the_link_is_paid_each_way(self) -> None:
+        works = [Work(10, 10, rows=1), Work(10, 10, rows=4)]
+        cost = batch_cost(DEVICE, works, activation_bytes_in=100, activation_bytes_out=300)
+        # link 1 us + 0.1 us and 1 us + 0.3 us; the first expert waits for memory, the second for its arrays
+        assert astuple(cost) == pytest.approx((2.4e-6, 1.2e-6, 1.5e-6, 2.4e-6 + 0.6e-6 + 1.2e-6))
+
+    def test_no_expert_no_message(self) -> None:
+        assert batch_cost(DEVICE, [], 0, 0) == Cost(0, 0, 0, 0)
+
+    @settings(max_examples=60, deadline=None)
+    @given(rows=st.integers(1, 64), bits=st.sampled_from([1, 2, 3, 4, 8]), narrowest=st.sampled_from([1, 4, 16]))
+    def test_more_work_never_takes_less(self, rows: int, bits: int, narrowest: int) -> None:
+        device = replace(PAPER, narrowest_bits=narrowest)
+
+        def total(rows: int, bits: int) -> float:
+            return batch_cost(device, [Work(256, 512, rows, bits, 64)], rows * 512, rows * 512).total_s
+
+        assert total(rows, bits) < total(rows + 1, bits)
+        assert total(rows, bits) <= total(rows, bits + 1)
+        assert total(rows, 8) <= total(rows, 16)
+
+
+class TestPaper:
+    """Section 5.2: NDP-side latency falls by approximately 5x at 3 bits and 8x at 2 bits."""
+
+    @staticmethod
+    def speedup(bits: int, rows: int = 1, profile: NdpProfile = PAPER) -> float:
+        row_bytes = 2 * MIXTRAL[0] * rows
+        full = batch_cost(profile, [Work(*MIXTRAL, rows)], row_bytes, row_bytes)
+        return full.total_s / batch_cost(profile, [Work(*MIXTRAL, rows, bits, 128)], row_bytes, row_bytes).total_s
+
+    @pytest.mark.parametrize("rows", [1, 4, 16])
+    def test_about_5x_at_3_bits_and_8x_at_2(self, rows: int) -> None:
+        assert self.speedup(3, rows) == pytest.approx(5, rel=0.1)
+        assert self.speedup(2, rows) == pytest.approx(8, rel=0.2)  # scales and offsets weigh more here
+
+    def test_multipliers_that_do_not_split_would_give_none_of_it(self) -> None:
+        assert self.speedup(2, profile=replace(PAPER, narrowest_bits=16)) == pytest.approx(1, rel=0.01)
+
+    def test_the_arrays_take_in_what_the_memory_gives(self) -> None:
+        one = expert_cost(PAPER, Work(*MIXTRAL, rows=1))
+        assert one.memory_s == pytest.approx(336 * 2**20 / 512e9)
+        assert one.compute_s == pytest.approx(one.memory_s)
+
+    def test_near_data_beats_the_load(self) -> None:
+        assert load_s(packed_bytes(*MIXTRAL, 16, None), PAPER.link) == pytest.approx(14e-3, rel=0.01)
+        assert batch_cost(PAPER, [Work(*MIXTRAL, 1)], 8192, 8192).total_s < 1e-3
+
+
+def test_load_s() -> None:
+    assert load_s(2_000_000_000, Link(gbps=4.0, latency_us=3.0)) == pytest.approx(0.5 + 3e-6)
+    for wrong in ({"gbps": 0.0}, {"gbps": 1.0, "latency_us": -1.0}):
+        with pytest.raises(CostError, match=r"gbps is 0.0; give a number above 0|latency_us is -1.0; .* at least 0"):
+            Link(**wrong)
+
+
+def test_split_costs() -> None:
+    costs = split_costs(DEVICE, [Work(10, 10, 1), Work(10, 10, 4)], [1.0, 2.0], 5.0, row_bytes=50)
+    assert (costs.gpu_s, costs.load_s) == ((1.0, 2.0), 5.0)
+    assert costs.ndp_s == pytest.approx((0.6e-6 + 0.1e-6, 1.2e-6 + 0.4e-6))
+    assert costs.ndp_once_s == pytest.approx(2e-6)
+    for gpu_s, ndp_s, one in (((1.0,), (), 1.0), ((-1.0,), (1.0,), 1.0), ((1.0,), (1.0,), float("inf"))):
+        with pytest.raises(CostError, match=r"one of each|give seconds"):
+            SplitCosts(gpu_s, ndp_s, one)
+
+
+class TestProfile:
+    def test_every_file_is_one(self) -> None:
+        profiles = [NdpProfile.from_dict(read_yaml(path)) for path in sorted(HARDWARE.glob("*-ndp.yaml"))]
+        assert PAPER in profiles
+        assert (PAPER.memory_gbps, PAPER.capacity_bytes, PAPER.link) == (512, 512 * 10**9, Link(25, 1))
+        assert PAPER.macs_per_s(16) == 1.024e12
+
+    def test_the_stand_in_is_the_paper_device_slowed_down(self) -> None:
+        stand_in = NdpProfile.from_dict(read_yaml(HARDWARE / "cpu-ndp.yaml"))
+        for work in (Work(*MIXTRAL, 1), Work(*MIXTRAL, 9), Work(*MIXTRAL, 1, 3, 128), Work(*MIXTRAL, 64, 1, 32)):
+            assert expert_cost(stand_in, work).total_s == pytest.approx(256 * expert_cost(PAPER, work).total_s)
+
+    def test_keys(self) -> None:
+        assert NdpProfile.from_dict(UNIT) == DEVICE
+        with pytest.raises(CostError, match="unknown key 'colour'; known keys: name, memory_gbps"):
+            NdpProfile.from_dict({**UNIT, "colour": "red"})
+        with pytest.raises(CostError, match="key 'clock_ghz' is missing"):
+            NdpProfile.from_dict({k: v for k, v in UNIT.items() if k != "clock_ghz"})
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("name", ""),
+            ("name", 3),
+            ("memory_gbps", 0),
+            ("memory_gbps", float("nan")),
+            ("memory_gbps", float("inf")),
+            ("memory_gbps", "512"),
+            ("memory_gbps", True),
+            ("link_latency_us", -0.1),
+            ("arrays", 0),
+            ("arrays", 1.5),
+            ("capacity_bytes", True),
+            ("narrowest_bits", 17),
+            ("narrowest_bits", 0),
+        ],
+    )
+    def test_refusals(self, key: str, value: object) -> None:
+        with pytest.raises(CostError, match=f"{key} is .*; give"):
+            NdpProfile.from_dict({**UNIT, key: value})
+
+
+@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"rows": 0}, {"bits": 17}, {"bits": 0}, {"group": 0}, {"rows": 1.0}])
+def test_work_refusals(wrong: dict[str, Any]) -> None:
+    with pytest.raises(CostError, match=f"{next(iter(wrong))} is"):
+        Work(**{"hidden": 1, "intermediate": 1, "rows": 1, **wrong})

@@ -1,0 +1,272 @@
+"""Placement on layers of four experts: what is hot, what one sequence may move, and MoNDE's split."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tiermoe.actors.policies.cost import SplitCosts
+from tiermoe.actors.policies.placement import HotSet, RoutingCounts, importance, monde_split, static_hot
+
+E = 4
+
+
+def counts(*rows: list[int]) -> RoutingCounts:
+    """Counts [L, 4] whose routing weights are in proportion, so that S does not depend on alpha."""
+    out = RoutingCounts(len(rows), E)
+    out.P[:] = rows
+    out.W[:] = np.asarray(rows) / 2
+    return out
+
+
+class TestRoutingCounts:
+    def test_adds_up_over_calls_and_layers(self) -> None:
+        seen = RoutingCounts(2, E)
+        seen.add(0, np.array([[0, 1], [1, 3]]), np.array([[0.75, 0.25], [0.5, 0.5]], np.float32))
+        seen.add(1, np.array([[2, 0]]), np.array([[1.0, 0.0]]))
+        seen.add(0, np.array([[1, 0]]), np.array([[1.0, 0.5]]))
+        assert seen.P.tolist() == [[2, 3, 0, 1], [1, 0, 1, 0]]
+        assert seen.W.tolist() == [[1.25, 1.75, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0]]
+        assert (seen.P.dtype, seen.W.dtype) == (np.int64, np.float64)
+
+    @pytest.mark.parametrize(
+        ("ids", "weights"), [([[0, 4]], [[1.0, 1.0]]), ([[-1, 0]], [[1.0, 1.0]]), ([[0, 1]], [[1.0]])]
+    )
+    def test_refusals_count_nothing(self, ids: list[list[int]], weights: list[list[float]]) -> None:
+        seen = RoutingCounts(1, E)
+        with pytest.raises(ValueError, match=r"expert 4|negative|length"):
+            seen.add(0, ids, weights)
+        assert not seen.P.any()
+        assert not seen.W.any()
+
+
+class TestImportance:
+    def test_the_formula(self) -> None:
+        seen = RoutingCounts(1, E)
+        seen.P[:] = [[6, 2, 2, 0]]
+        seen.W[:] = [[1.0, 1.0, 2.0, 0.0]]
+        assert importance(seen, 1.0).tolist() == [[0.6, 0.2, 0.2, 0.0]]
+        assert importance(seen, 0.0).tolist() == [[0.25, 0.25, 0.5, 0.0]]
+        np.testing.assert_allclose(importance(seen, 0.5), [[0.425, 0.225, 0.35, 0.0]])
+
+    def test_a_layer_without_selections_stays_zero(self) -> None:
+        assert importance(counts([0, 0, 0, 0], [0, 0, 0, 5]), 0.5).tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+
+    def test_a_longer_prompt_weighs_no_more(self) -> None:
+        np.testing.assert_array_equal(importance(counts([3, 1, 0, 0]), 0.5), importance(counts([30, 10, 0, 0]), 0.5))
+
+    def test_refusals(self) -> None:
+        seen = counts([1, 0, 0, 0])
+        for alpha in (-0.1, 1.1, float("nan")):
+            with pytest.raises(ValueError, match="alpha"):
+                importance(seen, alpha)
+        seen.W[0, 0] = np.nan
+        with pytest.raises(ValueError, match="finite"):
+            importance(seen, 0.5)
+
+
+class TestHotSet:
+    def test_the_first_sequence_fills_it(self) -> None:
+        hot = HotSet(2, E, 2, 0.5)
+        assert hot.hot(0) == frozenset()
+        moved = hot.admit("a", counts([1, 5, 0, 4], [0, 0, 7, 1]))
+        assert moved.enters == ((1, 3), (2, 3))
+        assert moved.leaves == ((), ())
+        assert moved.loads == 4
+        assert (hot.hot(0), hot.hot(1)) == ({1, 3}, {2, 3})
+        assert hot.order(0) == [1, 3, 0, 2]
+        assert hot.active == ("a",)
+
+    def test_the_next_sequence_alone_gets_its_own_top(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        hot.admit("a", counts([4, 3, 2, 1]))
+        hot.release("a")
+        assert hot.hot(0) == {0, 1}  # nothing moves at release
+        moved = hot.admit("b", counts([1, 2, 3, 4]))
+        assert (moved.enters, moved.leaves) == (((3, 2),), ((0, 1),))
+        assert hot.hot(0) == {2, 3}
+
+    def test_two_sequences_share_by_the_sum(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        hot.admit("a", counts([6, 4, 0, 0]))
+        moved = hot.admit("b", counts([0, 0, 9, 1]))  # sums 0.6 0.4 0.9 0.1
+        assert (moved.enters, moved.leaves) == (((2,),), ((1,),))
+        assert hot.hot(0) == {0, 2}
+        assert hot.order(0) == [2, 0, 1, 3]
+
+    def test_content_with_what_is_hot_moves_nothing(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        hot.admit("a", counts([6, 4, 0, 0]))
+        assert hot.admit("b", counts([1, 9, 0, 0])).loads == 0
+
+    def test_a_sequence_does_not_mend_what_a_release_left(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        hot.admit("a", counts([50, 50, 0, 0]))
+        hot.admit("b", counts([0, 0, 52, 48]))  # sums .5 .5 .52 .48: 2 enters, 1 leaves
+        assert hot.hot(0) == {0, 2}
+        hot.release("a")  # now {2, 3} would be best
+        assert hot.hot(0) == {0, 2}
+        assert hot.admit("c", counts([40, 0, 60, 0])).loads == 0  # its top 2 are hot already
+        assert hot.hot(0) == {0, 2}
+
+    def test_admitting_again_replaces(self) -> None:
+        hot = HotSet(1, E, 1, 0.5)
+        hot.admit("a", counts([1, 0, 0, 0]))
+        moved = hot.admit("a", counts([0, 0, 0, 1]))
+        assert (moved.enters, moved.leaves) == (((3,),), ((0,),))
+        assert hot.order(0) == [3, 0, 1, 2]
+        assert hot.active == ("a",)
+
+    def test_ties_go_to_the_lower_number(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        assert hot.admit("a", counts([0, 1, 1, 1])).enters == ((1, 2),)
+
+    @pytest.mark.parametrize("places", [0, E])
+    def test_none_and_all(self, places: int) -> None:
+        hot = HotSet(1, E, places, 0.5)
+        assert hot.admit("a", counts([1, 2, 3, 4])).loads == places
+        assert hot.admit("b", counts([4, 3, 2, 1])).loads == 0
+        assert hot.hot(0) == set(range(places))
+
+    def test_refusals_change_nothing(self) -> None:
+        hot = HotSet(1, E, 2, 0.5)
+        bad = counts([1, 2, 3, 4])
+        bad.W[0, 0] = np.inf
+        for wrong in (bad, RoutingCounts(2, E)):
+            with pytest.raises(ValueError, match=r"finite|this hot set is \[1, 4\]"):
+                hot.admit("a", wrong)
+        assert hot.active == ()
+        with pytest.raises(KeyError):
+            hot.release("a")
+        with pytest.raises(ValueError, match="hot_per_layer is 5; give 0 to 4"):
+            HotSet(1, E, 5, 0.5)
+        with pytest.raises(ValueError, match="alpha is 2"):
+            HotSet(1, E, 1, 2)
+
+
+TABLE = st.lists(st.lists(st.integers(0, 9), min_size=E, max_size=E), min_size=2, max_size=2)
+EVENTS = st.lists(st.one_of(st.tuples(st.integers(0, 3), TABLE), st.tuples(st.integers(0, 3), st.none())), max_size=12)
+
+
+def top(table: NDArray[np.float64], layer: int, places: int) -> set[int]:
+    return set(sorted(range(E), key=lambda e: (-table[layer, e], e))[:places])
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=EVENTS, places=st.integers(0, E), alpha=st.sampled_from([0.0, 0.5, 1.0]))
+def test_what_every_admission_keeps(
+    events: list[tuple[int, list[list[int]] | None]], places: int, alpha: float
+) -> None:
+    hot = HotSet(2, E, places, alpha)
+    active: dict[str, NDArray[np.float64]] = {}
+    for number, rows in events:
+        name = f"s{number}"
+        before = [hot.hot(layer) for layer in range(2)]
+        if rows is None:
+            if name in active:
+                hot.release(name)
+                del active[name]
+            assert [hot.hot(layer) for layer in range(2)] == before
+            continue
+        seen = counts(*rows)
+        active[name] = importance(seen, alpha)
+        moved = hot.admit(name, seen)
+        total = np.sum(list(active.values()), axis=0)
+        for layer in range(2):
+            enters, leaves, now = moved.enters[layer], moved.leaves[layer], hot.hot(layer)
+            own = top(active[name], layer, places)
+            assert len(now) == places
+            assert now == (before[layer] - set(leaves)) | set(enters)
+            assert not set(enters) & before[layer]
+            assert set(leaves) <= before[layer]
+            assert len(enters) <= len(own - before[layer])
+            assert sum(total[layer, list(now)]) >= sum(total[layer, list(before[layer])]) - 1e-9  # never worse
+            if len(active) == 1:
+                assert now == own
+    assert hot.active == tuple(active)
+
+
+def test_static_hot() -> None:
+    assert static_hot([[1, 5, 5, 9], [0, 0, 0, 0]], 2) == [{1, 3}, {0, 1}]
+    assert static_hot([[1, 2, 3, 4]], 0) == [frozenset()]
+    for popularity, places in (([1, 2], 1), ([[1.0, float("nan")]], 1), ([[1, 2]], 3), ([[1, 2]], -1)):
+        with pytest.raises(ValueError, match=r"popularity|hot_per_layer"):
+            static_hot(popularity, places)
+
+
+def by_rows(rows: list[int], gpu: float, ndp: float, load_s: float, once: float = 0.0) -> SplitCosts:
+    return SplitCosts((gpu,) * len(rows), tuple(ndp * r for r in rows), load_s, once)
+
+
+class TestMondeSplit:
+    def test_the_hot_one_is_moved_and_the_cold_stay(self) -> None:
+        rows = [1, 20, 1, 2]
+        # NDP alone 24; moving expert 1: max(11, 4); moving two: max(22, 2)
+        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1, 10)) == [False, True, False, False]
+
+    def test_a_slow_link_moves_nothing(self) -> None:
+        rows = [1, 20, 1, 2]
+        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1, 100)) == [False] * 4
+
+    def test_a_slow_device_gets_nothing(self) -> None:
+        rows = [1, 20, 1, 2]
+        assert monde_split(rows, [False] * 4, by_rows(rows, 1, 1000, 1)) == [True] * 4
+
+    def test_ties_to_fewer_loads(self) -> None:
+        assert monde_split([1], [False], by_rows([1], 0, 10, 10)) == [False]
+
+    def test_residents_run_where_they_are(self) -> None:
+        # one row each, as in decoding: only the absent ones go near data
+        rows = [1, 1, 1, 1]
+        assert monde_split(rows, [False, True, False, True], by_rows(rows, 1, 1, 100)) == [False, True, False, True]
+
+    def test_a_resident_goes_near_data_where_the_gpu_is_the_slower_side(self) -> None:
+        assert monde_split([3, 1], [True, True], by_rows([3, 1], 5, 1, 9)) == [False, False]
+        assert monde_split([9, 1], [True, True], by_rows([9, 1], 5, 1, 9)) == [True, False]
+
+    def test_what_is_paid_once_can_tip_it(self) -> None:
+        assert monde_split([1, 1], [True, False], by_rows([1, 1], 1, 1, 2)) == [True, False]
+        assert monde_split([1, 1], [True, False], by_rows([1, 1], 1, 1, 2, once=10)) == [True, True]
+
+    def test_nothing_needed(self) -> None:
+        assert monde_split([], [], SplitCosts((), (), 1)) == []
+
+    def test_refusals(self) -> None:
+        with pytest.raises(ValueError, match="one of each"):
+            monde_split([1, 1], [True], by_rows([1, 1], 1, 1, 1))
+        with pytest.raises(ValueError, match="one of each"):
+            monde_split([1], [True], by_rows([1, 1], 1, 1, 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    experts=st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    load_s=st.integers(0, 9),
+    once=st.integers(0, 9),
+)
+def test_monde_split_is_the_best_of_its_kind(experts: list[tuple[int, bool, int, int]], load_s: int, once: int) -> None:
+    rows, resident, gpu_s, ndp_s = (list(column) for column in zip(*experts, strict=True)) if experts else ([],) * 4
+    order = sorted(range(len(rows)), key=lambda i: -rows[i])
+
+    def slowest(split: tuple[bool, ...] | list[bool]) -> int:
+        gpu = sum(g + (0 if here else load_s) for g, here, on in zip(gpu_s, resident, split, strict=True) if on)
+        return max(gpu, sum(n for n, on in zip(ndp_s, split, strict=True) if not on) + (0 if all(split) else once))
+
+    def hot_by_load(split: tuple[bool, ...]) -> bool:
+        """On the GPU are the first of the residents and the first of the absent, each by rows."""
+        kinds = [[split[i] for i in order if resident[i] == here] for here in (True, False)]
+        return all(kind == sorted(kind, reverse=True) for kind in kinds)
+
+    def loads(split: tuple[bool, ...] | list[bool]) -> int:
+        return sum(on and not here for on, here in zip(split, resident, strict=True))
+
+    splits = [s for s in product([True, False], repeat=len(rows)) if hot_by_load(s)]
+    costs = SplitCosts(tuple(gpu_s), tuple(ndp_s), load_s, once)
+    chosen = monde_split(rows, resident, costs)
+    assert tuple(chosen) in splits
+    assert (slowest(chosen), loads(chosen)) == min((slowest(s), loads(s)) for s in splits)
