@@ -1,6 +1,15 @@
-"""The C++ extension (`kernels/cpu/module.cpp`). Buffers are given by address; `kernels/cpu_ffn.py` checks them."""
+"""The C++ extension (`kernels/cpu/module.cpp`, `neuron_module.cpp`). Buffers are given by address, which
+`kernels/cpu_ffn.py` and `kernels/packed_ffn.py` check."""
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .expert_ffn import Group
+
+RowGroup = tuple[int, int, int]  # expert, start, stop
+
+class Pool:
+    """A pool of threads: an opaque capsule, which ends them when it goes."""
 
 def expert_ffn(
     hidden: int,
@@ -20,3 +29,57 @@ def expert_ffn(
     """Raises ValueError: a group, a pair, a slot or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
+def instruction_sets() -> tuple[str, ...]:
+    """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""
+
+def threads(count: int, cores: list[int], /) -> Pool:
+    """Raises ValueError: a number out of range; OSError: a thread cannot be started, or not on its core."""
+
+def packed_ffn(
+    threads: Pool,
+    set_number: int,
+    activation: int,
+    hidden: int,
+    neurons: int,
+    experts: int,
+    bits: int,
+    group: int,
+    gate_up: int,
+    gate_up_scales: int,
+    down: int,
+    down_scales: int,
+    groups: list[RowGroup],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    hidden_rows: NDArray[np.float32],
+    out: NDArray[np.float32],
+    /,
+) -> None:
+    """Raises ValueError: an array of another shape, type or layout; a number out of range."""
+
+def full_ffn(
+    threads: Pool,
+    set_number: int,
+    activation: int,
+    hidden: int,
+    neurons: int,
+    experts: int,
+    element: int,
+    gate_up: int,
+    down: int,
+    groups: list[RowGroup],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    hidden_rows: NDArray[np.float32],
+    out: NDArray[np.float32],
+    /,
+) -> None:
+    """Raises ValueError: an array of another shape, type or layout; a number out of range."""
+
+def read_bytes(address: int, size: int, /) -> int:
+    """Reads a buffer once, as fast as one thread can."""
+
+def dot_rows(
+    function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int, /
+) -> None:
+    """out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone."""

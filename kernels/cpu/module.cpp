@@ -2,8 +2,7 @@
 // are those of contiguous buffers of the sizes given, and keeps them alive. Here the numbers are checked against each
 // other before a kernel runs: group ranges and pair numbers against the pairs, slots against the pool. The interpreter
 // lock is released while a kernel runs.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "bindings.hpp"
 
 #include <vector>
 
@@ -11,21 +10,10 @@
 
 namespace {
 
-template <typename T>
-T* address(PyObject* value) {
-    return static_cast<T*>(PyLong_AsVoidPtr(value));
-}
-
-bool expect(Py_ssize_t given, Py_ssize_t wanted) {
-    if (given == wanted) return true;
-    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
-    return false;
-}
-
-bool refuse(const char* what, long long given) {
-    PyErr_Format(PyExc_ValueError, "%s: %lld", what, given);
-    return false;
-}
+using tiermoe::bindings::address;
+using tiermoe::bindings::expect;
+using tiermoe::bindings::fast;
+using tiermoe::bindings::refuse;
 
 // Whether every group lies within the pairs and every pair it names within the rows of y, and its slot in the pool.
 // `pairs` is read only where a range was found good.
@@ -106,10 +94,8 @@ PyObject* combine(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    {"expert_ffn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(expert_ffn)), METH_FASTCALL,
-     "Expert FFN over groups of pairs; see expert_ffn.hpp."},
-    {"combine", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(combine)), METH_FASTCALL,
-     "Weighted sum of each token's pairs; see expert_ffn.hpp."},
+    {"expert_ffn", fast(expert_ffn), METH_FASTCALL, "Expert FFN over groups of pairs; see expert_ffn.hpp."},
+    {"combine", fast(combine), METH_FASTCALL, "Weighted sum of each token's pairs; see expert_ffn.hpp."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -118,4 +104,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "CPU kernels of tiermoe
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__cpu() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__cpu() {
+    PyObject* module = PyModule_Create(&definition);
+    for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods})
+        if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,33 @@
+// What the parts of the extension module share: reading arguments, refusing numbers.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+namespace tiermoe::bindings {
+
+template <typename T>
+T* address(PyObject* value) {
+    return static_cast<T*>(PyLong_AsVoidPtr(value));
+}
+
+inline bool expect(Py_ssize_t given, Py_ssize_t wanted) {
+    if (given == wanted) return true;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
+    return false;
+}
+
+inline bool refuse(const char* what, long long given) {
+    PyErr_Format(PyExc_ValueError, "%s: %lld", what, given);
+    return false;
+}
+
+inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// Each ends with a null entry.
+extern PyMethodDef neuron_methods[];   // neuron_module.cpp
+extern PyMethodDef measure_methods[];  // measure_module.cpp
+
+}  // namespace tiermoe::bindings
