@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....actors.replica_format import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ....actors.store_format import (
     ITEM_BYTES,
     MANIFEST_NAME,
@@ -173,7 +174,7 @@ def _small_file(path: Path) -> SourceFile:
 
 
 def _is_extra(path: Path) -> bool:
-    reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME)
+    reserved = (MANIFEST_NAME, STAMP_NAME, JOURNAL_NAME, REPLICAS_NAME, REPLICA_STAMP_NAME)
     return (
         path.suffix in _EXTRA_SUFFIXES
         and path.name[0] not in ".-"

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from ....errors import ConfigError
-from .job import default_store_dir, prepare
+from .calibration import read_texts, shipped_calibration
+from .job import default_store_dir, is_store, prepare
+from .replicas import ReplicaOptions, add_replicas, parse_bits
 
 
 def prepare_command(
@@ -18,9 +20,48 @@ def prepare_command(
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where stores go when OUT is not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Make the store anew even if it is there.")] = False,
+    bits: Annotated[
+        str | None, typer.Option(help="Add quantized replicas of these widths, such as 1,2,3,4.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text to fit replicas to: .txt, .jsonl or a folder; default: the model's own.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
+    act_order: Annotated[bool, typer.Option("--act-order", help="Quantize the strongest inputs first.")] = False,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
         raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
-    target = out if out is not None else default_store_dir(model, cache_dir)
-    typer.echo(prepare(model, target, force=force))
+    options = replica_options(bits, group_size, act_order, calibration)
+    text = None
+    if options is not None:
+        text = calibration if calibration is not None else shipped_calibration(model)
+        if text is None:
+            raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
+        read_texts(text)  # refused before anything is computed
+    if is_store(model):
+        if options is None or out is not None or cache_dir is not None or force:
+            raise ConfigError(f"{model} is a store already", "give its checkpoint, or only --bits to add replicas")
+        store = model
+    else:
+        store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
+    if options is not None and text is not None:
+        add_replicas(store, model, options, text)
+    typer.echo(store)
+
+
+def replica_options(
+    bits: str | None, group_size: int | None, act_order: bool, calibration: Path | None
+) -> ReplicaOptions | None:
+    """What replicas the command line asks for.
+
+    Raises:
+        ConfigError: an unknown width or group, or options of replicas without --bits.
+    """
+    if bits is not None:
+        return ReplicaOptions(parse_bits(bits), 64 if group_size is None else group_size, act_order)
+    given = {"--group-size": group_size is not None, "--act-order": act_order, "--calibration": calibration is not None}
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
+    return None

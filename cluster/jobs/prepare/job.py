@@ -20,6 +20,7 @@ from .write import disk_errors, sync_folder
 
 _PARTIAL = ".partial"
 _OLD = ".old"
+REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
 _LOCK = ".lock"
 _SPARE_BYTES = 256 << 20  # left free on the disk beside the store itself
 
@@ -95,14 +96,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, quiet=not progress)
-    waited = False
-
-    def on_wait() -> None:
-        nonlocal waited
-        waited = True
-        console.print(f"waiting for another process that prepares {out}")
-
-    with exclusive(_beside(out, _LOCK), on_wait):
+    with locked(out, console) as waited:
         # Whoever held the lock may have made this very store, even where `force` asked for a new one.
         if (not force or waited) and _is_current(out, checkpoint.source):
             return out
@@ -110,23 +104,42 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
     return out
 
 
+@contextmanager
+def locked(out: Path, console: Console) -> Iterator[bool]:
+    """Hold the lock of a store; whether another process had it first.
+
+    Raises:
+        StoreError: the lock file cannot be made.
+    """
+    waited = False
+
+    def on_wait() -> None:
+        nonlocal waited
+        waited = True
+        console.print(f"waiting for another process that prepares {out}")
+
+    with exclusive(beside(out, _LOCK), on_wait):
+        yield waited
+
+
 def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     """Convert into a folder beside `out`, then put it in place. The caller holds the lock."""
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
 
-    partial, old = _beside(out, _PARTIAL), _beside(out, _OLD)
+    partial, old = beside(out, _PARTIAL), beside(out, _OLD)
     with console.status(f"checking {checkpoint.name}"):
         conversion = plan_store(checkpoint)
     _check_space(partial, conversion.total_bytes())
     with _bar(console, f"preparing {checkpoint.name}", conversion.total_bytes()) as advance:
         write_store(conversion, partial, advance)
     with disk_errors(out):
-        _discard(old)
+        discard(old)
         if out.exists():
             out.rename(old)
         partial.rename(out)
         sync_folder(out.parent)
-        _discard(old)
+        discard(old)
+        discard(beside(out, REPLICA_WORK))  # of the store that was there
 
 
 def _is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
@@ -187,12 +200,14 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], N
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
+    """Remove a folder if it is there."""
     if folder.exists():
         shutil.rmtree(folder)
 
 
-def _beside(out: Path, suffix: str) -> Path:
+def beside(out: Path, suffix: str) -> Path:
+    """The neighbour of `out` whose name has this suffix."""
     return out.absolute().with_name(out.absolute().name + suffix)
 
 

@@ -1,0 +1,118 @@
+"""Calibration text: files into windows of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from ....actors.replica_format import Calibration
+from ....errors import CheckpointError, ConfigError
+from ...prompt import load_model_config, load_tokenizer
+
+WINDOW_TOKENS = 512
+MAX_TOKENS = 1 << 16  # what is used at most: expert inputs of every token and layer go through the disk
+LEAST_TOKENS = 64
+_FOLDER = "calibration"  # of a model that ships its text
+_REMEDY = "give UTF-8 text: a .txt file, a .jsonl file with a \"text\" in each line, or a folder of such"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token ids int64 [N, window]; windows of one stream of all texts."""
+
+    ids: NDArray[np.int64]
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.size
+
+    def record(self) -> Calibration:
+        """The digest by which replicas know their calibration."""
+        shape = f"{self.ids.shape}".encode()
+        return Calibration(
+            sha256=hashlib.sha256(shape + np.ascontiguousarray(self.ids, dtype="<i8").tobytes()).hexdigest(),
+            tokens=self.tokens,
+        )
+
+
+def shipped_calibration(model_dir: Path) -> Path | None:
+    """The calibration text that a model brings along, if any."""
+    folder = model_dir / _FOLDER
+    return folder if folder.is_dir() else None
+
+
+def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
+    """The windows of a calibration text for a model's tokenizer.
+
+    Texts are tokenised one by one, with the marks that the tokenizer puts around a text, joined, and cut; a rest
+    shorter than a window is dropped. Beyond `MAX_TOKENS` the end is dropped, and the console says so.
+
+    Raises:
+        ConfigError: no such file, not text, or less than `LEAST_TOKENS` tokens.
+        CheckpointError: the model has no tokenizer, or another model's.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    stream = [token for text in read_texts(path) for token in tokenizer.encode(text).ids]
+    if len(stream) < LEAST_TOKENS:
+        raise ConfigError(
+            f"calibration text '{path}' has {len(stream)} tokens",
+            f"give at least {LEAST_TOKENS}; some ten thousand are sensible",
+        )
+    if len(stream) > MAX_TOKENS:
+        console.print(f"calibration uses the first {MAX_TOKENS} of {len(stream)} tokens of {path}")
+        stream = stream[:MAX_TOKENS]
+    config = load_model_config(model_dir)
+    vocabulary = config.get("vocab_size")
+    if isinstance(vocabulary, int) and max(stream) >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of '{model_dir}' gives token {max(stream)}, the model has {vocabulary}",
+            "pass a checkpoint with its own tokenizer",
+        )
+    longest = config.get("max_position_embeddings")
+    window = min(WINDOW_TOKENS, len(stream), longest if isinstance(longest, int) else WINDOW_TOKENS)
+    count = len(stream) // window
+    return Windows(np.array(stream[: count * window], dtype=np.int64).reshape(count, window))
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file, or of all .txt and .jsonl files of a folder in the order of their names.
+
+    Raises:
+        ConfigError: nothing there, or not text.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
+        if not files:
+            raise ConfigError(f"calibration folder '{path}' has no .txt and no .jsonl file", _REMEDY)
+    else:
+        files = [path]
+    return [text for file in files for text in _texts_of(file)]
+
+
+def _texts_of(file: Path) -> Iterator[str]:
+    if file.suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"calibration file '{file}' is neither .txt nor .jsonl", _REMEDY)
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"calibration file '{file}': {error}", _REMEDY) from error
+    if file.suffix == ".txt":
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"calibration file '{file}', line {number} has no \"text\"", _REMEDY) from error
+        if not isinstance(text, str):
+            raise ConfigError(f"calibration file '{file}', line {number}: \"text\" is not a text", _REMEDY)
+        yield text

@@ -1,0 +1,169 @@
+"""Adds quantized replicas and the loss table to a store, whole or not at all.
+
+    check everything -> capture the experts' inputs -> quantize layer by layer -> put the files into the store
+
+All that is unfinished lies in `OUT.replicas` with a journal, so an interrupted run resumes after the last finished
+layer. `replicas.json` comes last; until then the store has the replicas that it had, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from ....actors.replica_format import REPLICAS_NAME, Calibration, Group, ReplicaManifest, Width, read_replicas
+from ....actors.replica_store import describe_replicas
+from ....actors.store_format import Manifest, read_manifest
+from ....errors import ConfigError, StoreError, UnsupportedModelError
+from .job import is_store, locked
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What replicas to make.
+
+    Attributes:
+        bits: widths, ascending.
+        group: inputs that share a scale.
+        act_order: GPTQ's activation order.
+
+    Raises:
+        ConfigError: an unknown width or group.
+    """
+
+    bits: tuple[int, ...]
+    group: int = 64
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        widths, groups = get_args(Width), get_args(Group)
+        unknown = [b for b in self.bits if b not in widths]
+        if unknown or not self.bits:
+            what = f"there are no replicas of {unknown[0]} bits" if unknown else "no width is given"
+            raise ConfigError(what, f"give --bits some of {','.join(map(str, widths))}")
+        if self.group not in groups:
+            raise ConfigError(f"group size {self.group} is unknown", f"give --group-size one of {groups}")
+        object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """The widths of `--bits 1,2,3,4`.
+
+    Raises:
+        ConfigError: not numbers between commas.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--bits '{text}' is not a list of widths", "give, for example, --bits 1,2,3,4") from error
+
+
+def ensure_replicas(
+    store: Path, model_dir: Path, bits: Sequence[int], group: int = 64, *, progress: bool = True
+) -> Path:
+    """The store, with replicas of at least these widths in this group size; made now if they are not there.
+
+    Args:
+        model_dir: the checkpoint, whose shipped calibration text is used.
+
+    Raises:
+        ConfigError: they are not there and the model ships no calibration text; there are others, in groups of another
+            size; unknown width or group.
+        StoreError, UnsupportedModelError: as `add_replicas`.
+    """
+    from .calibration import shipped_calibration
+
+    options = ReplicaOptions(tuple(bits), group)
+    try:
+        present = read_replicas(store, read_manifest(store))
+        if present is not None and present.group == group and set(options.bits) <= set(present.widths):
+            describe_replicas(store, verify="stamp")
+            return store
+    except StoreError:
+        present = None  # damaged: made again
+    if present is not None and present.group != group:  # made on purpose: not replaced behind the user's back
+        raise ConfigError(
+            f"the replicas of {store} are in groups of {present.group}, the run asks for {group}",
+            f"set ndp.group_size: {present.group}, or make others with `tiermoe prepare --group-size {group}`",
+        )
+    text = shipped_calibration(model_dir)
+    if text is None:
+        widths = ",".join(map(str, options.bits))
+        paths = f"{store}" if is_store(model_dir) else f"{model_dir} {store}"
+        raise ConfigError(
+            f"{store} has no replicas of {widths} bits in groups of {group}, and {model_dir} ships no calibration text",
+            f"run `tiermoe prepare {paths} --bits {widths} --group-size {group} --calibration FILE`",
+        )
+    if present is not None:
+        options = ReplicaOptions(tuple({*options.bits, *present.widths}), group, present.act_order)
+    return add_replicas(store, model_dir, options, text, progress=progress)
+
+
+def add_replicas(
+    store: Path, model_dir: Path, options: ReplicaOptions, calibration: Path, *, progress: bool = True
+) -> Path:
+    """Make the replicas that a store lacks.
+
+    Widths that are there are kept where calibration, group size and activation order are equal; otherwise the new
+    set replaces the old one.
+
+    Args:
+        model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
+        calibration: text file or folder, see `read_texts`.
+
+    Raises:
+        ConfigError: no calibration text. UnsupportedModelError: experts that no kernel on replicas can run.
+        StoreError: the store is damaged, or the disk is full.
+    """
+    from .calibration import read_windows
+
+    console = Console(stderr=True, quiet=not progress)
+    manifest = read_manifest(store)
+    _refuse_unsupported(manifest)
+    if any(record.file == REPLICAS_NAME for record in manifest.files()):
+        what = f"{store} holds a file {REPLICAS_NAME} of the checkpoint's own"
+        raise StoreError(what, "rename it in the checkpoint and prepare the store again")
+    windows = read_windows(calibration, model_dir, console)
+    with locked(store, console):
+        present = _present(store, windows.record(), options, console)
+        missing = tuple(b for b in options.bits if present is None or b not in present.widths)
+        if not missing:
+            return store
+        from .replica_job import ReplicaJob  # imports torch, which takes seconds: only when needed
+
+        ReplicaJob(store, options, windows, missing, present).make(console)
+    return store
+
+
+def _refuse_unsupported(manifest: Manifest) -> None:
+    """What the manifest alone tells; the gating is looked at when the model is built.
+
+    Raises:
+        UnsupportedModelError: experts without a gate, or with biases.
+    """
+    shape = manifest.experts
+    if shape.gates != 2 or shape.has_bias:
+        what = "have no gate" if shape.gates != 2 else "have biases"
+        raise UnsupportedModelError(f"the experts of {manifest.architecture} {what}", "use it without replicas")
+
+
+def _present(
+    store: Path, calibration: Calibration, options: ReplicaOptions, console: Console
+) -> ReplicaManifest | None:
+    """Replicas that the new ones can join."""
+    try:
+        view = describe_replicas(store)
+    except StoreError as error:
+        console.print(f"the store's replicas are of no use ({error.what}) and are made again")
+        return None
+    if view is None:
+        return None
+    old, new = view.manifest, (calibration, options.group, options.act_order)
+    if (old.calibration, old.group, old.act_order) == new:
+        return old
+    console.print("the store's replicas are of another calibration, group size or activation order: replacing them")
+    return None
