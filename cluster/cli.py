@@ -58,8 +58,10 @@ def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute
 
 _forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
 _forward(app, "tiermoe", "prepare", ".jobs.prepare.command", "prepare_command", "Turn a checkpoint into a store.")
+_forward(app, "tiermoe", "plan", ".jobs.plan", "plan_command", "Say what would run where, and start nothing.")
 _forward(app, "tiermoe", "doctor", ".jobs.doctor", "doctor_command", "Measure this machine and say what would fit.")
 _forward(app, "tiermoe", "bench", ".jobs.bench.command", "bench_app", "Measure the system; --check compares to limits.")
+_forward(app, "tiermoe", "eval", ".jobs.evaluate.command", "eval_command", "Measure what a policy costs in quality.")
 _forward(
     jobs, "tiermoe jobs", "train-default-model", ".jobs.train_default_model.command", "train_default_model_command",
     "Train the model that ships with the project.",

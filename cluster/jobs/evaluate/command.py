@@ -1,0 +1,100 @@
+"""`tiermoe eval`: the table on stderr, with `--json` one flat object on stdout."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ...config import check_model_dir, engine_settings
+from ...versions import versions
+from ..bench.serving import run_config, start_worker
+from ..machine import cpu
+from .options import EvaluationOptions
+from .quality import MEASURES, Quality
+
+_DEFAULT = EvaluationOptions()
+_FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
+
+
+def eval_command(
+    policy: Annotated[str, typer.Option(help="Name in configs/policies, or a YAML file.")],
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB. (0.25)")] = None,
+    documents: Annotated[int | None, typer.Option(help="Held-out documents to use at most. (all)")] = None,
+    windows: Annotated[int, typer.Option(help="Windows of each document at most.")] = _DEFAULT.windows,
+    items: Annotated[int, typer.Option(help="Choices of each document at most.")] = _DEFAULT.items,
+    prefix: Annotated[int, typer.Option(help="Tokens of a window that are prefill.")] = _DEFAULT.prefix,
+    continuation: Annotated[int, typer.Option(help="Tokens after them, scored.")] = _DEFAULT.continuation,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.seed,
+    resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.resamples,
+    threads: Annotated[int, typer.Option(help="Threads of the worker.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Perplexity, agreement with lossless and multiple choice on held-out text, with 95% intervals."""
+    options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        record, quality = evaluate(model, policy, budget, threads, options, progress)
+    console.print(quality_table(quality))
+    if as_json:
+        print(json.dumps(record))
+
+
+def evaluate(
+    model: str | None,
+    policy: str,
+    budget: str | None,
+    threads: int,
+    options: EvaluationOptions,
+    progress: Progress | None,
+) -> tuple[dict[str, Any], Quality]:
+    """Measure one policy: the flat record and the quality in it.
+
+    Raises:
+        TierMoeError: an option, the model or its held-out text is refused, before anything is started;
+            RuntimeFailure: a worker failed.
+    """
+    config = run_config(model, policy=policy, budget=budget, threads=threads)
+    engine_settings(config)
+    check_model_dir(config.model_dir)
+    from .job import Evaluation  # torch: seconds that refused options need not pay
+
+    begin_s = time.perf_counter()
+    evaluation = Evaluation(config.model_dir, options, config)
+    evaluation.reference(progress)
+    with closing(start_worker(config)) as worker:
+        worker.reset_stats()
+        quality = evaluation.measure(worker, progress)
+        stats = worker.stats().as_dict()
+    record = {
+        "name": "eval",
+        "hardware": cpu(),
+        "versions": versions(),
+        "model": str(config.model_dir),
+        "budget": config.budget,
+        **quality.as_dict(),
+        **{key: stats[key] for key in _FROM_STATS},
+        **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples")},
+        "windows_per_document": options.windows,
+        "items_per_document": options.items,
+        "threads": threads,
+        "wall_s": time.perf_counter() - begin_s,
+    }
+    return record, quality
+
+
+def quality_table(quality: Quality) -> Table:
+    """One row for each measure."""
+    figures = quality.as_dict()
+    title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens, {figures['items']} choices, "
+    table = Table("measure", "value", "95% low", "95% high", title=f"{title}{figures['documents']} documents")
+    for measure in MEASURES:
+        table.add_row(measure, *(f"{figures[key]:.5g}" for key in (measure, f"{measure}_low", f"{measure}_high")))
+    return table

@@ -1,0 +1,155 @@
+"""An evaluation: the same windows and items, scored once without loss and then under any number of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from rich.progress import Progress
+
+from ....actors.engine.scoring import score_continuations_with, score_with
+from ....errors import ConfigError, RuntimeFailure
+from ...config import RunConfig, check_model_dir
+from ...prompt import load_model_config
+from ..bench.serving import run_config, start_worker
+from .choices import CONTEXT, TOKENS, ChoiceTokens, as_tokens
+from .choices_file import load_choices
+from .compare import compare, token_nll
+from .options import EvaluationOptions
+from .quality import SUMS, Quality
+from .reference import Distributions, Reference
+from .text import load_heldout
+from .windows import cut_windows
+
+_T = TypeVar("_T")
+LOSSLESS = "on-demand"  # runs at any budget, and gives the unmodified model's tokens
+
+
+class Evaluation:
+    """Held-out windows and multiple-choice items of one model, and the lossless policy's answers to them.
+
+        evaluation = Evaluation(model_dir)
+        evaluation.reference()
+        for config in configs:
+            with closing(start_worker(config)) as worker:
+                quality = evaluation.measure(worker)
+
+    Args:
+        model_dir: a checkpoint with held-out text.
+        options: how much is scored.
+        config: how the reference runs: its device, dtype, threads and budget are used, its policy and link are not.
+            None: one thread, room for all experts.
+
+    Raises:
+        CheckpointError: no model, no held-out text, or too little of it.
+        ConfigError: windows or items exceed the model's positions.
+    """
+
+    def __init__(
+        self, model_dir: Path, options: EvaluationOptions | None = None, config: RunConfig | None = None
+    ) -> None:
+        self.options = options = EvaluationOptions() if options is None else options
+        check_model_dir(model_dir)
+        _check_positions(model_dir, options)
+        heldout = load_heldout(model_dir)
+        self.windows = cut_windows(heldout, options)
+        self.items = as_tokens(load_choices(model_dir, heldout), heldout, options.documents, options.items)
+        self.documents = len(heldout.documents[: options.documents])
+        base = run_config(str(model_dir), budget="1.0") if config is None else config
+        unthrottled = base.link.model_copy(update={"gbps": None, "latency_us": 0.0})
+        self._config = base.model_copy(update={"model": str(model_dir), "policy": LOSSLESS, "link": unthrottled})
+        self._reference: Reference | None = None
+
+    def reference(self, progress: Progress | None = None) -> Reference:
+        """Score everything without loss, the first time that it is called.
+
+        Raises:
+            RuntimeFailure: no room for the distributions, or the model fails.
+        """
+        if self._reference is None:
+            with closing(start_worker(self._config)) as worker:
+                self._reference = self._without_loss(worker, progress)
+        return self._reference
+
+    def measure(self, worker: Any, progress: Progress | None = None) -> Quality:
+        """Score a started `GpuWorker` of the same model, no request in flight, against the reference.
+
+        Raises:
+            RuntimeFailure: the worker serves a request, fails, or did without its NDP worker for a while.
+        """
+        reference = self.reference(progress)
+        failures = _ndp_failures(worker)
+        sums = {name: np.zeros(self.documents) for name in SUMS}
+        policy, prefix = worker.settings.policy, self.options.prefix
+        for i, window in enumerate(_shown(self.windows, f"{policy.name}: windows", progress)):
+            targets = torch.tensor(window.ids[prefix:])
+            log_probs = score_with(worker, window.ids, prefix)
+            found = compare(reference.distributions.get(i), log_probs, targets)
+            for name, value in {
+                "tokens": len(targets),
+                "bytes": window.nbytes,
+                "nll": found.nll.sum(),
+                "extra_nll": (found.nll - reference.nll[i]).sum(),
+                "reference_nll": reference.nll[i].sum(),
+                "agree": (found.top1 == reference.top1[i]).sum(),
+                "kl": found.kl.sum(),
+            }.items():
+                sums[name][window.document] += float(value)
+        for item, expected in zip(
+            _shown(self.items, f"{policy.name}: choices", progress), reference.choices, strict=True
+        ):
+            choice = _choice(worker, item)
+            sums["items"][item.document] += 1
+            sums["correct"][item.document] += choice == item.answer
+            sums["same_choice"][item.document] += choice == expected
+            sums["reference_correct"][item.document] += expected == item.answer
+        if _ndp_failures(worker) != failures:  # its part was computed here in full precision: that flatters the policy
+            raise RuntimeFailure("the NDP worker was lost or late during the measurement", "run it again")
+        return Quality(policy.name, policy.lossless, worker.stats().executor, sums, self.options)
+
+    def _without_loss(self, worker: Any, progress: Progress | None) -> Reference:
+        prefix, reference = self.options.prefix, None
+        for i, window in enumerate(_shown(self.windows, "lossless: windows", progress)):
+            log_probs = score_with(worker, window.ids, prefix)
+            if reference is None:
+                reference = Reference(Distributions(len(self.windows), *log_probs.shape))
+            reference.distributions.put(i, log_probs)
+            reference.nll.append(token_nll(log_probs, torch.tensor(window.ids[prefix:])))
+            reference.top1.append(log_probs.argmax(-1))
+        assert reference is not None  # there is at least one window
+        reference.choices += [_choice(worker, item) for item in _shown(self.items, "lossless: choices", progress)]
+        return reference
+
+
+def _choice(worker: Any, item: ChoiceTokens) -> int:
+    """The candidate with the greatest likelihood; they have the same number of tokens."""
+    log_probs = score_continuations_with(worker, item.context, item.candidates)
+    return int(token_nll(log_probs, torch.tensor(item.candidates)).sum(-1).argmin())
+
+
+def _ndp_failures(worker: Any) -> int:
+    """How often the NDP worker was lost, and what was computed without it because it was late."""
+    stats = worker.stats()
+    return int(stats.ndp_losses + stats.total().ndp_recomputed)
+
+
+def _shown(things: Sequence[_T], what: str, progress: Progress | None) -> Iterator[_T]:
+    """Each thing; the bar moves when the next one is asked for."""
+    if progress is None:
+        yield from things
+        return
+    yield from progress.track(things, description=what)
+
+
+def _check_positions(model_dir: Path, options: EvaluationOptions) -> None:
+    positions = load_model_config(model_dir).get("max_position_embeddings")
+    for tokens, what, remedy in (
+        (options.prefix + options.continuation, "the windows'", "lower --prefix or --continuation"),
+        (CONTEXT + TOKENS, "the multiple choices'", "use a model with more"),
+    ):
+        if isinstance(positions, int) and positions < tokens:
+            raise ConfigError(f"{what} {tokens} tokens exceed the model's {positions} positions", remedy)

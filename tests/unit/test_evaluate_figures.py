@@ -1,0 +1,137 @@
+"""Figures of an evaluation on made-up numbers: comparison of distributions, sums over documents, intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from tiermoe.cluster.jobs.evaluate.bootstrap import Ratio, difference, estimate, resample_counts
+from tiermoe.cluster.jobs.evaluate.compare import compare, kl_divergence, token_nll
+from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.quality import MEASURES, SUMS, Quality
+from tiermoe.errors import ConfigError, RuntimeFailure
+
+
+def log_probs(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows).log()
+
+
+def test_a_window_by_hand() -> None:
+    lossless = log_probs([0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
+    policy = log_probs([0.25, 0.5, 0.25], [0.1, 0.1, 0.8])
+    found = compare(lossless, policy, torch.tensor([1, 2]))
+    assert found.nll.tolist() == pytest.approx([math.log(2), -math.log(0.8)])
+    assert found.top1.tolist() == [1, 2]
+    assert found.kl.tolist() == pytest.approx([0.5 * math.log(2) - 0.25 * math.log(2), 0.0], abs=1e-7)
+
+
+@examples(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), scale=st.floats(0.0, 30.0))
+def test_kl_is_never_negative_and_survives_fp16(seed: int, scale: float) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    p, q = (torch.log_softmax(scale * torch.randn(4, 300, generator=rng), -1) for _ in range(2))
+    kl = kl_divergence(p, q)
+    assert bool((kl >= 0).all())
+    assert bool((kl_divergence(p, p) <= 1e-6).all())
+    assert bool((kl_divergence(p.half(), p) < 1e-5).all())
+    assert torch.allclose(kl_divergence(p.half(), q), kl, rtol=0.02, atol=1e-3)
+
+
+def test_kl_where_the_model_rules_a_token_out() -> None:
+    """Guards against 0 * (-inf - -inf)."""
+    p = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    assert kl_divergence(p, p).tolist() == pytest.approx([0.0], abs=1e-7)
+
+
+def test_figures_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(RuntimeFailure, match="not finite"):
+        token_nll(torch.full((1, 3), math.nan), torch.tensor([0]))
+
+
+def quality(name: str = "p", options: EvaluationOptions | None = None, **sums: list[float]) -> Quality:
+    documents = len(next(iter(sums.values())))
+    arrays = {key: np.array(sums.get(key, [1.0] * documents)) for key in SUMS}
+    return Quality(name, False, "emulated", arrays, options or EvaluationOptions())
+
+
+def test_measures_are_ratios_of_sums_not_means_of_ratios() -> None:
+    found = quality(tokens=[10, 30], nll=[10, 50], bytes=[20, 100], extra_nll=[1, 3], agree=[10, 20], kl=[0, 2])
+    assert found["perplexity"].value == pytest.approx(math.exp(60 / 40))
+    assert found["bits_per_byte"].value == pytest.approx(60 / 120 / math.log(2))
+    assert found["perplexity_ratio"].value == pytest.approx(math.exp(0.1))
+    assert found["top1_agreement"].value == pytest.approx(0.75)
+    assert found["kl_nats"].value == pytest.approx(0.05)
+
+
+def test_the_record_is_flat_and_finite() -> None:
+    record = json.loads(json.dumps(quality(tokens=[10, 30], items=[1, 0], correct=[1, 0]).as_dict(), allow_nan=False))
+    assert {f"{m}{end}" for m in MEASURES for end in ("", "_low", "_high")} <= record.keys()
+    assert all(not isinstance(value, dict | list) for value in record.values())
+    assert (record["documents"], record["tokens"], record["items"]) == (2, 40, 1)
+
+
+def test_a_difference_of_policies_is_paired() -> None:
+    """Documents differ far more than policies do: only the paired interval can tell them apart."""
+    rng = np.random.default_rng(3)
+    hard = rng.uniform(0, 300, 40)
+    tokens = [100.0] * 40
+    a = quality("a", tokens=tokens, nll=list(hard))
+    b = quality("b", tokens=tokens, nll=list(hard + rng.uniform(1, 3, 40)))
+    assert a["perplexity"].high > b["perplexity"].low
+    found = b.minus(a, "perplexity")
+    assert 0 < found.low < found.value < found.high
+    assert a.minus(a, "perplexity").high == 0
+
+
+def test_only_the_same_text_may_be_compared() -> None:
+    a = quality(tokens=[1.0, 1.0])
+    with pytest.raises(ValueError, match="same text"):
+        a.minus(replace(a, options=EvaluationOptions(prefix=64)), "kl_nats")
+
+
+def test_resamples_draw_documents_and_repeat_with_their_seed() -> None:
+    counts = resample_counts(7, 50, 1)
+    assert counts.shape == (50, 7)
+    assert (counts.sum(1) == 7).all()
+    assert (counts == resample_counts(7, 50, 1)).all()
+    assert (counts != resample_counts(7, 50, 2)).any()
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """A ratio whose numerator goes with its denominator, 40 documents: 95% within the noise of 300 draws."""
+    rng, trials, covered = np.random.default_rng(0), 300, 0
+    counts = resample_counts(40, 500, 0)
+    for _ in range(trials):
+        tokens = rng.integers(50, 200, 40).astype(float)
+        nll = tokens * rng.gamma(8.0, 0.25, 40)
+        found = estimate(Ratio(nll, tokens, lambda x: x), counts)
+        covered += found.low <= 2.0 <= found.high
+    assert 0.90 <= covered / trials <= 0.98
+
+
+def test_resamples_without_a_figure_are_left_out() -> None:
+    counts = resample_counts(2, 200, 0)
+    lone = Ratio(np.array([1.0, 0.0]), np.array([2.0, 0.0]), lambda x: x)
+    nothing = Ratio(np.zeros(2), lone.denominator, lone.transform)
+    assert estimate(lone, counts) == difference(lone, nothing, counts)
+    assert (estimate(lone, counts).low, estimate(lone, counts).high) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("documents", 0), ("windows", 0), ("items", -1), ("prefix", 0), ("continuation", 0), ("resamples", 0),
+        ("seed", -1), ("seed", 2**63),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_named(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"--{option} is {value}"):
+        EvaluationOptions(**{option: value})

@@ -1,0 +1,233 @@
+"""Scoring equals the unmodified model, announces prefill and decode rows, and an evaluation adds it up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import prepared, serving, settings
+from tiny_models import save_tiny_checkpoint
+from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors.engine.scoring import score, score_continuations_with, score_with
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.actors.settings import KvSettings
+from tiermoe.cluster.jobs.evaluate import command, job
+from tiermoe.cluster.jobs.evaluate.job import Evaluation
+from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.reference import Distributions
+from tiermoe.errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
+
+IDS = [5, 9, 77, 30, 12, 5, 64, 101, 8, 45, 3, 90, 17, 17, 33, 81, 29, 60, 4, 119]
+OPTIONS = EvaluationOptions(windows=2, items=2, prefix=40, continuation=24, resamples=100)
+
+
+def unmodified(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([list(ids)])).logits[0].float(), -1)
+
+
+# a plain one, sliding windows and sinks, an unpaged one, and one with a recurrent state
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v2", "jamba"])
+def test_equals_the_unmodified_model(architecture: str, tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint(architecture, tmp_path / "model")
+    config = settings(0.5, kv=KvSettings(page_size=16, num_blocks=64, max_batch_tokens=7))
+    with serving(prepared(checkpoint, tmp_path / "store"), config) as worker:
+        before = worker._model.config._attn_implementation
+        found = score_with(worker, IDS, 8)
+        assert torch.allclose(found, unmodified(checkpoint, IDS)[7:-1], atol=1e-4)
+        both = score_continuations_with(worker, IDS[:8], [IDS[8:12], IDS[2:6]])
+        assert torch.allclose(both[0], found[:4], atol=1e-4)
+        assert torch.allclose(both[1], unmodified(checkpoint, IDS[:8] + IDS[2:6])[7:-1], atol=1e-4)
+        assert worker._model.config._attn_implementation == before
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuWorker]:
+    folder = tmp_path_factory.mktemp("scoring")
+    store = prepared(save_tiny_checkpoint("qwen3_moe", folder / "model"), folder / "store")
+    with serving(store, settings(0.5)) as started:
+        yield started
+
+
+class Spy:
+    """What the engine is told."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[str, int, int, bool]] = []
+        self.ended: list[str] = []
+
+    def begin_forward(self, rows: Sequence[Any]) -> None:
+        self.forwards += [(r.name, r.start, r.stop, r.decode) for r in rows]
+
+    def end_sequence(self, name: str) -> None:
+        self.ended.append(name)
+
+
+def test_rows_are_announced_and_the_sequence_ends(worker: GpuWorker) -> None:
+    spy = Spy()
+    score(worker._model, spy, IDS, 8, "sdpa", 5)
+    name = spy.ended[0]
+    rows = [(5, False), (3, False), (5, True), (5, True), (1, True)]
+    assert spy.forwards == [(name, 0, count, decode) for count, decode in rows]
+    assert spy.ended == [name]
+    score(worker._model, spy, IDS[:9], 8, "sdpa", 64)  # the prefill alone predicts the one token
+    assert spy.forwards[5:] == [(spy.ended[1], 0, 8, False)]
+    assert spy.ended[1] != name
+
+
+def test_a_sequence_ends_when_its_forward_fails(worker: GpuWorker) -> None:
+    spy, before = Spy(), worker._model.config._attn_implementation
+    with pytest.raises(IndexError):
+        score(worker._model, spy, [*IDS, 10**6, 1], 8, "sdpa", 64)
+    assert len(spy.ended) == 1
+    assert worker._model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("prefix", [0, -1, len(IDS)])
+def test_nothing_before_or_after_the_prefix_is_refused(worker: GpuWorker, prefix: int) -> None:
+    with pytest.raises(RequestError, match="at least one token"):
+        score_with(worker, IDS, prefix)
+
+
+def test_continuations_of_different_lengths_are_refused(worker: GpuWorker) -> None:
+    with pytest.raises(RequestError, match="one length"):
+        score_continuations_with(worker, IDS, [[1, 2], [3]])
+
+
+def test_a_worker_that_serves_is_refused(worker: GpuWorker) -> None:
+    stream = worker.submit(GenerationRequest("long", (5, 6), SamplingParams(max_tokens=200, ignore_eos=True)))
+    with pytest.raises(RuntimeFailure, match="1 requests"):
+        score_with(worker, IDS, 8)
+    worker.cancel("long")
+    assert list(stream)[-1].finish == "cancelled"
+
+
+# -- the evaluation ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that reads bytes, with five documents."""
+    folder = save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("bytes") / "model", vocab_size=VOCAB_SIZE)
+    save_byte_tokenizer(folder)
+    (folder / "heldout").mkdir()
+    rows = [{"text": f"{name} and {name} again,\nand once more\n" * 20} for name in ("one", "two", "red", "sky", "end")]
+    (folder / "heldout" / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GpuWorker]:
+    """`start_worker` on a store of the test's own; every worker that it started."""
+    store, workers = prepared(model, tmp_path / "store"), list[GpuWorker]()
+
+    def start(config: Any) -> GpuWorker:
+        workers.append(GpuWorker(settings(0.5), store.describe()))
+        workers[-1].start()
+        return workers[-1]
+
+    for module in (job, command):
+        monkeypatch.setattr(module, "start_worker", start)
+    return workers
+
+
+def closed(worker: GpuWorker) -> bool:
+    return worker.engine.cache._loader._thread is None or not worker.engine.cache._loader._thread.is_alive()
+
+
+def test_lossless_costs_nothing_and_noise_does(model: Path, started: list[GpuWorker]) -> None:
+    evaluation = Evaluation(model, OPTIONS)
+    worker = job.start_worker(evaluation._config)
+    try:
+        same = evaluation.measure(worker)
+        assert same["top1_agreement"].value == same["choice_agreement"].value == 1.0
+        assert same["perplexity_ratio"].value == 1.0
+        assert 0 <= same["kl_nats"].value < 1e-5
+        assert same["perplexity"] == same["reference_perplexity"]
+        head = worker._model.get_output_embeddings().weight
+        head.add_(0.3 * torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+        other = evaluation.measure(worker)
+        assert other["kl_nats"].low > 0.001
+        assert other["top1_agreement"].high < 1.0
+        assert other["reference_perplexity"] == same["reference_perplexity"]
+        assert other.minus(same, "kl_nats").low > 0.001
+        assert other.as_dict()["tokens"] == 5 * 2 * 24
+        assert other.as_dict()["items"] == 5 * 2
+    finally:
+        worker.close()
+    assert [closed(w) for w in started] == [True, True]
+
+
+def test_a_lost_ndp_worker_is_no_measurement(model: Path, started: list[GpuWorker]) -> None:
+    evaluation = Evaluation(model, EvaluationOptions(documents=1, prefix=40, continuation=24))
+    evaluation.reference()
+    worker = job.start_worker(None)
+    try:
+        forward = worker._model.forward
+
+        def losing(*args: Any, **kwargs: Any) -> Any:
+            worker.engine.stats().layers[0].ndp_recomputed += 1
+            return forward(*args, **kwargs)
+
+        worker._model.forward = losing
+        with pytest.raises(RuntimeFailure, match="NDP worker was lost"):
+            evaluation.measure(worker)
+    finally:
+        worker.close()
+
+
+def test_an_interrupt_closes_the_worker(model: Path, started: list[GpuWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "score_with", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        command.evaluate(str(model), "on-demand", None, 1, OPTIONS, None)
+    assert [closed(w) for w in started] == [True]
+
+
+def test_the_record(model: Path, started: list[GpuWorker]) -> None:
+    record, quality = command.evaluate(str(model), "on-demand", "0.5", 1, OPTIONS, None)
+    assert {"hardware", "versions", "executor", "perplexity", "kl_nats_high", "ndp_tokens", "seed"} <= record.keys()
+    assert (record["executor"], record["documents"], record["windows_per_document"]) == ("emulated", 5, 2)
+    assert record["perplexity"] == quality["perplexity"].value
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RuntimeFailure, match="no room for 48 bytes"):
+        Distributions(2, 3, 4)
+
+
+def test_distributions_are_kept_in_half_precision() -> None:
+    kept = Distributions(2, 3, 4)
+    rows = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
+    kept.put(1, rows)
+    assert torch.equal(kept.get(1), rows.half())
+    assert kept.get(0).abs().sum() == 0
+
+
+def test_more_tokens_than_positions_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="300 tokens exceed the model's 256 positions"):
+        Evaluation(model, EvaluationOptions(prefix=200, continuation=100))
+
+
+def test_a_model_without_heldout_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="no held-out passages"):
+        Evaluation(tmp_path)

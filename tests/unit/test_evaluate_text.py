@@ -1,0 +1,173 @@
+"""Windows and multiple choice: which tokens are scored, and that the shipped set is the one that would be built."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import save_byte_tokenizer
+from tokenizers import Tokenizer, processors
+
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.evaluate.__main__ import main
+from tiermoe.cluster.jobs.evaluate.choices import CONTEXT, TOKENS, as_tokens, build_choices, line_starts
+from tiermoe.cluster.jobs.evaluate.choices_file import FILE, choices_text, load_choices
+from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.text import HeldOut, load_heldout
+from tiermoe.cluster.jobs.evaluate.windows import cut_windows, spread
+from tiermoe.errors import CheckpointError, ConfigError
+
+_LINE = "line {:04d} of {}, é\n"
+
+
+@pytest.fixture(scope="module")
+def shipped() -> HeldOut:
+    return load_heldout(default_model_dir())
+
+
+def small_model(folder: Path, documents: int = 5, lines: int = 30, begin: bool = False) -> Path:
+    """A tokenizer of one token a byte, and documents of one kind; `begin`: it puts <s> before a text."""
+    tokenizer: Tokenizer = save_byte_tokenizer(folder)
+    if begin:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "heldout").mkdir()
+    rows = [{"text": "".join(_LINE.format(n, name) for n in range(lines))} for name in "abcdefgh"[:documents]]
+    (folder / "heldout" / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_shipped_choices_are_what_the_script_builds(shipped: HeldOut) -> None:
+    text = choices_text(build_choices(shipped), shipped)
+    assert (default_model_dir() / FILE).read_text(encoding="utf-8") == text
+    assert load_choices(default_model_dir(), shipped) == build_choices(shipped)
+
+
+def test_every_shipped_item_is_fair(shipped: HeldOut) -> None:
+    items, by_id = build_choices(shipped), {p.id: p for p in shipped.passages}
+    assert len(items) >= 200
+    for item in items:
+        passages = [by_id[place.passage] for place in item.candidates]
+        assert len({p.kind for p in passages}) == 1
+        assert len({p.source for p in passages}) == 4
+        assert item.candidates[item.answer] == item.true
+        assert all(place.start in line_starts(p) for place, p in zip(item.candidates, passages, strict=True))
+        assert len({p.ids[c.start : c.start + TOKENS] for p, c in zip(passages, item.candidates, strict=True)}) == 4
+    answers = Counter(item.answer for item in items)
+    assert min(answers.values()) > len(items) / 8
+
+
+def test_items_in_tokens(shipped: HeldOut) -> None:
+    items = as_tokens(build_choices(shipped), shipped, documents=3, per_document=2)
+    assert Counter(item.document for item in items) == {0: 2, 1: 2, 2: 2}
+    for item in items:
+        assert len(item.context) == CONTEXT
+        assert {len(c) for c in item.candidates} == {TOKENS}
+        whole = (*item.context, *item.candidates[item.answer])
+        texts = [p.ids for p in shipped.documents[item.document]]
+        assert any(whole == ids[k : k + len(whole)] for ids in texts for k in range(len(ids)))
+
+
+def test_windows_are_repeatable_and_their_continuations_do_not_overlap(shipped: HeldOut) -> None:
+    options = EvaluationOptions(windows=4, prefix=96, continuation=64)
+    windows = cut_windows(shipped, options)
+    assert windows == cut_windows(shipped, options)
+    assert {len(w.ids) for w in windows} == {160}
+    assert {w.document for w in windows} == set(range(len(shipped.documents)))
+    assert max(Counter(w.document for w in windows).values()) == 4
+    by_id = {p.id: p.ids for p in shipped.passages}
+    seen: set[tuple[str, int]] = set()
+    for w in windows:
+        ids = by_id[w.passage]
+        start = next(k for k in range(0, len(ids), 64) if ids[k : k + 160] == w.ids)
+        scored = {(w.passage, k) for k in range(start + 96, start + 160)}
+        assert not scored & seen
+        seen |= scored
+
+
+def test_windows_count_the_bytes_of_what_they_score(tmp_path: Path) -> None:
+    """One token a byte, and lines of 19 bytes with a two-byte character."""
+    windows = cut_windows(load_heldout(small_model(tmp_path)), EvaluationOptions(prefix=19, continuation=38, windows=9))
+    assert {w.nbytes for w in windows} == {38}
+
+
+def test_the_kinds_take_turns(shipped: HeldOut) -> None:
+    assert [document[0].kind for document in shipped.documents[:6]] == ["c", "prose", "python"] * 2
+    assert all(len({p.source for p in document}) == 1 for document in shipped.documents)
+
+
+def test_special_tokens_before_a_text_stand_in_every_prefix(tmp_path: Path) -> None:
+    heldout = load_heldout(small_model(tmp_path, begin=True))
+    assert heldout.leading == (1,)
+    windows = cut_windows(heldout, EvaluationOptions(prefix=8, continuation=8, windows=3))
+    assert all(w.ids[0] == 1 and 1 not in w.ids[1:] and len(w.ids) == 16 for w in windows)
+    item = as_tokens(build_choices(heldout), heldout, None, 1)[0]
+    assert (item.context[0], len(item.context)) == (1, CONTEXT)
+
+
+def test_a_model_without_a_set_gets_one_built(tmp_path: Path) -> None:
+    heldout = load_heldout(small_model(tmp_path))
+    assert load_choices(tmp_path, heldout) == build_choices(heldout)
+
+
+def test_the_script_writes_what_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(small_model(tmp_path))]) == 0
+    heldout = load_heldout(tmp_path)
+    assert load_choices(tmp_path, heldout) == build_choices(heldout)
+    assert "15 items" in capsys.readouterr().out
+    assert main([str(tmp_path / "none")]) == 2
+
+
+def test_a_set_of_other_text_is_refused(tmp_path: Path) -> None:
+    main([str(small_model(tmp_path))])
+    (tmp_path / "heldout" / "more.jsonl").write_text(json.dumps({"text": "more"}) + "\n")
+    with pytest.raises(CheckpointError, match=r"another fingerprint.*build it again"):
+        load_choices(tmp_path, load_heldout(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"answer": ', '"answer": 9'), ('"start": ', '"start": 99999'), ('"items"', '"things"'), ("}", "")]
+)
+def test_a_damaged_set_is_refused(tmp_path: Path, old: str, new: str) -> None:
+    main([str(small_model(tmp_path))])
+    path = tmp_path / FILE
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(CheckpointError, match=r"cannot be read.*build it again"):
+        load_choices(tmp_path, load_heldout(tmp_path))
+
+
+def test_refusals_of_heldout_text(tmp_path: Path) -> None:
+    shutil.copy(default_model_dir() / "tokenizer.json", tmp_path)
+    with pytest.raises(CheckpointError, match="no held-out passages"):
+        load_heldout(tmp_path)
+    (tmp_path / "heldout").mkdir()
+    (tmp_path / "heldout" / "x.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    with pytest.raises(CheckpointError, match="line 2 is not an object with a text"):
+        load_heldout(tmp_path)
+    (tmp_path / "heldout" / "x.jsonl").write_text('{"text": "a", "id": "n"}\n{"text": "b", "id": "n"}\n')
+    with pytest.raises(CheckpointError, match="the id 'n'"):
+        load_heldout(tmp_path)
+
+
+def test_refusals_of_too_little_text(tmp_path: Path) -> None:
+    heldout = load_heldout(small_model(tmp_path, documents=3))
+    with pytest.raises(CheckpointError, match="four documents of one kind"):
+        build_choices(heldout)
+    with pytest.raises(CheckpointError, match="no held-out passage has 5000 tokens"):
+        cut_windows(heldout, EvaluationOptions(prefix=4000, continuation=1000))
+
+
+def test_a_prefix_without_room_for_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--prefix"):
+        cut_windows(load_heldout(small_model(tmp_path, begin=True)), EvaluationOptions(prefix=1))
+
+
+def test_spread() -> None:
+    assert spread(range(10), 3) == [1, 5, 8]
+    assert spread(range(2), 5) == [0, 1]
+    assert spread([], 2) == []
+    assert math.isclose(sum(spread(range(101), 7)) / 7, 50, abs_tol=1)
