@@ -12,6 +12,8 @@ from typing import Any
 from ..errors import RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
 from .expert_store import StoreView, open_views
+from .links import NdpLink
+from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings
 
@@ -22,12 +24,13 @@ class GpuWorker:
     Args:
         settings: what to run and within which budget.
         view: the expert store, as described by an `ExpertStore` of the same node.
+        ndp: how to reach the NDP worker; needed where the policy uses one.
 
     Construction is cheap; `start` loads.
     """
 
-    def __init__(self, settings: EngineSettings, view: StoreView) -> None:
-        self._settings, self._view = settings, view
+    def __init__(self, settings: EngineSettings, view: StoreView, ndp: NdpLink | None = None) -> None:
+        self._settings, self._view, self._ndp = settings, view, ndp
         self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
@@ -67,9 +70,15 @@ class GpuWorker:
             layers_pinned = [device.pin_host(layer.tensors) for layer in weights]  # all layers, even after a failure
             pinned = all(layers_pinned)
         top_k = experts_per_token(self._model.config)
-        self._engine = ExpertEngine(settings, manifest.experts, weights, blocks, top_k, device, dtype)
-        self._batcher = make_batcher(self._model, settings.kv)
-        if settings.policy.preload == "none":
+        tables = None
+        if settings.policy.uses_ndp:
+            replicas = describe_replicas(self._view.path, verify="stamp")
+            tables = None if replicas is None else read_tables(replicas)
+        self._engine = ExpertEngine(
+            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables
+        )
+        self._batcher = make_batcher(self._model, settings.kv, self._engine)
+        if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
         self._engine.reset_stats()
         return describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
@@ -80,7 +89,9 @@ class GpuWorker:
             return {"state": "created"}
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
-        return {"state": "serving", "running": len(self._batcher.streams)}
+        remote = self._engine.remote
+        ndp = {} if remote is None else {"ndp": "connected" if remote.available else "lost"}
+        return {"state": "serving", "running": len(self._batcher.streams)} | ndp
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request now; iterating gives its tokens as they come.
@@ -120,6 +131,16 @@ class GpuWorker:
         """The expert engine (`ExpertEngine`), for benchmarks and tests in this process."""
         return self._engine
 
+    @property
+    def model(self) -> Any:
+        """The transformers model, to be run directly while no request is in flight (`engine.scoring`)."""
+        return self._model
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What the worker was started with."""
+        return self._settings
+
     def trace_events(self) -> list[dict[str, Any]]:
         """The timeline as Chrome trace events; empty unless `settings.trace`."""
         return self._engine.timeline.events()
@@ -132,8 +153,11 @@ class GpuWorker:
             self._engine.close()
 
 
-def make_batcher(model: Any, kv: KvSettings) -> Any:
+def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:
     """Continuous batching where the model allows it, else one request after another.
+
+    Args:
+        watcher: a `SequenceWatcher`, told whose rows each forward pass carries.
 
     Raises:
         UnsupportedModelError: `kv.batching` insists on continuous and the model does not allow it.
@@ -142,10 +166,10 @@ def make_batcher(model: Any, kv: KvSettings) -> Any:
     from .engine.serial import SerialBatcher
 
     if kv.batching == "serial":
-        return SerialBatcher(model, kv, "asked for")
+        return SerialBatcher(model, kv, "asked for", watcher)
     try:
-        return ContinuousBatcher(model, kv)
+        return ContinuousBatcher(model, kv, watcher)
     except UnsupportedModelError as error:
         if kv.batching == "continuous":
             raise
-        return SerialBatcher(model, kv, error.what)
+        return SerialBatcher(model, kv, error.what, watcher)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -34,6 +34,47 @@ class PrefetchSettings(Settings):
     )
 
 
+class PlacementSettings(Settings):
+    """Which experts belong to the device and which to the NDP worker.
+
+    cache: none belongs to the NDP worker, the cache decides. context: after a sequence's prefill its most important
+    experts, fixed for its decode. static: the most popular ones of the calibration text, for good. monde: in every
+    layer those with the most tokens, as far as moving them pays.
+    """
+
+    kind: Literal["cache", "context", "static", "monde"] = "cache"
+    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
+    hot_per_layer: int | None = Field(default=None, ge=0, description="experts; none: as many as the budget holds")
+
+
+class PrecisionSettings(Settings):
+    """On which replicas the NDP worker computes.
+
+    full: on the store's own weights. uniform: all experts at `bits`. prefix-split: `bits` on average, where the loss
+    table says that they gain most, never more for a less important expert.
+    """
+
+    kind: Literal["full", "uniform", "prefix-split"] = "full"
+    bits: float | None = Field(default=None, ge=1, le=8)
+
+    @model_validator(mode="after")
+    def _has_bits(self) -> PrecisionSettings:
+        if (self.kind == "full") != (self.bits is None):
+            raise ValueError(f"precision {self.kind} takes {'no bits' if self.kind == 'full' else 'bits'}")
+        if self.kind == "uniform" and self.bits not in (1, 2, 3, 4, 8):
+            raise ValueError("uniform precision takes 1, 2, 3, 4 or 8 bits")
+        if self.kind == "prefix-split" and self.bits is not None and self.bits > 4:
+            raise ValueError("prefix-split takes 1 to 4 bits on average")
+        return self
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the replicas that may be used, ascending."""
+        if self.kind == "prefix-split":
+            return (1, 2, 3, 4)
+        return () if self.bits is None else (int(self.bits),)
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -44,6 +85,39 @@ class PolicySettings(Settings):
     prefetch: PrefetchSettings = PrefetchSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
+    placement: PlacementSettings = PlacementSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PolicySettings:
+        if self.lossless and self.precision.kind != "full":
+            raise ValueError("a policy on quantized replicas is not lossless")
+        if not self.uses_ndp and self.precision.kind != "full":
+            raise ValueError("precision is that of the NDP worker, which placement cache does not use")
+        if self.uses_ndp and (self.prefetch.kind != "none" or self.preload != "none"):
+            raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
+        return self
+
+    @property
+    def uses_ndp(self) -> bool:
+        """Whether experts are computed by an NDP worker."""
+        return self.placement.kind != "cache"
+
+    @property
+    def replica_widths(self) -> tuple[int, ...]:
+        """Widths of the replicas that the store must have; those also come with the popularity of experts."""
+        return self.precision.widths or ((4,) if self.placement.kind == "static" else ())
+
+
+class NdpSettings(Settings):
+    """The NDP worker and the channel to it."""
+
+    threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
+    group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
+    hardware: dict[str, Any] = Field(default_factory=dict, description="the modelled device (NdpProfile)")
+    pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
 
 
 class KvSettings(Settings):
@@ -70,6 +144,7 @@ class EngineSettings(Settings):
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     link: LinkSettings = LinkSettings()
     kv: KvSettings = KvSettings()
+    ndp: NdpSettings = NdpSettings()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")

@@ -9,13 +9,16 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
-from ..actors.settings import EngineSettings, KvSettings, LinkSettings, PolicySettings, Settings
+from ..actors.policies.cost import NdpProfile
+from ..actors.settings import EngineSettings, KvSettings, LinkSettings, NdpSettings, PolicySettings, Settings
 from ..errors import BudgetError, CheckpointError, ConfigError
+from .topology.settings import ClusterConfig, HardwareConfig
 from .yaml_file import explain, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +42,17 @@ class RaySettings(Settings):
     )
 
 
+class NdpConfig(Settings):
+    """The NDP worker, for policies that use one."""
+
+    threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
+    group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
+    hardware: str = Field(default="paper-ndp", description="modelled device: name in configs/hardware, or a YAML file")
+    pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
+
+
 class RunConfig(Settings):
     """Everything of a run besides the prompt and its sampling."""
 
@@ -51,9 +65,12 @@ class RunConfig(Settings):
     threads: int | None = Field(default=None, ge=1, le=1024, description="worker threads; none: all cores but one")
     link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
     kv: KvSettings = KvSettings()
+    ndp: NdpConfig = NdpConfig()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = False
     ray: RaySettings = RaySettings()
+    cluster: ClusterConfig = ClusterConfig()
+    hardware: HardwareConfig = HardwareConfig()
     request_deadline_s: float = Field(default=3600.0, gt=0, description="seconds that one request may take")
 
     @property
@@ -128,6 +145,22 @@ def load_policy(name_or_path: str) -> PolicySettings:
         raise explain(error, PolicySettings, str(path)) from error
 
 
+def load_hardware(name_or_path: str) -> NdpProfile:
+    """Read the profile of an NDP device by its name in configs/hardware, or any such file by its path.
+
+    Raises:
+        ConfigError: no such profile or file, or its content is refused.
+    """
+    path = _preset_path("hardware", name_or_path)
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in (configs_dir() / "hardware").glob("*.yaml")))
+        raise ConfigError(f"no hardware '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+    try:
+        return NdpProfile.from_dict(read_yaml(path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", "compare it with configs/hardware/paper-ndp.yaml") from error
+
+
 def load_run_config(file: str | None = None, options: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a run configuration.
 
@@ -171,9 +204,11 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
         )
     cpus, threads = config.ray.num_cpus, config.worker_threads
-    if config.ray.address is None and cpus is not None and cpus <= threads:
+    needed = threads + 1 + (config.ndp.threads if policy.uses_ndp else 0)
+    if config.ray.address is None and cpus is not None and cpus < needed:
+        ndp = f", the NDP worker's {config.ndp.threads}" if policy.uses_ndp else ""
         raise ConfigError(
-            f"ray.num_cpus is {cpus}, but the worker's {threads} threads and the store need {threads + 1}",
+            f"ray.num_cpus is {cpus}, but the worker's {threads} threads{ndp} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
         )
     return EngineSettings(
@@ -184,6 +219,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         threads=threads,
         link=config.link,
         kv=config.kv,
+        ndp=NdpSettings(
+            **config.ndp.model_dump(exclude={"hardware"}), hardware=asdict(load_hardware(config.ndp.hardware))
+        ),
         attention=config.attention,
         integrity_checks=config.integrity_checks,
         trace=trace,

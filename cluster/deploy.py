@@ -1,6 +1,6 @@
 """Where the actors run: the one file that starts Ray, places actors and ends them.
 
-    scratch directory -> Ray (local, or joined) -> placement group -> ExpertStore -> GpuWorker -> ready
+    scratch directory -> Ray (local, or joined) -> placement group -> ExpertStore -> NdpWorker -> GpuWorker -> ready
 
 The actor classes are plain classes; `ray.remote` is applied here. `Deployment` is a context manager, and leaving it, in
 whatever way, leaves no process, no shared memory and no file behind.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
 from .config import RunConfig
+from .endpoints import EndpointDirectory, Endpoints
 from .failures import as_failure, as_join_failure
 from .quiet import without_ray_notices
 from .ray_auth import check_joinable, ensure_private_token
@@ -35,6 +37,7 @@ _CONTROL = "control"  # calls that must get through while every request thread i
 _CONTROL_THREADS = 4
 _CALL_DEADLINE_S = 30.0
 _GOODBYE_DEADLINE_S = 2.0
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Ray's own switches, which it reads from the environment only.
 _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,7 +46,7 @@ _RAY_SWITCHES = {
 
 
 class Deployment:
-    """One store and one worker on Ray, ready inside the `with` block.
+    """One store and one worker on Ray, with an NDP worker where the policy uses one, ready inside the `with` block.
 
     Args:
         config: which Ray, which deadlines.
@@ -77,6 +80,8 @@ class Deployment:
         self._group: PlacementGroup | None = None
         self._store: Any = None
         self._worker: Any = None
+        self._directory: Any = None
+        self._ndp: Any = None
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
 
@@ -154,13 +159,27 @@ class Deployment:
         """The worker's own account of its state."""
         return self._ask("health")
 
+    def ndp_health(self) -> dict[str, Any]:
+        """The NDP worker's own account of its state.
+
+        Raises:
+            RuntimeFailure: there is none, or it does not answer (Ray may be restarting it).
+        """
+        if self._ndp is None:
+            raise RuntimeFailure("this deployment has no NDP worker", "choose a policy that uses one")
+        try:
+            return ray.get(self._ndp.health.remote(), timeout=_CALL_DEADLINE_S)
+        except ray.exceptions.RayError as error:
+            raise as_failure(error, "the NDP worker did not answer 'health'", _CALL_DEADLINE_S) from error
+
     def trace_events(self) -> list[dict[str, Any]]:
         """Chrome trace events that the worker recorded."""
         return self._ask("trace_events")
 
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
-        actors, self._worker, self._store = [self._worker, self._store], None, None
+        actors = [self._worker, self._ndp, self._store, self._directory]
+        self._worker = self._ndp = self._store = self._directory = None
         group, self._group = self._group, None
         scratch, self._scratch = self._scratch, None
         try:
@@ -195,7 +214,8 @@ class Deployment:
             inductor = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch.path / "inductor")}
             switches = _RAY_SWITCHES | self._thread_limits() | inductor
             options |= {
-                "num_cpus": self._config.ray.num_cpus or self._settings.threads + 1,
+                "num_cpus": self._config.ray.num_cpus or self._settings.threads + 1 + self._ndp_threads(),
+                "resources": {"ndp": 1} if self._settings.policy.uses_ndp else None,
                 "include_dashboard": False,
                 "object_store_memory": self._config.ray.object_store_bytes,
                 "_temp_dir": str(self._scratch.path),
@@ -217,6 +237,11 @@ class Deployment:
         bundles = [worker, {"CPU": 1.0}]
         wanted = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in sorted(worker)}
         have = ray.cluster_resources()
+        if self._settings.policy.uses_ndp and have.get("ndp", 0.0) < 1:
+            raise RuntimeFailure(
+                f"policy '{self._settings.policy.name}' needs a node with the resource ndp, Ray has none",
+                "start that node with `ray start ... --resources '{\"ndp\": 1}'`, or choose another policy",
+            )
         fits = all(have.get(key, 0.0) >= value for key, value in wanted.items())
         self._group = placement_group(bundles, strategy="STRICT_PACK")
         # a cluster that was joined may be busy, or grow: wait. A local Ray has what it has.
@@ -239,8 +264,32 @@ class Deployment:
             cpus=self._settings.threads,
             max_concurrency=self._settings.kv.max_requests,
             concurrency_groups={_CONTROL: _CONTROL_THREADS},
-        ).remote(self._settings, view)
+        ).remote(self._settings, view, self._start_ndp() if self._settings.policy.uses_ndp else None)
         self.plan = ray.get(self._worker.start.remote(), timeout=self._left())
+
+    def _start_ndp(self) -> Any:
+        """Start the NDP worker where the resource `ndp` is; the link by which the lead finds it, also restarted."""
+        from ..actors.links import NdpLink
+        from ..actors.ndp_worker import NdpWorker
+
+        settings = self._settings.ndp
+        name = f"endpoints-{secrets.token_hex(8)}"  # another deployment in the same cluster has its own
+        self._directory = ray.remote(num_cpus=0, name=name)(EndpointDirectory).remote()
+        local = self._config.ray.address is None
+        endpoints = Endpoints(name, "127.0.0.1" if local else None)
+        token = secrets.token_hex(32)
+        self._ndp = ray.remote(
+            num_cpus=settings.threads,
+            resources={"ndp": 1},
+            max_restarts=-1,
+            max_concurrency=2,
+            runtime_env={"env_vars": dict.fromkeys(_THREAD_VARIABLES, "1")} if not local else None,
+        )(NdpWorker).remote(settings, self._store_path, endpoints, token)
+        ray.get(self._ndp.health.remote(), timeout=self._left())
+        return NdpLink(endpoints, token)
+
+    def _ndp_threads(self) -> int:
+        return self._settings.ndp.threads if self._settings.policy.uses_ndp else 0
 
     def _classes(self) -> tuple[type, type]:
         """The classes to run; imported here so that only a deployment pays for them."""
@@ -263,7 +312,7 @@ class Deployment:
 
     def _thread_limits(self) -> dict[str, str]:
         threads = str(self._settings.threads)
-        return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+        return dict.fromkeys(_THREAD_VARIABLES, threads)
 
     def _left(self) -> float:
         """Seconds until the start-up deadline; never zero, which Ray takes for `do not wait`."""

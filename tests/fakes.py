@@ -34,7 +34,7 @@ class FakeWorker:
     7: the process dies after the second token. 8: no token ever comes (until cancelled).
     """
 
-    def __init__(self, settings: EngineSettings, view: Any) -> None:
+    def __init__(self, settings: EngineSettings, view: Any, ndp: Any = None) -> None:
         self._settings, self._view = settings, view
         self._cancelled: dict[str, threading.Event] = {}
 

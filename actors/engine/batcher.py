@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from ...errors import RuntimeFailure, UnsupportedModelError
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
 from .sampling import request_sampling, seed_of
+from .sequences import SequenceRows, SequenceWatcher
 from .streams import Stream, Streams
 
 
@@ -60,6 +61,7 @@ class ContinuousBatcher:
     Args:
         model: a transformers model on its device.
         kv: size of the cache and of a batch.
+        watcher: told before each forward pass whose rows it carries; None: nobody.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously; found by running one
@@ -68,14 +70,14 @@ class ContinuousBatcher:
 
     serial_because: str | None = None
 
-    def __init__(self, model: Any, kv: KvSettings) -> None:
-        self.streams = open_streams(model, kv)
+    def __init__(self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> None:
+        self.streams = open_streams(model, kv, watcher)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
         except (ValueError, AttributeError, NotImplementedError) as error:
             raise _unsupported(model, str(error)) from error
-        self._manager.logit_processor = request_sampling()
+        self._manager.logit_processor = request_sampling(watcher.begin_forward if watcher is not None else _unwatched)
         self._manager.output_router = _Sink(self.streams)
         try:
             with _quiet_manager():
@@ -140,7 +142,11 @@ class ContinuousBatcher:
                 self._manager.stop(block=True, hard_stop=True)
 
 
-def open_streams(model: Any, kv: KvSettings) -> Streams:
+def _unwatched(rows: Sequence[SequenceRows]) -> None:
+    return None
+
+
+def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:
     """The table of requests for a model: its stop tokens, its vocabulary and its limits."""
     text = model.config.get_text_config()
     eos = model.generation_config.eos_token_id
@@ -152,6 +158,7 @@ def open_streams(model: Any, kv: KvSettings) -> Streams:
         eos=[eos] if isinstance(eos, int) else list(eos or []),
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         positions=positions if isinstance(positions, int) and positions > 0 else None,
+        ended=watcher.end_sequence if watcher is not None else None,
     )
 
 

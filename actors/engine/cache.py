@@ -17,7 +17,7 @@ from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
 from .device import Copied, Device
-from .loader import DEMAND, PREFETCH, Loader, LoadJob
+from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
 from .pool import LayerWeights, SlotPool
 from .stats import EngineStats
 from .timeline import Timeline
@@ -52,6 +52,7 @@ class ExpertCache:
         self._weights = weights
         self._experts = residency.keys // len(weights)
         self._loader = Loader(device)
+        self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
         self._unused_prefetches: set[int] = set()
         stats.expert_bytes_peak = pool.bytes
@@ -79,7 +80,6 @@ class ExpertCache:
         stats.forwards += 1
         stats.hits += plan.resident
         stats.misses += len(plan.run) - plan.resident
-        stats.late_prefetches += plan.arriving
         stats.waves += plan.waves
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
@@ -89,18 +89,24 @@ class ExpertCache:
                 self.governor.used()
                 stats.prefetched_hits += 1
         for key in plan.run[plan.resident : plan.resident + plan.arriving]:
-            self._unused_prefetches.discard(key)
-            self.governor.used()
-            self._loader.promote(self._jobs[key])
+            job = self._jobs[key]
+            if job.prefetch:
+                stats.late_prefetches += 1
+                self._unused_prefetches.discard(key)
+                self.governor.used()
+                self._loader.promote(job)
 
     def issue(self, loads: Sequence[Load]) -> None:
         """Evict, reserve and queue these demand loads; each key is pinned."""
         for load in loads:
             if load.evict is not None:
                 self._evict(load.evict, load.key // self._experts)
-        jobs = [self._reserve(load.key, prefetch=False) for load in loads]
+        jobs = [self._reserve(load.key, "demand") for load in loads]
         for load in loads:
             self.residency.pin(load.key)
+        if self.decode_only and loads:
+            layer = loads[0].key // self._experts
+            self.stats.layers[layer].bytes_demanded_decode += len(loads) * self.residency.slot_bytes
         self._loader.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
@@ -142,14 +148,29 @@ class ExpertCache:
             self._evict(victim, victim // self._experts)
         absent = absent[: residency.free_slots]
         self._unused_prefetches.update(absent)
-        self._loader.submit([self._reserve(k, prefetch=True) for k in absent], PREFETCH)
+        self._loader.submit([self._reserve(k, "prefetch") for k in absent], PREFETCH)
         return len(absent)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
+    def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
+        """Make these experts the cache's content; those that are absent are loaded in this order.
+
+        Args:
+            keys: what to hold, most urgent first; at most as many as there are slots are loaded.
+            keep_others: let other residents stay where there is room, for a prefill that is using them.
+        """
+        residency, wanted = self.residency, set(keys)
+        absent = [k for k in keys if residency.state(k) == State.ABSENT]
+        going = len(absent) - residency.free_slots if keep_others else residency.slots
+        victims = self.eviction.victims(going, lambda k: k not in wanted and not residency.pinned(k))
+        for victim in victims:
+            self._evict(victim, victim // self._experts)
+        self._loader.submit([self._reserve(k, "migration") for k in absent[: residency.free_slots]], DEMAND)
+
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
-        jobs = [self._reserve(k, prefetch=False) for k in keys[: self.residency.free_slots]]
+        jobs = [self._reserve(k, "demand") for k in keys[: self.residency.free_slots]]
         self._loader.submit(jobs, DEMAND)
         for job in jobs:
             job.done.wait()
@@ -193,12 +214,12 @@ class ExpertCache:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _reserve(self, key: int, *, prefetch: bool) -> LoadJob:
+    def _reserve(self, key: int, cause: Cause) -> LoadJob:
         reservation = self.residency.reserve(key)
         self.eviction.admitted(key)
-        return self._new_job(reservation, prefetch)
+        return self._new_job(reservation, cause)
 
-    def _new_job(self, reservation: Reservation, prefetch: bool) -> LoadJob:
+    def _new_job(self, reservation: Reservation, cause: Cause) -> LoadJob:
         key = reservation.key
         layer, expert = divmod(key, self._experts)
         job = self._jobs[key] = LoadJob(
@@ -207,7 +228,7 @@ class ExpertCache:
             src=self._weights[layer].expert(expert),
             after=self.device.mark_use(),
             layer=layer,
-            prefetch=prefetch,
+            cause=cause,
         )
         return job
 
@@ -220,8 +241,10 @@ class ExpertCache:
             return False
         self._publish(job, copied)
         stats = self.stats.layers[job.layer]
-        if job.prefetch:
+        if job.cause == "prefetch":
             stats.bytes_loaded_prefetch += self.residency.slot_bytes
+        elif job.cause == "migration":
+            stats.bytes_loaded_migration += self.residency.slot_bytes
         else:
             stats.bytes_loaded_demand += self.residency.slot_bytes
         stats.total_io_s += copied.end_s - copied.start_s
@@ -236,11 +259,11 @@ class ExpertCache:
         del self._jobs[job.reservation.key]
 
     def _load_again(self, job: LoadJob, layer: int) -> None:
-        """A forward waited for a copy that did not happen: one more try if it was a guess, else the forward fails."""
-        if job.prefetch and job.error is not None:
-            self.stats.layers[job.layer].failed_prefetches += 1
+        """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
+        if job.cause != "demand" and job.error is not None:
+            self._count_failed(job)
             self._unused_prefetches.discard(job.reservation.key)
-            job = self._new_job(job.reservation, prefetch=False)
+            job = self._new_job(job.reservation, "demand")
             self._loader.submit([job], DEMAND)
             self._wait(job, layer)
         if job.copied is None:
@@ -250,9 +273,12 @@ class ExpertCache:
         """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
         if job.error is None:
             self._fail(job)
+        self._count_failed(job)
+        self._release(job.reservation.key)
+
+    def _count_failed(self, job: LoadJob) -> None:
         if job.prefetch:
             self.stats.layers[job.layer].failed_prefetches += 1
-        self._release(job.reservation.key)
 
     def _fail(self, job: LoadJob) -> NoReturn:
         """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""

@@ -46,10 +46,30 @@ def describe(
         "pinned": pinned,
         "prefetch": policy.prefetch.kind,
         "eviction": policy.eviction,
+        "ndp": _ndp(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "notes": _notes(engine, batcher, pinned),
+    }
+
+
+def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
+    """Where cold experts run and on which replicas; None where no NDP worker takes part."""
+    policy = settings.policy
+    if engine.remote is None:
+        return None
+    return {
+        "placement": policy.placement.kind,
+        "alpha": policy.placement.alpha,
+        "hot_per_layer": engine.hot_per_layer,
+        "precision": policy.precision.kind,
+        "bits": policy.precision.bits,
+        "group_size": settings.ndp.group_size if policy.precision.kind != "full" else None,
+        "threads": settings.ndp.threads,
+        "transport": engine.remote.transport,
+        "hardware": settings.ndp.hardware.get("name"),
+        "paced": settings.ndp.pace,
     }
 
 

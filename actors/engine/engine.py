@@ -12,10 +12,12 @@ from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..budget import budget_bytes
 from ..expert_store import LayerArrays
+from ..links import NdpLink
 from ..policies.eviction import EVICTION
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
+from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
@@ -24,9 +26,15 @@ from .dispatch import Dispatcher
 from .layer import MoeLayer, NextGate
 from .model import DTYPES, MoeBlock
 from .operator import attach, detach
+from .placer import Placer
+from .placers import make_placer, refuse_unsuitable
 from .pool import LayerWeights, SlotPool
+from .remote import RemoteExperts
+from .sequences import SequenceRows
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
+
+_NDP_START_S = 60.0  # seconds to reach the NDP worker, which is started before the lead
 
 
 def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
@@ -68,10 +76,12 @@ class ExpertEngine:
         top_k: experts per token.
         device: where the pool lives.
         dtype: of the slots and of the compute.
+        ndp: how to reach the NDP worker; needed where the policy uses one.
+        tables: of the store's replicas; None where it has none.
 
     Raises:
-        BudgetError: not one slot fits. ConfigError: the policy needs what the model or budget lacks.
-        RuntimeFailure: preloading failed. Whatever is raised, no thread stays behind.
+        BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
+        RuntimeFailure: preloading failed, or the NDP worker was not reached. Whatever is raised, no thread stays.
     """
 
     def __init__(
@@ -83,6 +93,8 @@ class ExpertEngine:
         top_k: int,
         device: Device,
         dtype: torch.dtype,
+        ndp: NdpLink | None = None,
+        tables: ReplicaTables | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
         keys = layers * shape.num_experts
@@ -116,20 +128,58 @@ class ExpertEngine:
         )
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
+        self.remote: RemoteExperts | None = None
+        self._placer: Placer | None = None
         try:
-            self._attach_layers(blocks, settings)
+            planner = LoadOnMiss()
+            if policy.uses_ndp:
+                self._start_ndp(settings, shape, blocks, planner, ndp, tables)
+            self._attach_layers(blocks, settings, planner)
             if policy.preload == "all":
                 self.cache.preload(range(keys))
         except BaseException:
             self.close()
             raise
 
-    def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings) -> None:
-        dispatcher, planner = Dispatcher(self.cache, self.experts), LoadOnMiss()
+    def _start_ndp(
+        self,
+        settings: EngineSettings,
+        shape: ExpertShape,
+        blocks: Sequence[MoeBlock],
+        planner: LoadOnMiss,
+        ndp: NdpLink | None,
+        tables: ReplicaTables | None,
+    ) -> None:
+        policy = settings.policy
+        activation = refuse_unsuitable(policy, shape, blocks)
+        if ndp is None:
+            raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
+        remote = RemoteExperts(ndp, settings.ndp, activation, self._stats)
+        self._placer = make_placer(
+            settings, self.cache, planner, shape, lambda: remote.available,
+            kernel_for(self.cache.pool, blocks[0]), tables,
+        )  # fmt: skip
+        self.remote = remote
+        remote.start(_NDP_START_S)
+        self.cache.preload(self._placer.preload)
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        """The next forward pass carries these rows; on the thread that runs it."""
+        self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
+        if self._placer is not None:
+            self._placer.begin_forward(sequences)
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over; from any thread."""
+        if self._placer is not None:
+            self._placer.end_sequence(name)
+
+    def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings, planner: LoadOnMiss) -> None:
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self.remote)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                self._next_gates(i, blocks, settings), settings.integrity_checks,
+                self._next_gates(i, blocks, settings), settings.integrity_checks, self._placer,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
@@ -148,6 +198,11 @@ class ExpertEngine:
                 self.notes.append(f"MoE layer {later} exposes no router logits and is not prefetched for")
         return gates
 
+    @property
+    def hot_per_layer(self) -> int | None:
+        """Experts of each layer that the placement keeps on the device; None where it keeps none by number."""
+        return None if self._placer is None else self._placer.hot_per_layer
+
     def stats(self) -> EngineStats:
         """The counters so far; the record is live."""
         self._stats.loads_in_flight = self.cache.loads_in_flight
@@ -155,12 +210,15 @@ class ExpertEngine:
         return self._stats
 
     def reset_stats(self) -> None:
-        """Zero the per-layer counters and the timeline; residency stays."""
+        """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
+        self._stats.migrations = 0
         self.timeline.clear()
 
     def close(self) -> None:
-        """Stop the loader and forget the layers. Safe to call twice."""
+        """Stop the loader, hang up and forget the layers. Safe to call twice."""
+        if self.remote is not None:
+            self.remote.close()
         self.cache.close()
         for handle in self._handles:
             detach(handle)

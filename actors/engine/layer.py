@@ -12,8 +12,10 @@ from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.next_gate import predicted_experts
 from .cache import ExpertCache
 from .dispatch import Dispatcher, Routing
+from .placer import Placer
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer, ids [T, K], weights [T, K])
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class MoeLayer:
     Args:
         index: MoE layer, counted from 0 over layers with experts.
         kernel: runs experts on the cache's slots. post: the module's norm after each expert, if it has one.
+        placer: sends experts to the NDP worker; None where every expert runs here.
         next_gates: later layers to prefetch for, nearest first; empty for no prefetch.
+
+    Attributes:
+        observe: shown the routing of every forward, for whoever records it; None: nobody.
     """
 
     def __init__(
@@ -48,10 +54,13 @@ class MoeLayer:
         post: torch.nn.Module | None,
         next_gates: Sequence[NextGate],
         check: bool,
+        placer: Placer | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._next_gates, self._check = kernel, post, next_gates, check
+        self._placer = placer
+        self.observe: Observer | None = None
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
@@ -61,17 +70,23 @@ class MoeLayer:
         """
         cache, base = self._cache, self._base
         routing = Routing.of(ids)  # route: done by the model, sorted here
+        if self.observe is not None:
+            self.observe(self.index, ids, weights)
         cache.poll()  # view
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
-        plan = self._planner.plan(needed, cache.residency, cache.eviction)
+        if self._placer is None:
+            plan = self._planner.plan(needed, cache.residency, cache.eviction)
+        else:
+            plan = self._placer.plan(self.index, needed, routing, ids, weights)
         try:
             cache.begin(self.index, plan)
+            call = self._dispatcher.send(self.index, plan, routing, hidden, weights) if plan.remote else None
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._next_gates and cache.governor.allows():
                 self._prefetch(hidden)
-            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post)
+            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, call)
         except BaseException:
             cache.abandon()
             raise

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import RuntimeFailure
 from ..policies.residency import Reservation
 from .device import Copied, Device, Tensors
 
 DEMAND, PREFETCH = 0, 1
+Cause = Literal["demand", "prefetch", "migration"]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,12 +27,16 @@ class LoadJob:
     src: Tensors
     after: Any
     layer: int
-    prefetch: bool  # why it was asked for; stays so when demand overtakes it
+    cause: Cause  # why it was asked for; stays so when demand overtakes it
     done: threading.Event = field(default_factory=threading.Event)
     copied: Copied | None = None
     error: BaseException | None = None
     started: bool = False
     cancelled: bool = False
+
+    @property
+    def prefetch(self) -> bool:
+        return self.cause == "prefetch"
 
 
 class Loader:

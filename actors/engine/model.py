@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def activation_of(experts: Any) -> str | None:
     for name, ours in known.items():
         if type(ACT2FN[name]) is type(experts.act_fn):
             return ours
-    return None
+    functions = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # some models name the function itself
+    return functions.get(experts.act_fn) if inspect.isroutine(experts.act_fn) else None
 
 
 def _router_classes(model: Any) -> tuple[type[nn.Module], ...]:

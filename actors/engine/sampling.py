@@ -8,6 +8,7 @@ whatever else is in the batch: its n-th draw depends on (seed, n) alone.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ..requests import SamplingParams
+from .sequences import SequenceRows
+
+Watch = Callable[[list[SequenceRows]], None]
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
@@ -92,8 +96,33 @@ def _drawn(state: Any) -> int:
     return len(state.initial_tokens) + len(state.generated_tokens) - prompt
 
 
-def request_sampling() -> ContinuousBatchingLogitsProcessorList:
-    """The processor list to give to a continuous batching manager."""
-    processors = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([RequestSampler()]))
-    processors.tensors_required = 1
-    return processors
+class _Processors(ContinuousBatchingLogitsProcessorList):
+    """The manager's processors; it shows them every batch just before the forward pass, which is told on."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(LogitsProcessorList([RequestSampler()]))
+        self.tensors_required = 1
+        self._watch = watch
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
+        self._watch(_rows_of(requests_in_batch))
+        return super().prepare_tensor_args(requests_in_batch, arg_storage)
+
+
+def _rows_of(requests: list[Any]) -> list[SequenceRows]:
+    rows, start = [], 0
+    for request in requests:
+        stop = start + request.query_length
+        # One that gave up its KV cache is fed again with what it had generated as part of its prompt.
+        rows.append(SequenceRows(request.state.request_id, start, stop, decode=bool(request.state.generated_tokens)))
+        start = stop
+    return rows
+
+
+def request_sampling(watch: Watch) -> ContinuousBatchingLogitsProcessorList:
+    """The processor list to give to a continuous batching manager.
+
+    Args:
+        watch: called before every forward pass with the rows that it will carry.
+    """
+    return _Processors(watch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..requests import GenerationRequest
 from ..settings import KvSettings
 from .batcher import open_streams
 from .sampling import force_drawn, seed_of
+from .sequences import SequenceRows, SequenceWatcher
 from .streams import Stream, Streams
 
 
@@ -65,11 +67,13 @@ class SerialBatcher:
         model: a transformers model on its device.
         kv: its token capacity bounds a request, as with continuous batching.
         because: why requests are not batched, for the plan's notes.
+        watcher: told before each forward pass whose rows it carries; None: nobody.
     """
 
-    def __init__(self, model: Any, kv: KvSettings, because: str) -> None:
+    def __init__(self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None) -> None:
         self.serial_because = because
-        self.streams = open_streams(model, kv)
+        self.streams = open_streams(model, kv, watcher)
+        self._watcher = watcher
         self.failure: str | None = None
         self._model = model
         # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
@@ -119,15 +123,32 @@ class SerialBatcher:
             eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
             pad_token_id=0,
         )
-        self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config,
-            streamer=progress,
-            logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
-            stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
-        )
+        watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)
+        try:
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                streamer=progress,
+                logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
+                stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
+            )
+        finally:
+            watching.remove()
         self.streams.finish(stream.name, progress.generated)
+
+    def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook for the model that tells the watcher of each forward pass; the first one carries the prompt."""
+        first = True
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal first
+            if self._watcher is not None:
+                ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+                self._watcher.begin_forward([SequenceRows(name, 0, ids.shape[1], decode=not first)])
+            first = False
+
+        return hook
 
 
 class _Sample(LogitsProcessor):

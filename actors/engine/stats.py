@@ -11,7 +11,8 @@ class LayerStats:
     """What one MoE layer did since the counters were reset.
 
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
-    later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token.
+    later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
+    what the NDP worker computes is neither.
     Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
     """
 
@@ -21,16 +22,25 @@ class LayerStats:
     late_prefetches: int = 0  # misses whose prefetch was still on its way
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
+    bytes_loaded_migration: int = 0  # brought in once after a sequence's prefill, by its placement
+    bytes_demanded_decode: int = 0  # asked for by forwards that held no row of any prompt
     failed_prefetches: int = 0  # prefetch copies that raised; demand loads those experts again
     bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
     total_io_s: float = 0.0  # seconds the link was busy
     forwards: int = 0
     waves: int = 0  # passes over a layer's experts; equals forwards when the working set fits
+    ndp_calls: int = 0
+    ndp_experts: int = 0  # experts computed by the NDP worker, per forward
+    ndp_tokens: int = 0  # (token, expert) pairs that it computed
+    ndp_wait_s: float = 0.0  # seconds the compute waited for its answers
+    ndp_measured_s: float = 0.0  # seconds its kernels took
+    ndp_modelled_s: float = 0.0  # seconds the modelled device would have taken
+    ndp_recomputed: int = 0  # pairs recomputed here because the worker was lost or late
 
     @property
     def bytes_loaded(self) -> int:
-        return self.bytes_loaded_demand + self.bytes_loaded_prefetch
+        return self.bytes_loaded_demand + self.bytes_loaded_prefetch + self.bytes_loaded_migration
 
 
 @dataclass
@@ -46,7 +56,9 @@ class EngineStats:
     bytes_preloaded: int = 0  # loaded before the first request, in no layer's counters
     loads_in_flight: int = 0
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
-    ndp_tokens: int = 0
+    migrations: int = 0  # sequences whose prefill decided a placement
+    ndp_losses: int = 0  # times that the NDP worker was lost
+    ndp_last_loss: str | None = None  # why, the last time
     substitutions: int = 0
     dropped: int = 0
 

@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import RequestError, RuntimeFailure
@@ -46,13 +46,20 @@ class Streams:
         eos: token ids that end a request.
         vocabulary: number of token ids that the model can embed.
         positions: positions that the model was made for; None where it has no such limit.
+        ended: called with the name of each stream that has ended, from whichever thread ended it.
     """
 
     def __init__(
-        self, capacity_tokens: int, eos: Sequence[int], vocabulary: int, positions: int | None = None
+        self,
+        capacity_tokens: int,
+        eos: Sequence[int],
+        vocabulary: int,
+        positions: int | None = None,
+        ended: Callable[[str], None] | None = None,
     ) -> None:
         self.capacity_tokens, self.vocabulary, self.positions = capacity_tokens, vocabulary, positions
         self.eos = list(eos)
+        self._ended = ended
         self._open: dict[str, Stream] = {}  # by name
         self._names: dict[str, str] = {}  # request id -> name, of open streams
         self._numbers = itertools.count()
@@ -158,7 +165,9 @@ class Streams:
             stream = self._open.pop(name, None)
             if stream is not None:
                 del self._names[stream.request.request_id]
-            return stream
+        if stream is not None and self._ended is not None:
+            self._ended(name)
+        return stream
 
     @staticmethod
     def _fresh(stream: Stream, generated: Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4}
+TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "ndp": 5}
 
 
 class Timeline:

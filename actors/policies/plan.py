@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 from .eviction import EvictionPolicy
 from .residency import Residency, State
@@ -26,19 +28,29 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """Run `key` on the NDP worker, on its replica of `bits` bits; 0 bits: in full precision."""
+
+    key: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """What one layer does, in order.
 
-    `run` holds every expert that the routing asks for, once: first the resident ones
-    (the first `resident`), then those already on their way (the next `arriving`), then those
+    `run` and `remote` together hold every expert that the routing asks for, once. `run` is computed here: first
+    the resident ones (the first `resident`), then those already on their way (the next `arriving`), then those
     to be loaded, in load order. `loads` is ordered by `after`; a `Load` at `after = i` is issued
-    when `run[:i]` is done, so a working set larger than the pool is served in waves.
+    when `run[:i]` is done, so a working set larger than the pool is served in waves. `remote` is computed by the
+    NDP worker at the same time.
     """
 
     run: tuple[int, ...]
     resident: int
     arriving: int
     loads: tuple[Load, ...]
+    remote: tuple[Remote, ...] = ()
 
     @property
     def waves(self) -> int:
@@ -52,16 +64,24 @@ class LoadOnMiss:
     Rule: residents run first while the loads fly. Free slots are filled first, then the eviction
     policy's victims among experts that this layer does not need; when both are used up, the slots of
     experts that have just run are reused one by one. Experts whose prefetch is still in flight
-    for another layer give way last. O(needed + slots looked at by the eviction policy).
+    for another layer give way later, and experts to `keep` last of all.
+    O(needed + slots looked at by the eviction policy).
     """
 
-    def plan(self, needed: Sequence[int], residency: Residency, eviction: EvictionPolicy) -> LayerPlan:
+    def plan(
+        self,
+        needed: Sequence[int],
+        residency: Residency,
+        eviction: EvictionPolicy,
+        keep: AbstractSet[int] = frozenset(),
+    ) -> LayerPlan:
         """Plan one layer.
 
         Args:
             needed: keys that the routing asks for, without repeats.
             residency: the present view; not changed.
             eviction: asked for victims; not changed.
+            keep: residents that should stay while any other can give way.
 
         Raises:
             PlanError: no slot can be had for a missing expert.
@@ -73,29 +93,44 @@ class LoadOnMiss:
         arriving = [k for k in needed if state(k) == State.LOADING]
         missing = [k for k in needed if state(k) == State.ABSENT]
         run = (*resident, *arriving, *missing)
-        return LayerPlan(run, len(resident), len(arriving), self._loads(run, missing, residency, eviction))
+        return LayerPlan(run, len(resident), len(arriving), self._loads(run, missing, residency, eviction, keep))
 
     @staticmethod
     def _loads(
-        run: tuple[int, ...], missing: list[int], residency: Residency, eviction: EvictionPolicy
+        run: tuple[int, ...],
+        missing: list[int],
+        residency: Residency,
+        eviction: EvictionPolicy,
+        keep: AbstractSet[int],
     ) -> tuple[Load, ...]:
-        kept = set(run)
         free = residency.free_slots
         short = len(missing) - free
-        victims = eviction.victims(
-            short, lambda k: k not in kept and residency.state(k) == State.RESIDENT and not residency.pinned(k)
-        )
-        if len(victims) < short:  # only then disturb copies that are on their way for other layers
-            victims += eviction.victims(
-                short - len(victims),
-                lambda k: k not in kept and residency.state(k) == State.LOADING and not residency.pinned(k),
-            )
+        used = set(run)
+        victims = _victims(short, used | keep, residency, eviction)
+        # What is kept gives way only where the layer has nothing of its own to take turns with.
+        first = len(run) - len(missing)
+        turns = [i for i, key in enumerate(run) if i >= first or key not in keep]
+        if keep and len(victims) < short and run[turns[0]] == missing[free + len(victims)]:
+            victims += _victims(short - len(victims), used | set(victims), residency, eviction)
+            turns = list(range(len(run)))
         loads = [Load(key, None, 0) for key in missing[:free]]
         rest = missing[free:]
         loads += [Load(key, victim, 0) for key, victim in zip(rest, victims, strict=False)]
-        # The i-th further load takes the slot of the i-th expert to have run.
-        for i, key in enumerate(rest[len(victims) :]):
+        # Each further load takes the slot of the next expert to have run.
+        for i, key in zip(turns, rest[len(victims) :], strict=False):
             if run[i] == key:
                 raise PlanError(f"no slot can be freed for expert {key}: the pool has {residency.slots}")
             loads.append(Load(key, run[i], i + 1))
         return tuple(loads)
+
+
+def _victims(count: int, kept: AbstractSet[int], residency: Residency, eviction: EvictionPolicy) -> list[int]:
+    """At most `count` experts to evict, residents first: copies on their way to other layers are disturbed last."""
+    found: list[int] = []
+    for state in (State.RESIDENT, State.LOADING):
+        found += eviction.victims(count - len(found), partial(_may_go, residency, state, kept))
+    return found
+
+
+def _may_go(residency: Residency, state: State, kept: AbstractSet[int], key: int) -> bool:
+    return key not in kept and residency.state(key) == state and not residency.pinned(key)

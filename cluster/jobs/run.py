@@ -97,13 +97,16 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
         TierMoeError: the checkpoint, the store or the budget was refused.
     """
     from ..deploy import Deployment  # Ray: half a second that a refused run need not pay
-    from .prepare import ensure_prepared
+    from .prepare import ensure_prepared, ensure_replicas
 
     config = job.config
     notices = Console(stderr=True)
     out_dir = Path(config.store).expanduser() if config.store is not None else None
     store = ensure_prepared(config.model_dir, out_dir, progress=notices.is_terminal)
     check_budget(job.settings, store)
+    widths = job.settings.policy.replica_widths
+    if widths:
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=notices.is_terminal)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
             deployment = stack.enter_context(Deployment(config, job.settings, str(store)))
@@ -206,6 +209,9 @@ def run_command(
     threads: Annotated[int | None, typer.Option(help="Threads of the worker. (cores - 1)")] = None,
     link_gbps: Annotated[float | None, typer.Option(help="Emulated link, 1e9 bytes/s; CPU only. (16)")] = None,
     link_latency_us: Annotated[float | None, typer.Option(help="Emulated link latency; CPU only. (10)")] = None,
+    ndp_threads: Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1)")] = None,
+    ndp_hardware: Annotated[str | None, typer.Option(help="Modelled NDP device, configs/hardware. (paper-ndp)")] = None,
+    ndp_pace: Annotated[bool | None, typer.Option(help="Answer no sooner than the modelled NDP device would.")] = None,
     store: Annotated[str | None, typer.Option(help="Folder of the expert store. (in the cache)")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")] = False,
@@ -215,6 +221,7 @@ def run_command(
     options = {
         "model": model, "policy": policy, "budget": budget, "device": device, "dtype": dtype, "threads": threads,
         "store": store, "link": link,
+        "ndp": {"threads": ndp_threads, "hardware": ndp_hardware, "pace": ndp_pace},
     }  # fmt: skip
     settings = load_run_config(config, options)
     if settings.device == "cuda" and any(value is not None for value in link.values()):

@@ -25,6 +25,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("on the device", f"{size(plan['dense_bytes'])} dense, "
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
+        *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
         ("link", _link(plan)),
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
@@ -56,6 +57,18 @@ def _link(plan: Mapping[str, Any]) -> str:
     link = plan["link"]
     speed = f"{link['gbps']:g} GB/s" if link["gbps"] else "unthrottled"
     return f"{speed}, {link['latency_us']:g} us before each copy (emulated)"
+
+
+def _ndp(ndp: Mapping[str, Any]) -> str:
+    precision = {
+        "full": "in full precision",
+        "uniform": f"at {ndp['bits'] or 0:g} bits",
+        "prefix-split": f"at {ndp['bits'] or 0:g} bits on average",
+    }[ndp["precision"]]
+    hot = f", all but {ndp['hot_per_layer']} experts a layer" if ndp["hot_per_layer"] is not None else ""
+    threads = f"{ndp['threads']} thread{'s' if ndp['threads'] != 1 else ''}"
+    paced = f"paced as {ndp['hardware']}" if ndp["paced"] else f"modelled as {ndp['hardware']}"
+    return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {ndp['transport']}, {paced}"
 
 
 def _pinned(plan: Mapping[str, Any]) -> str:

@@ -24,13 +24,30 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         ("loaded", f"{size(result['bytes_loaded'])}, of it prefetched {size(result['bytes_loaded_prefetch'])}, "
                    f"wasted {size(result['bytes_wasted'])}"),
         ("link busy", f"{seconds(result['total_io_s'])}, compute blocked by it {seconds(result['blocked_io_s'])}"),
+        *_ndp(result),
         ("expert memory", f"peak {size(result['expert_bytes_peak'])} of {size(result['expert_budget_bytes'])}"),
         ("start-up", seconds(result["startup_s"])),
         ("numbers are", _label(result)),
     ]  # fmt: skip
     if not result["lossless"]:
-        rows.append(("lossy", f"{result['substitutions']} substitutions, {result['dropped']} dropped"))
+        quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
+        rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
     return facts("Summary", rows)
+
+
+def _ndp(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the NDP worker did, where there is one."""
+    if not result.get("plan", {}).get("ndp"):
+        return []
+    losses, why, again = (result[key] for key in ("ndp_losses", "ndp_last_loss", "ndp_recomputed"))
+    lost = f"; lost {losses} times ({why}), {again} pairs recomputed" if losses else ""
+    return [
+        ("placement", f"{result['migrations']} migrations, {size(result['bytes_loaded_migration'])}; "
+                      f"{size(result['bytes_demanded_decode'])} loaded by decode"),
+        ("NDP worker", f"{result['ndp_tokens']} (token, expert) pairs in {result['ndp_calls']} calls; kernels "
+                       f"{seconds(result['ndp_measured_s'])}, modelled {seconds(result['ndp_modelled_s'])}, "
+                       f"waited for {seconds(result['ndp_wait_s'])}{lost}"),
+    ]  # fmt: skip
 
 
 def _per_token(tpot_s: float | None) -> str:

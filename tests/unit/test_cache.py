@@ -92,11 +92,15 @@ class Fixture:
     def prefetch(self, *keys: int) -> int:
         """Prefetch and let all of it arrive."""
         queued = self.cache.prefetch(keys)
+        self.settle()
+        return queued
+
+    def settle(self) -> None:
+        """Let every copy arrive."""
         for job in list(self.cache._jobs.values()):
             assert job.done.wait(TIMEOUT_S)
         self.cache.poll()
         self.cache.check_integrity()
-        return queued
 
     def release_when_awaited(self, key: int) -> None:
         """Let the held copy of `key` through once somebody waits for it."""
@@ -306,6 +310,51 @@ def test_preload_is_counted_apart(make: Make) -> None:
     assert fixture.stats.total() == LayerStats()
     fixture.forward(0, 0, 1, 2)
     assert fixture.stats.layers[0].hits == 3
+
+
+def test_migration_brings_in_what_is_absent_and_turns_the_rest_out(make: Make) -> None:
+    fixture = make(4)
+    fixture.forward(0, 0, 1)
+    fixture.cache.migrate([1, 4, 5], keep_others=False)
+    fixture.settle()
+    assert sorted(fixture.residency.held()) == [1, 4, 5]
+    assert fixture.stats.layers[1].bytes_loaded_migration == 2 * SLOT_BYTES
+    assert fixture.stats.layers[0].bytes_loaded_migration == 0
+    fixture.forward(1, 0, 1)  # a hit each, with the right bytes
+    assert (fixture.stats.layers[1].hits, fixture.stats.layers[1].misses) == (2, 0)
+    fixture.cache.check_integrity()
+
+
+def test_migration_keeps_others_where_there_is_room(make: Make) -> None:
+    fixture = make(4)
+    fixture.forward(0, 0, 1)
+    fixture.cache.migrate([4, 5, 6], keep_others=True)
+    fixture.settle()
+    assert sorted(fixture.residency.held()) == [1, 4, 5, 6]  # the least recently used made room
+    fixture.cache.migrate(range(8), keep_others=True)  # more than fit: the first ones, and nothing is overwritten
+    fixture.settle()
+    assert fixture.residency.free_slots == 0
+    fixture.cache.check_integrity()
+
+
+def test_a_failed_migration_is_loaded_on_demand(make: Make) -> None:
+    fixture = make(2)
+    fixture.device.failing = OSError("unplugged")
+    fixture.cache.migrate([4], keep_others=False)
+    fixture.settle()
+    fixture.device.failing = None
+    fixture.forward(1, 0)
+    assert fixture.stats.layers[1].bytes_loaded_demand == SLOT_BYTES
+    assert fixture.stats.layers[1].bytes_loaded_migration == 0
+    assert fixture.stats.layers[1].failed_prefetches == 0
+
+
+def test_loads_of_pure_decode_forwards_are_counted(make: Make) -> None:
+    fixture = make(4)
+    fixture.forward(0, 0)
+    fixture.cache.decode_only = True
+    fixture.forward(0, 0, 1)
+    assert fixture.stats.layers[0].bytes_demanded_decode == SLOT_BYTES
 
 
 def test_flush_empties_the_pool(make: Make) -> None:

@@ -17,6 +17,7 @@ from tiermoe.cluster.config import (
     configs_dir,
     default_model_dir,
     engine_settings,
+    load_hardware,
     load_policy,
     load_run_config,
     parse_budget,
@@ -65,8 +66,8 @@ def test_any_text_is_a_budget_or_a_typed_error(text: str) -> None:
 
 
 def test_presets_are_valid_and_carry_their_file_name() -> None:
-    assert policy_names() == ["all-resident", "next-gate", "on-demand"]
-    assert all(load_policy(name).name == name for name in policy_names())
+    assert {"all-resident", "next-gate", "on-demand", "context-ndp-3bit", "monde"} <= set(policy_names())
+    assert all(load_policy(name).name == name and load_policy(name).description for name in policy_names())
     for path in (configs_dir() / "clusters").glob("*.yaml"):
         engine_settings(load_run_config(str(path)))
 
@@ -115,10 +116,48 @@ def test_a_bad_option_is_named_as_the_option() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no policy 'magic'; choose one of all-resident, next-gate, on-demand"):
+    with pytest.raises(ConfigError, match=r"no policy 'magic'; choose one of all-resident, .*next-gate, on-demand"):
         load_policy("magic")
-    with pytest.raises(ConfigError, match=r"no configuration file 'moon'.*laptop, one-gpu"):
+    with pytest.raises(ConfigError, match=r"no configuration file 'moon'.*laptop, .*one-gpu"):
         load_run_config("moon")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("placement: {kind: context}\nprecision: {kind: uniform}", "takes bits"),
+        ("placement: {kind: context}\nprecision: {kind: full, bits: 3}", "takes no bits"),
+        ("placement: {kind: context}\nprecision: {kind: uniform, bits: 5}", "1, 2, 3, 4 or 8"),
+        ("placement: {kind: context}\nprecision: {kind: prefix-split, bits: 4.5}", "1 to 4 bits on average"),
+        ("precision: {kind: uniform, bits: 3}", "placement cache does not use"),
+        ("placement: {kind: static}\nprefetch: {kind: next-gate}", "leave prefetch and preload out"),
+    ],
+)
+def test_placements_that_contradict_themselves(body: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\nlossless: false\n{body}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_policy(str(file))
+    file.write_text("name: mine\nlossless: true\nplacement: {kind: context}\nprecision: {kind: uniform, bits: 3}\n")
+    with pytest.raises(ConfigError, match="not lossless"):
+        load_policy(str(file))
+
+
+def test_hardware_profiles(tmp_path: Path) -> None:
+    for path in (configs_dir() / "hardware").glob("*.yaml"):
+        assert load_hardware(path.stem).name == path.stem
+    with pytest.raises(ConfigError, match=r"no hardware 'abacus'; choose one of .*paper-ndp"):
+        load_hardware("abacus")
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="is missing"):
+        load_hardware(str(file))
+
+
+def test_a_local_ray_needs_room_for_the_ndp_worker() -> None:
+    config = load_run_config(None, {"policy": "monde", "threads": 2, "ndp": {"threads": 3}, "ray": {"num_cpus": 5}})
+    with pytest.raises(ConfigError, match="the NDP worker's 3 and the store need 6"):
+        engine_settings(config)
 
 
 def test_a_policy_file_by_path(tmp_path: Path) -> None:

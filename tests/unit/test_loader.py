@@ -62,7 +62,8 @@ def loader(device: HeldDevice) -> Iterator[Loader]:
 
 
 def job(name: str, prefetch: bool = False) -> LoadJob:
-    return LoadJob(Reservation(0, 0, 1), dst=(), src=name, after=None, layer=0, prefetch=prefetch)  # type: ignore
+    cause = "prefetch" if prefetch else "demand"
+    return LoadJob(Reservation(0, 0, 1), dst=(), src=name, after=None, layer=0, cause=cause)  # type: ignore
 
 
 def jobs(names: str, prefetch: bool = False) -> list[LoadJob]:

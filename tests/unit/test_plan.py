@@ -27,8 +27,8 @@ class View:
         for key in pinned:
             self.residency.pin(key)
 
-    def plan(self, *needed: int) -> LayerPlan:
-        return LoadOnMiss().plan(needed, self.residency, self.lru)
+    def plan(self, *needed: int, keep: set[int] = frozenset()) -> LayerPlan:  # type: ignore[assignment]
+        return LoadOnMiss().plan(needed, self.residency, self.lru, keep)
 
 
 def test_all_resident() -> None:
@@ -52,6 +52,28 @@ def test_victims_are_the_least_recently_used_that_the_layer_does_not_need() -> N
 
 def test_free_slots_before_victims() -> None:
     assert View(4, resident=[0, 1, 2]).plan(5, 6).loads == (Load(5, None, 0), Load(6, 0, 0))
+
+
+def test_what_is_kept_is_evicted_last() -> None:
+    view = View(4, resident=[0, 1, 2, 3])
+    assert view.plan(5, 6, keep={0, 1}).loads == (Load(5, 2, 0), Load(6, 3, 0))
+    # One slot that is not kept: the loads take turns in it rather than displace what is kept.
+    assert view.plan(5, 6, keep={0, 1, 2}).loads == (Load(5, 3, 0), Load(6, 5, 1))
+    # A kept expert that the layer runs is not made to give way either.
+    assert view.plan(0, 5, 6, keep={0, 1, 2}).loads == (Load(5, 3, 0), Load(6, 5, 2))
+
+
+def test_what_is_kept_gives_way_when_nothing_else_can() -> None:
+    view = View(4, resident=[0, 1, 2, 3])
+    assert view.plan(5, 6, keep={0, 1, 2, 3}).loads == (Load(5, 0, 0), Load(6, 1, 0))
+    pinned = View(2, resident=[0, 1], pinned=[1])
+    assert pinned.plan(5, 6, keep={0, 1}).loads == (Load(5, 0, 0), Load(6, 5, 1))
+    with pytest.raises(PlanError, match="no slot"):
+        View(1, resident=[0], pinned=[0]).plan(5, keep={0})
+
+
+def test_a_kept_expert_that_is_missing_is_loaded_like_any_other() -> None:
+    assert View(2, resident=[0, 1]).plan(5, 6, keep={5}).loads == (Load(5, 0, 0), Load(6, 1, 0))
 
 
 def test_arriving_run_after_residents_and_before_misses() -> None:
@@ -130,13 +152,13 @@ def load(view: View, loads: list[Load]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(views())
-def test_every_plan_can_be_carried_out(case: tuple[View, list[int]]) -> None:
+@given(views(), st.sets(st.integers(0, KEYS - 1)))
+def test_every_plan_can_be_carried_out(case: tuple[View, list[int]], keep: set[int]) -> None:
     view, needed = case
     residency = view.residency
     before = {key: residency.state(key) for key in range(KEYS)}
     pinned = {key for key in range(KEYS) if residency.pinned(key)}
-    plan = view.plan(*needed)
+    plan = view.plan(*needed, keep=keep)
     assert {key: residency.state(key) for key in range(KEYS)} == before
 
     assert sorted(plan.run) == sorted(needed)

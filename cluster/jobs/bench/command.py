@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +47,61 @@ def prefetch(
     from .prefetch import bench_prefetch
 
     _finish(lambda progress: bench_prefetch(model, repeats, budget, link_gbps, progress), as_json, check)
+
+
+@bench_app.command()
+def ndp(
+    model: Model = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="Held-out documents to score; default: all.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each document.")] = 2,
+    repeats: Repeats = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the page, its data and its plot into this folder.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
+    from ..evaluate.options import EvaluationOptions
+    from .ndp import bench_ndp
+    from .ndp_page import write_page
+
+    def measure(progress: Progress) -> Report:
+        report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress)
+        if out is not None:
+            write_page(report, out)
+        return report
+
+    _finish(measure, as_json, check)
+
+
+@bench_app.command()
+def quantize(model: Model = None, as_json: Json = False, check: Check = False) -> None:
+    """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
+    from .quantize import bench_quantize
+
+    _finish(lambda progress: bench_quantize(model, progress), as_json, check)
+
+
+@bench_app.command()
+def channel(repeats: Repeats = 7, as_json: Json = False, check: Check = False) -> None:
+    """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
+    from .channel import bench_channel
+
+    _finish(lambda progress: bench_channel(repeats, progress), as_json, check)
+
+
+@bench_app.command()
+def kernel(
+    repeats: Repeats = 7,
+    group: Annotated[int, typer.Option(help="Quantization group: 32, 64 or 128.")] = 64,
+    instruction_set: Annotated[str | None, typer.Option(help="Of our kernels; default: the best here.")] = None,
+    ggml: Annotated[Path | None, typer.Option(help="libggml-cpu*.so; default: that of an installed wheel.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """Packed experts on one core against memory bandwidth, torch and ggml."""
+    from .kernel import bench_kernel
+
+    _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check)
 
 
 def _finish(measure: Callable[[Progress], Report], as_json: bool, check: bool) -> None:

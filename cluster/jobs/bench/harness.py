@@ -71,6 +71,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()  # keys of the rows that the table shows; none: all but "values"
 
     @property
     def ok(self) -> bool:
@@ -132,7 +133,7 @@ def ratio(value: float, base: float) -> float:
 def print_report(report: Report, console: Console) -> None:
     """Rows and bars as tables."""
     if report.rows:
-        shown = [key for key in report.rows[0] if key != "values"]
+        shown = list(report.shown) or [key for key in report.rows[0] if key != "values"]
         table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
         for row in report.rows:
             table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))

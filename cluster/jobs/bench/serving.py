@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from ....actors.settings import EngineSettings
 from ....errors import CheckpointError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_run_config
 from ...prompt import load_tokenizer
-from ..prepare import ensure_prepared
+from ..prepare import ensure_prepared, ensure_replicas
 from .harness import Measures
 
 Submit = Callable[[GenerationRequest], Any]
@@ -25,14 +26,21 @@ def run_config(model: str | None, **options: Any) -> RunConfig:
 
 
 def start_worker(config: RunConfig) -> Any:
-    """A started `GpuWorker` on the prepared store of the configured model."""
-    from ....actors.expert_store import ExpertStore
-    from ....actors.gpu_worker import GpuWorker
+    """A started `LocalWorker` on the prepared store of the configured model, with its NDP worker if it needs one."""
+    from ...local import LocalWorker
 
-    store = ExpertStore(str(ensure_prepared(config.model_dir, None, progress=False)), verify="stamp")
-    worker = GpuWorker(engine_settings(config), store.describe())
+    settings = engine_settings(config)
+    worker = LocalWorker(settings, prepared_store(config, settings))
     worker.start()
     return worker
+
+
+def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
+    """The store of the configured model, with the replicas that the policy needs."""
+    store = ensure_prepared(config.model_dir, None, progress=False)
+    if widths := settings.policy.replica_widths:
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=False)
+    return store
 
 
 def start_reference(config: RunConfig, experts: str) -> Any:

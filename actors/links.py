@@ -1,0 +1,61 @@
+"""How a process finds another one's channel: through the cluster's endpoint directory, or at a fixed address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .settings import NdpSettings
+
+NDP = "ndp/0"  # the name under which the NDP worker is registered
+
+
+class Directory(Protocol):
+    """The cluster's endpoint directory as the actors see it (`cluster.endpoints`)."""
+
+    def lookup(self, name: str) -> str | None: ...
+    def register(self, name: str, address: str) -> object: ...
+    def host(self) -> str:
+        """The address of this node that the other processes of the cluster can reach."""
+        ...
+
+
+@dataclass
+class Noticeboard:
+    """A directory for processes that are not on Ray: whoever starts them copies the addresses."""
+
+    addresses: dict[str, str] = field(default_factory=dict)
+
+    def lookup(self, name: str) -> str | None:
+        return self.addresses.get(name)
+
+    def register(self, name: str, address: str) -> None:
+        self.addresses[name] = address
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class NdpLink:
+    """The way to the NDP worker, wherever it lives now.
+
+    token: what it asks of those who connect; never printed.
+    """
+
+    directory: Directory
+    token: str | None = field(default=None, repr=False)
+
+    def address(self) -> str | None:
+        """Where the worker is now; None when it has not said so."""
+        return self.directory.lookup(NDP)
+
+    def connect(self, address: str, settings: NdpSettings) -> Any:
+        """A `proto.channel.Channel` to the worker.
+
+        Raises:
+            RuntimeFailure: it cannot be reached, or refuses.
+        """
+        from ..proto.channel import ChannelOptions, open_channel
+
+        return open_channel(address, ChannelOptions(transport=settings.transport, token=self.token))

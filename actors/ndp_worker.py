@@ -1,0 +1,183 @@
+"""The near-data worker: holds the cold experts, quantized, and computes them where they lie.
+
+Channel in, kernel, channel out:
+
+    ExpertBatch (rows, expert ids, widths, weights) -> per width one kernel call -> ExpertResult (a sum per row)
+
+A plain class without torch; `cluster.deploy` makes it an actor on a node with the Ray resource `ndp`. It serves as
+soon as it is constructed, since that is all that Ray does when it restarts a killed one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ConfigError, StoreError
+from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
+from ..proto.channel import ChannelServer, ServerOptions
+from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from .expert_store import ExpertStore, open_views
+from .links import NDP, Directory
+from .policies.cost import FULL_BITS, NdpProfile, Work, batch_cost
+from .replica_store import describe_replicas, open_replicas
+from .settings import NdpSettings
+
+_PACE_SPIN_S = 200e-6  # a sleep may oversleep by about this much; the rest is spun
+
+
+class NdpWorker:
+    """Computes experts on its replicas, or on the store's own weights (0 bits).
+
+    Args:
+        settings: threads, modelled device, pacing.
+        store: folder of the expert store; its replicas are mapped beside its layers, nothing is copied.
+        directory: told the address; asked for the host to listen on.
+        token: what a client must show; None: only this machine may connect.
+        verify: how thoroughly the files are verified, see `ExpertStore`.
+        options: of the channel server; its host and token are those above.
+
+    Raises:
+        StoreError: the store or its replicas are of no use. ConfigError: the hardware profile is.
+    """
+
+    def __init__(
+        self,
+        settings: NdpSettings,
+        store: str,
+        directory: Directory,
+        token: str | None = None,
+        verify: Literal["full", "stamp"] = "stamp",
+        options: ServerOptions | None = None,
+    ) -> None:
+        self._settings = settings
+        try:
+            self._profile = NdpProfile.from_dict(settings.hardware)
+        except ValueError as error:
+            raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
+        view = ExpertStore(store, verify).describe()
+        self._full = open_views(view)
+        self._shape = view.manifest.experts
+        replicas = describe_replicas(store, verify)
+        self._group = replicas.manifest.group if replicas is not None else None
+        self._replicas = open_replicas(replicas) if replicas is not None else {}
+        self._packed_shapes = {bits: replicas.shape(bits) for bits in replicas.widths} if replicas is not None else {}
+        self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
+        self._threads = Threads(settings.threads)
+        self._batches = self._pairs = 0
+        self._busy_s = 0.0
+        options = replace(options or ServerOptions(), host=directory.host(), token=token)
+        self._server = ChannelServer(self.handle, options)
+        directory.register(NDP, self._server.address)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, HOST:PORT."""
+        return self._server.address
+
+    def handle(self, message: Message) -> Message:
+        """Answer one message of the channel.
+
+        Raises:
+            TierMoeError: the message asks for what is not here; the channel carries the error back.
+        """
+        if isinstance(message, ExpertBatch):
+            return self._compute(message)
+        if isinstance(message, HealthRequest):
+            return HealthReport("ndp", self.health())
+        raise ConfigError(f"the NDP worker does not answer {type(message).__name__}", "send it expert batches")
+
+    def health(self) -> dict[str, Any]:
+        """What it holds and has done."""
+        return {
+            "state": "serving",
+            "address": self.address,
+            "pid": os.getpid(),
+            "profile": self._profile.name,
+            "paced": self._settings.pace,
+            "threads": self._settings.threads,
+            "widths": ",".join(map(str, self._replicas)),
+            "batches": self._batches,
+            "pairs": self._pairs,
+            "busy_s": self._busy_s,
+        }
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        self._server.close()
+
+    def _compute(self, batch: ExpertBatch) -> ExpertResult:
+        start_s = time.perf_counter()
+        self._check(batch)
+        hidden = _as_float32(batch.hidden)
+        partials = []
+        for bits in np.unique(batch.bits).tolist():
+            groups = [
+                (int(batch.experts[i]), int(batch.starts[i]), int(batch.starts[i + 1]))
+                for i in np.flatnonzero(batch.bits == bits)
+            ]
+            operand = self._operand(batch.layer, bits, batch.activation)
+            partials.append(np.empty(hidden.shape, np.float32))
+            operand.run(groups, batch.rows, batch.weights, hidden, partials[-1])
+        partial = partials[0] if partials else np.zeros(hidden.shape, np.float32)
+        for other in partials[1:]:
+            partial += other
+        measured_s = time.perf_counter() - start_s
+        modelled_s = self._modelled_s(batch, partial.nbytes)
+        if self._settings.pace:
+            _wait_until(start_s + modelled_s)
+        self._batches += 1
+        self._pairs += len(batch.rows)
+        self._busy_s += measured_s
+        return ExpertResult(partial, measured_s, modelled_s, time.perf_counter() - start_s)
+
+    def _check(self, batch: ExpertBatch) -> None:
+        if not 0 <= batch.layer < len(self._full):
+            raise StoreError(f"the store has no MoE layer {batch.layer}", "use the store that the lead uses")
+        if batch.hidden.shape[1] != self._shape.hidden:
+            raise StoreError(
+                f"rows are {batch.hidden.shape[1]} wide, the experts {self._shape.hidden}", "use the lead's store"
+            )
+        if len(batch.experts) and int(batch.experts.max()) >= self._shape.num_experts:
+            raise StoreError(f"there is no expert {int(batch.experts.max())}", "use the lead's store")
+
+    def _operand(self, layer: int, bits: int, activation: str) -> PackedLayer | FullLayer:
+        key = (layer, bits, activation)
+        if key not in self._layers:
+            if bits == 0:
+                full = self._full[layer]
+                self._layers[key] = FullLayer(full.gate_up, full.down, full.dtype, activation, self._threads)
+            elif bits in self._replicas:
+                self._layers[key] = PackedLayer(
+                    self._replicas[bits][layer], self._packed_shapes[bits], activation, self._threads
+                )
+            else:
+                raise StoreError(f"the store has no replicas of {bits} bits", f"run `tiermoe prepare --bits {bits}`")
+        return self._layers[key]
+
+    def _modelled_s(self, batch: ExpertBatch, bytes_out: int) -> float:
+        rows: Sequence[int] = np.diff(batch.starts).tolist()
+        works = [
+            Work(self._shape.hidden, self._shape.intermediate, n, bits or FULL_BITS, self._group if bits else None)
+            for bits, n in zip(batch.bits.tolist(), rows, strict=True)
+            if n
+        ]
+        return batch_cost(self._profile, works, batch.hidden.nbytes, bytes_out).total_s
+
+
+def _as_float32(hidden: np.ndarray) -> np.ndarray:
+    if hidden.dtype == np.uint16:  # bfloat16 bits are the upper half of float32's
+        return (hidden.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(hidden, np.float32)
+
+
+def _wait_until(moment_s: float) -> None:
+    """Sleep, then spin: modelled times are shorter than a sleep is exact."""
+    while (left_s := moment_s - time.perf_counter()) > 0:
+        if left_s > _PACE_SPIN_S:
+            time.sleep(left_s - _PACE_SPIN_S)

@@ -1,0 +1,96 @@
+"""An NDP worker without process or channel: computes exactly, in float64, and fails when told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from tiermoe.actors.expert_store import StoreView, open_views
+from tiermoe.actors.settings import NdpSettings
+from tiermoe.errors import RuntimeFailure
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+
+
+class _Answer:
+    def __init__(self, result: Callable[[], Message]) -> None:
+        self._result = result
+
+    def result(self) -> Message:
+        return self._result()
+
+
+class FakeChannel:
+    """Answers at once, on the caller's thread."""
+
+    transport = "fake"
+    closed_because: str | None = None
+
+    def __init__(self, link: FakeLink) -> None:
+        self._link, self.alive = link, True
+
+    def submit(self, message: Message, deadline_s: float) -> _Answer:
+        if not self.alive:
+            raise RuntimeFailure("the peer is lost", "none")
+        return _Answer(lambda: self._answer(message))
+
+    def call(self, message: Message, deadline_s: float) -> Message:
+        return self._answer(message)
+
+    def close(self) -> None:
+        self.alive = False
+
+    def _answer(self, message: Message) -> Message:
+        if isinstance(message, HealthRequest):
+            return HealthReport("ndp", {})
+        assert isinstance(message, ExpertBatch)
+        if self._link.dies_at is not None and len(self._link.batches) == self._link.dies_at:
+            self.alive = False
+            self._link.dies_at = None
+            raise RuntimeFailure("the peer died", "none")
+        self._link.batches.append(message)
+        return ExpertResult(self._link.compute(message), 1e-5, 2e-5, 3e-5)
+
+
+class FakeLink:
+    """Leads to a `FakeChannel`; keeps every batch that was computed.
+
+    Attributes:
+        dies_at: number of the batch in place of which the channel dies, once.
+        up: whether a new channel can be had.
+    """
+
+    def __init__(self, view: StoreView) -> None:
+        self._layers = open_views(view)
+        self.batches: list[ExpertBatch] = []
+        self.dies_at: int | None = None
+        self.up = threading.Event()
+        self.up.set()
+
+    def address(self) -> str | None:
+        return "nowhere" if self.up.is_set() else None
+
+    def connect(self, address: str, settings: NdpSettings) -> FakeChannel:
+        return FakeChannel(self)
+
+    def compute(self, batch: ExpertBatch) -> np.ndarray:
+        """[T, H]: weighted sums of silu-gated experts; of coarse ones at 1 to 8 bits."""
+        layer = self._layers[batch.layer]
+        out = np.zeros(batch.hidden.shape)
+        for i, expert in enumerate(batch.experts):
+            span = slice(batch.starts[i], batch.starts[i + 1])
+            gate_up, down = _float64(layer.gate_up[expert]), _float64(layer.down[expert])
+            if batch.bits[i]:
+                step = np.abs(gate_up).max() / 2.0 ** batch.bits[i]
+                gate_up = np.round(gate_up / step) * step
+            up = np.einsum("th,igh->tig", batch.hidden[batch.rows[span]].astype(np.float64), gate_up)
+            act = up[..., 0] / (1.0 + np.exp(-up[..., 0])) * up[..., 1]
+            np.add.at(out, batch.rows[span], batch.weights[span, None] * (act @ down))
+        return out.astype(np.float32)
+
+
+def _float64(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)

@@ -1,0 +1,86 @@
+"""No single message lost, late or repeated hangs a request or changes its tokens; on both transports, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from serving import greedy, prepared, settings
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.links import NdpLink, Noticeboard
+from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.settings import NdpSettings, PlacementSettings, PolicySettings
+from tiermoe.cluster.config import load_hardware
+from tiermoe.proto.channel import ChannelOptions, ServerOptions, open_channel
+from tiermoe.proto.faults import DROP, REPEAT, Fault, FaultInjector
+
+_PROMPT, _NEW = [5, 9, 2, 7, 1, 3], 10
+_LATE = Fault(delay_s=0.6)
+_NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
+
+
+@dataclass(frozen=True)
+class _FaultyLink(NdpLink):
+    """Reaches the worker over a channel with faults."""
+
+    transport: str = "shm"
+    faults: FaultInjector | None = field(default=None, compare=False)
+
+    def connect(self, address: str, settings: NdpSettings) -> Any:
+        return open_channel(address, ChannelOptions(transport=self.transport, faults=self.faults))  # type: ignore
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    folder = tmp_path_factory.mktemp("faults")
+    return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store")
+
+
+@contextmanager
+def _serving(store: ExpertStore, link: NdpLink) -> Iterator[GpuWorker]:
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
+    worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), link)
+    try:
+        worker.start()
+        yield worker
+    finally:
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def expected(store: ExpertStore) -> list[list[int]]:
+    board = Noticeboard()
+    ndp = NdpWorker(_NDP, store.describe().path, board)
+    try:
+        with _serving(store, NdpLink(board)) as worker:
+            return greedy(worker, [_PROMPT], _NEW)
+    finally:
+        ndp.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("side", ["request", "reply"])
+@pytest.mark.parametrize("fault", [DROP, _LATE, REPEAT], ids=["lost", "late", "repeated"])
+def test_one_bad_message(
+    transport: str, side: str, fault: Fault, store: ExpertStore, expected: list[list[int]]
+) -> None:
+    injector = FaultInjector({3: fault})
+    board = Noticeboard()
+    server = ServerOptions(faults=injector if side == "reply" else None)
+    ndp = NdpWorker(_NDP, store.describe().path, board, options=server)
+    try:
+        link = _FaultyLink(board, transport=transport, faults=injector if side == "request" else None)
+        with _serving(store, link) as worker:
+            assert greedy(worker, [_PROMPT], _NEW) == expected
+            assert injector.sent > 4  # the fault was met
+            stats = worker.stats()
+            assert stats.ndp_losses == 0
+            assert stats.total().ndp_recomputed == 0
+    finally:
+        ndp.close()

@@ -1,0 +1,205 @@
+"""The NDP placements in the engine, with a worker that computes exactly and dies when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_ndp import FakeLink
+from serving import greedy, prepared, reference_greedy, settings
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.precision import prefix_split
+from tiermoe.actors.replica_store import ReplicaTables
+from tiermoe.actors.settings import PlacementSettings, PolicySettings, PrecisionSettings
+from tiermoe.cluster.config import load_hardware
+from tiermoe.errors import ConfigError, RuntimeFailure
+
+_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
+_NEW = 12
+
+
+def _policy(kind: str, precision: PrecisionSettings | None = None, **placement: Any) -> PolicySettings:
+    precision = precision or PrecisionSettings()
+    return PolicySettings(
+        name="test", lossless=precision.kind == "full",
+        placement=PlacementSettings(kind=kind, **placement), precision=precision,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint("mixtral", tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return prepared(checkpoint, tmp_path_factory.mktemp("store") / "store")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return reference_greedy(model, _PROMPTS, _NEW)
+
+
+@contextmanager
+def _serving(store: ExpertStore, link: FakeLink, policy: PolicySettings, budget: float = 0.5) -> Iterator[GpuWorker]:
+    config = settings(budget, policy=policy)
+    hardware = {**vars(load_hardware("paper-ndp"))}
+    config = config.model_copy(update={"ndp": config.ndp.model_copy(update={"hardware": hardware, "deadline_s": 2.0})})
+    worker = GpuWorker(config, store.describe(), link)  # type: ignore[arg-type]
+    try:
+        worker.start()
+        link.batches.clear()
+        yield worker
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("kind", ["context", "monde"])
+@pytest.mark.parametrize("together", [False, True])
+def test_full_precision_placements_are_lossless(
+    store: ExpertStore, expected: list[list[int]], kind: str, together: bool
+) -> None:
+    link = FakeLink(store.describe())
+    with _serving(store, link, _policy(kind)) as worker:
+        if together:
+            assert greedy(worker, _PROMPTS, _NEW) == expected
+        else:
+            assert [greedy(worker, [prompt], _NEW)[0] for prompt in _PROMPTS] == expected
+        total = worker.stats().total()
+        assert total.ndp_tokens == sum(len(batch.rows) for batch in link.batches) > 0
+        assert worker.stats().ndp_losses == 0
+
+
+def test_decode_loads_nothing_after_the_one_migration(store: ExpertStore) -> None:
+    link = FakeLink(store.describe())
+    with _serving(store, link, _policy("context")) as worker:
+        greedy(worker, _PROMPTS[:1], 1)  # no decode row: no migration
+        assert worker.stats().migrations == 0
+        before = worker.stats().total()
+        assert before.ndp_tokens == 0  # a prompt runs under the cache's rule
+        greedy(worker, _PROMPTS[:1], _NEW)
+        stats, total = worker.stats(), worker.stats().total()
+        assert stats.migrations == 1
+        assert total.bytes_demanded_decode == 0
+        assert total.ndp_tokens > 0
+        slot = worker.engine.slot_bytes
+        hot = worker.engine.hot_per_layer * len(stats.layers)
+        assert total.bytes_loaded_migration <= hot * slot
+        assert total.bytes_loaded == total.bytes_loaded_demand + total.bytes_loaded_migration
+        held = worker.engine.cache.residency.bytes_held
+        assert held == hot * slot  # the hot set, and nothing besides
+
+
+@pytest.fixture
+def tables(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> ReplicaTables:
+    """Replicas that the store pretends to have: losses halve with each bit, expert 0 is the most popular."""
+    manifest = store.describe().manifest
+    shape = (len(manifest.layers), manifest.experts.num_experts)
+    losses = np.broadcast_to(np.float32([8, 4, 2, 1]), (*shape, 4))
+    counts = np.broadcast_to(np.arange(shape[1], 0, -1), shape)
+    found = ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, verify: object())
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", lambda view: found)
+    return found
+
+
+def test_widths_are_those_of_the_prefix_split(store: ExpertStore, tables: ReplicaTables) -> None:
+    link = FakeLink(store.describe())
+    policy = _policy("context", PrecisionSettings(kind="prefix-split", bits=2), hot_per_layer=1)
+    with _serving(store, link, policy) as worker:
+        greedy(worker, _PROMPTS[:1], _NEW)
+        experts = worker.engine.experts
+    seen: dict[int, dict[int, int]] = {}
+    for batch in link.batches:
+        for expert, bits in zip(batch.experts.tolist(), batch.bits.tolist(), strict=True):
+            assert seen.setdefault(batch.layer, {}).setdefault(expert, bits) == bits  # fixed during decode
+    counts = sorted(prefix_split(np.float32([[8, 4, 2, 1]] * (experts - 1)), (1, 2, 3, 4), 2))
+    for widths in seen.values():
+        assert 0 not in widths.values()
+        if len(widths) == experts - 1:  # all cold ones were seen
+            assert sorted(widths.values()) == counts
+
+
+def test_static_placement_never_loads(
+    store: ExpertStore, tables: ReplicaTables, expected: list[list[int]]
+) -> None:
+    link = FakeLink(store.describe())
+    with _serving(store, link, _policy("static")) as worker:
+        assert greedy(worker, _PROMPTS, _NEW) == expected
+        total = worker.stats().total()
+        assert total.bytes_loaded == 0
+        assert total.hits > 0
+        assert total.ndp_tokens > 0
+        hot = worker.engine.hot_per_layer
+    assert all(expert >= hot for batch in link.batches for expert in batch.experts)
+
+
+def test_a_model_that_is_served_serially_has_its_prefill_too(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("lfm2_moe", tmp_path / "checkpoint")
+    lfm = prepared(checkpoint, tmp_path / "store")
+    link = FakeLink(lfm.describe())
+    with _serving(lfm, link, _policy("context")) as worker:
+        greedy(worker, _PROMPTS, _NEW)
+        assert worker.stats().migrations == len(_PROMPTS)
+        assert worker.stats().total().bytes_demanded_decode == 0
+
+
+def test_experts_that_the_worker_cannot_compute_are_refused(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("gpt_oss", tmp_path / "checkpoint")
+    oss = prepared(checkpoint, tmp_path / "store")
+    with pytest.raises(ConfigError, match="plain gated experts"), _serving(
+        oss, FakeLink(oss.describe()), _policy("context")
+    ):
+        pass
+
+
+def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expected: list[list[int]]) -> None:
+    link = FakeLink(store.describe())
+    with _serving(store, link, _policy("context")) as worker:
+        link.dies_at = 3
+        link.up.clear()
+        assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
+        stats = worker.stats()
+        assert stats.ndp_losses == 1
+        assert stats.ndp_last_loss is not None
+        assert "died" in stats.ndp_last_loss
+        assert stats.total().ndp_recomputed > 0
+        assert len(link.batches) == 3
+        link.up.set()
+        assert worker.engine.remote.wait_until_found(10.0)
+        assert greedy(worker, _PROMPTS[1:], _NEW) == expected[1:]
+        assert len(link.batches) > 3
+        worker.engine.cache.check_integrity()
+
+
+def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermoe.actors.engine.engine._NDP_START_S", 0.2)
+    link = FakeLink(store.describe())
+    link.up.clear()
+    with pytest.raises(RuntimeFailure, match="was not reached"), _serving(store, link, _policy("context")):
+        pass
+
+
+def test_what_the_store_lacks_is_refused(store: ExpertStore) -> None:
+    link = FakeLink(store.describe())
+    for policy in (
+        _policy("context", PrecisionSettings(kind="uniform", bits=3)),
+        _policy("static"),
+    ):
+        with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy):
+            pass
+    greedy_policy = _policy("context", hot_per_layer=4)
+    with pytest.raises(ConfigError, match="the budget holds"), _serving(store, link, greedy_policy):
+        pass
