@@ -93,8 +93,8 @@ def page(report: NdpReport) -> str:
         f"{overlap['layers']} layers of decode steps of a random model ({shape['experts']} experts of "
         f"{shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}), the NDP worker in full precision, paced "
         f"to a device of {overlap['modelled_memory_gbps']:g} GB/s. Medians: GPU part {overlap['gpu_s'] * 1e3:.2f} ms, "
-        f"NDP part {overlap['ndp_s'] * 1e3:.2f} ms, layer {overlap['layer_s'] * 1e3:.2f} ms. Layer over the longer part: "
-        f"**{longer['median']:.3f}** ({longer['minimum']:.3f} to {longer['maximum']:.3f}); over their sum: "
+        f"NDP part {overlap['ndp_s'] * 1e3:.2f} ms, layer {overlap['layer_s'] * 1e3:.2f} ms. Layer over the longer "
+        f"part: **{longer['median']:.3f}** ({longer['minimum']:.3f} to {longer['maximum']:.3f}); over their sum: "
         f"{overlap['over_sum']['median']:.3f}.",
         "",
     ]  # fmt: skip
