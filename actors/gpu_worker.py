@@ -5,14 +5,14 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
 from .expert_store import StoreView, open_views
-from .links import NdpLink
+from .links import PeerLink
 from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings
@@ -25,12 +25,19 @@ class GpuWorker:
         settings: what to run and within which budget.
         view: the expert store, as described by an `ExpertStore` of the same node.
         ndp: how to reach the NDP worker; needed where the policy uses one.
+        shards: how to reach the shards 1..G-1 of the expert cache; as many as the settings say.
 
     Construction is cheap; `start` loads.
     """
 
-    def __init__(self, settings: EngineSettings, view: StoreView, ndp: NdpLink | None = None) -> None:
-        self._settings, self._view, self._ndp = settings, view, ndp
+    def __init__(
+        self,
+        settings: EngineSettings,
+        view: StoreView,
+        ndp: PeerLink | None = None,
+        shards: Sequence[PeerLink] = (),
+    ) -> None:
+        self._settings, self._view, self._ndp, self._shards = settings, view, ndp, tuple(shards)
         self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
@@ -53,15 +60,12 @@ class GpuWorker:
         from .engine.describe import describe
         from .engine.device import make_device
         from .engine.engine import ExpertEngine, host_weights
-        from .engine.model import DTYPES, build_model, experts_per_token, find_blocks
+        from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
 
         settings, manifest = self._settings, self._view.manifest
         torch.set_num_threads(settings.threads)
         device = make_device(settings.device, settings.link)
-        name = settings.dtype
-        if name == "auto":
-            name = "float32" if device.torch_device.type == "cpu" else "bfloat16"
-        dtype = DTYPES[name]
+        dtype = compute_dtype(settings.dtype, device.torch_device)
         weights = host_weights(open_views(self._view))
         self._model = build_model(Path(self._view.path), manifest, dtype, device.torch_device, settings.attention)
         blocks = find_blocks(self._model, manifest)
@@ -75,7 +79,7 @@ class GpuWorker:
             replicas = describe_replicas(self._view.path, verify="stamp")
             tables = None if replicas is None else read_tables(replicas)
         self._engine = ExpertEngine(
-            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables
+            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards
         )
         self._batcher = make_batcher(self._model, settings.kv, self._engine)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
@@ -90,8 +94,11 @@ class GpuWorker:
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         remote = self._engine.remote
-        ndp = {} if remote is None else {"ndp": "connected" if remote.available else "lost"}
-        return {"state": "serving", "running": len(self._batcher.streams)} | ndp
+        peers = {} if remote is None else {"ndp": "connected" if remote.available else "lost"}
+        if self._engine.shards is not None:
+            named = self._engine.shards.peers.items()
+            peers |= {name: "connected" if peer.available else "lost" for name, peer in named}
+        return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request now; iterating gives its tokens as they come.
@@ -121,6 +128,17 @@ class GpuWorker:
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
         return self._engine.stats()
+
+    def shard_stats(self) -> list[dict[str, Any]]:
+        """Counters of every GPU, the lead's first (`shard` 0): totals over layers, and slots and bytes.
+
+        The lead's are those since the last reset, another shard's those since it started. A shard that is lost has
+        `state` "lost" and no counters.
+        """
+        from .engine.shards import account
+
+        others = self._engine.shards.reports() if self._engine.shards is not None else []
+        return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
 
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .settings import NdpSettings
+from .settings import NdpSettings, ShardSettings
 
 NDP = "ndp/0"  # the name under which the NDP worker is registered
+
+
+def shard_name(index: int) -> str:
+    """The name under which shard 1..G-1 is registered."""
+    return f"shard/{index}"
 
 
 class Directory(Protocol):
@@ -37,20 +42,21 @@ class Noticeboard:
 
 
 @dataclass(frozen=True)
-class NdpLink:
-    """The way to the NDP worker, wherever it lives now.
+class PeerLink:
+    """The way to a worker that computes experts, wherever it lives now.
 
-    token: what it asks of those who connect; never printed.
+    token: what it asks of those who connect; never printed. name: under which it is registered.
     """
 
     directory: Directory
     token: str | None = field(default=None, repr=False)
+    name: str = NDP
 
     def address(self) -> str | None:
         """Where the worker is now; None when it has not said so."""
-        return self.directory.lookup(NDP)
+        return self.directory.lookup(self.name)
 
-    def connect(self, address: str, settings: NdpSettings) -> Any:
+    def connect(self, address: str, settings: NdpSettings | ShardSettings) -> Any:
         """A `proto.channel.Channel` to the worker.
 
         Raises:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .policies.sharding import Ownership
+
 
 class Settings(BaseModel):
     """Base: frozen, and unknown keys are refused."""
@@ -120,6 +122,15 @@ class NdpSettings(Settings):
     deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
 
 
+class ShardSettings(Settings):
+    """The GPUs that share a model's experts, and the channels from the lead to the others."""
+
+    count: int = Field(default=1, ge=1, le=64, description="GPUs that hold experts; the lead is shard 0")
+    ownership: Ownership = Field(default="layer-expert", description="rule by which experts belong to shards")
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    deadline_s: float = Field(default=30.0, gt=0, description="seconds for one answer, then the lead computes it")
+
+
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 
@@ -138,13 +149,16 @@ class EngineSettings(Settings):
     """Everything a `GpuWorker` lead needs besides the store."""
 
     policy: PolicySettings
-    budget: float | int = Field(description="float in (0, 1]: share of all routed-expert slot bytes; int: bytes")
+    budget: float | int = Field(
+        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     link: LinkSettings = LinkSettings()
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
+    shards: ShardSettings = ShardSettings()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")

@@ -16,7 +16,15 @@ from typing import Any, Literal
 from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
 from ..actors.policies.cost import NdpProfile
-from ..actors.settings import EngineSettings, KvSettings, LinkSettings, NdpSettings, PolicySettings, Settings
+from ..actors.settings import (
+    EngineSettings,
+    KvSettings,
+    LinkSettings,
+    NdpSettings,
+    PolicySettings,
+    Settings,
+    ShardSettings,
+)
 from ..errors import BudgetError, CheckpointError, ConfigError
 from .topology.settings import ClusterConfig, HardwareConfig
 from .yaml_file import explain, read_yaml
@@ -222,6 +230,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         ndp=NdpSettings(
             **config.ndp.model_dump(exclude={"hardware"}), hardware=asdict(load_hardware(config.ndp.hardware))
         ),
+        shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
         attention=config.attention,
         integrity_checks=config.integrity_checks,
         trace=trace,

@@ -269,7 +269,7 @@ class Deployment:
 
     def _start_ndp(self) -> Any:
         """Start the NDP worker where the resource `ndp` is; the link by which the lead finds it, also restarted."""
-        from ..actors.links import NdpLink
+        from ..actors.links import PeerLink
         from ..actors.ndp_worker import NdpWorker
 
         settings = self._settings.ndp
@@ -286,7 +286,7 @@ class Deployment:
             runtime_env={"env_vars": dict.fromkeys(_THREAD_VARIABLES, "1")} if not local else None,
         )(NdpWorker).remote(settings, self._store_path, endpoints, token)
         ray.get(self._ndp.health.remote(), timeout=self._left())
-        return NdpLink(endpoints, token)
+        return PeerLink(endpoints, token)
 
     def _ndp_threads(self) -> int:
         return self._settings.ndp.threads if self._settings.policy.uses_ndp else 0

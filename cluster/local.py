@@ -1,4 +1,4 @@
-"""A lead in this process and its NDP worker in a child, without Ray: for benchmarks, evaluation and tests."""
+"""A lead in this process, its NDP worker and its other shards in children, without Ray: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 from ..actors.expert_store import ExpertStore
 from ..actors.gpu_worker import GpuWorker
 from ..actors.settings import EngineSettings
-from .ndp_process import NdpProcess
+from .worker_process import Role, WorkerProcess
 
 
 class LocalWorker(GpuWorker):
-    """A `GpuWorker` that starts and ends the NDP worker that its policy uses.
+    """A `GpuWorker` that starts and ends the processes that its settings ask for.
+
+    With CUDA, shard i takes GPU i of this machine.
 
     Args:
         settings: what to run.
@@ -20,20 +22,36 @@ class LocalWorker(GpuWorker):
 
     Attributes:
         ndp: the NDP worker's process; None where the policy uses none.
+        shard_processes: those of the shards 1..G-1.
     """
 
     def __init__(self, settings: EngineSettings, store: Path) -> None:
-        self.ndp = NdpProcess(settings.ndp, store) if settings.policy.uses_ndp else None
-        link = self.ndp.link if self.ndp is not None else None
-        super().__init__(settings, ExpertStore(str(store), verify="stamp").describe(), link)
+        self.ndp = WorkerProcess(Role.ndp(settings.ndp), store) if settings.policy.uses_ndp else None
+        self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
+        super().__init__(
+            settings,
+            ExpertStore(str(store), verify="stamp").describe(),
+            self.ndp.link if self.ndp is not None else None,
+            [process.link for process in self.shard_processes],
+        )
 
     def start(self) -> dict[str, Any]:
-        """Start the NDP worker, then as `GpuWorker.start`."""
-        if self.ndp is not None:
-            self.ndp.restart()
+        """Start the processes, side by side, then as `GpuWorker.start`."""
+        try:
+            for process in self._children:
+                process.begin()
+            for process in self._children:
+                process.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
         return super().start()
 
     def close(self) -> None:
         super().close()
-        if self.ndp is not None:
-            self.ndp.close()
+        for process in self._children:
+            process.close()
+
+    @property
+    def _children(self) -> list[WorkerProcess]:
+        return [*([self.ndp] if self.ndp is not None else []), *self.shard_processes]

@@ -8,6 +8,7 @@ from ..expert_store import StoreView
 from ..settings import EngineSettings
 from .batcher import Batcher
 from .engine import ExpertEngine
+from .shards import account, owners
 
 
 def describe(
@@ -47,6 +48,7 @@ def describe(
         "prefetch": policy.prefetch.kind,
         "eviction": policy.eviction,
         "ndp": _ndp(settings, engine),
+        "shards": _shards(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
@@ -71,6 +73,27 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "hardware": settings.ndp.hardware.get("name"),
         "paced": settings.ndp.pace,
     }
+
+
+def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, Any]] | None:
+    """Each GPU's part of the expert cache, the lead's first; None where there is one GPU."""
+    if engine.shards is None:
+        return None
+    stats = engine.stats()
+    owned = owners(len(stats.layers), engine.experts, settings.shards)
+    lead = account(stats) | {"device": str(engine.device.torch_device)}
+    parts = [lead, *engine.shards.reports()]
+    return [
+        {
+            "shard": i,
+            "experts": owned.count(i),
+            "slots": part.get("slots"),
+            "expert_bytes_allocated": part.get("expert_bytes_peak"),
+            "device": part.get("device"),
+            "transport": peer.transport if peer is not None else None,
+        }
+        for i, (part, peer) in enumerate(zip(parts, [None, *engine.shards.peers.values()], strict=True))
+    ]
 
 
 def _notes(engine: ExpertEngine, batcher: Batcher, pinned: bool | None) -> list[str]:

@@ -143,11 +143,14 @@ class CudaDevice:
         return True
 
 
-def make_device(kind: str, link: LinkSettings) -> Device:
+def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
     """The device for `auto`, `cpu` or `cuda`.
 
+    Args:
+        gpu: number of the CUDA device, which becomes this process's current one; None: the current one.
+
     Raises:
-        ConfigError: CUDA is asked for and not there.
+        ConfigError: CUDA is asked for and not there, or there are too few GPUs.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,4 +158,11 @@ def make_device(kind: str, link: LinkSettings) -> Device:
         return CpuDevice(link)
     if not torch.cuda.is_available():
         raise ConfigError("device cuda is not available", "use --device cpu (the CPU stands in for a GPU)")
+    if gpu is not None:
+        if gpu >= torch.cuda.device_count():
+            raise ConfigError(
+                f"shard {gpu} needs GPU {gpu}, this machine shows {torch.cuda.device_count()}",
+                "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
+            )
+        torch.cuda.set_device(gpu)
     return CudaDevice(torch.cuda.current_device())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ...kernels.expert_ffn import ExpertKernel
-from ..policies.plan import LayerPlan, LoadOnMiss
+from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from .cache import ExpertCache
 from .remote import RemoteCall, RemoteExperts
+from .runner import ExpertRunner, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,20 @@ def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor
     return list(range(top_k + 1)), torch.arange(top_k, device=device)
 
 
+@dataclass(slots=True)
+class Errand:
+    """What one peer was asked to compute for a layer.
+
+    call: under way; None where the peer was lost since the plan was made. blocked_s: seconds that a shard waited for
+    copies, once it has answered.
+    """
+
+    peer: RemoteExperts
+    keys: list[int]
+    call: RemoteCall | None
+    blocked_s: float = 0.0
+
+
 class Dispatcher:
     """Runs plans of one cache.
 
@@ -65,23 +80,38 @@ class Dispatcher:
     routing order, so budgets, prefetch and timing change no bit of the output. That holds where the
     bytes of one slot in each tensor of the pool are a multiple of 64, as in every published model: all slots
     are then aligned alike, and a GEMM may sum in another order on operands that are aligned otherwise.
+    Where peers compute, their sums are added in the order of the plan.
+
+    Args:
+        peers: NDP worker and shards by the name that `Remote.peer` gives them.
     """
 
     def __init__(
-        self, cache: ExpertCache, experts_per_layer: int, planner: LoadOnMiss, remote: RemoteExperts | None = None
+        self,
+        cache: ExpertCache,
+        experts_per_layer: int,
+        planner: LoadOnMiss,
+        peers: Mapping[str, RemoteExperts] | None = None,
     ) -> None:
         self._cache, self._experts = cache, experts_per_layer
-        self._planner, self._remote = planner, remote
+        self._runner = ExpertRunner(cache, planner)
+        self._peers = peers or {}
 
     def send(
         self, layer: int, plan: LayerPlan, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor
-    ) -> RemoteCall | None:
-        """Hand the plan's remote experts to the NDP worker; None when it was lost since the plan was made."""
-        assert self._remote is not None  # a plan names remote experts only where there is a worker
+    ) -> list[Errand]:
+        """Hand the plan's remote experts to their peers, one batch each; returns at once."""
         base = layer * self._experts
         place = {expert: i for i, expert in enumerate(routing.experts)}
-        ranges = [(place[r.key - base], r.bits) for r in plan.remote]
-        return self._remote.send(layer, routing, ranges, hidden, weights)
+        parts: dict[str, list[Remote]] = {}
+        for remote in plan.remote:
+            parts.setdefault(remote.peer, []).append(remote)
+        errands = []
+        for name, part in parts.items():
+            peer = self._peers[name]
+            call = peer.send(layer, routing, [(place[r.key - base], r.bits) for r in part], hidden, weights)
+            errands.append(Errand(peer, [r.key for r in part], call))
+        return errands
 
     def run(
         self,
@@ -92,101 +122,69 @@ class Dispatcher:
         weights: torch.Tensor,
         kernel: ExpertKernel,
         post: torch.nn.Module | None,
-        call: RemoteCall | None = None,
+        errands: Sequence[Errand] = (),
     ) -> torch.Tensor:
         """The layer's output [T, H] for hidden [T, H] and routing weights [T, K].
 
-        Loads at `after = 0` are already issued, and `call` is what `send` gave. Raises RuntimeFailure if a copy
+        Loads at `after = 0` are already issued, and `errands` is what `send` gave. Raises RuntimeFailure if a copy
         failed; the caller abandons what is still pinned.
         """
-        cache, starts = self._cache, routing.starts
-        began_s = time.perf_counter() if cache.timeline.enabled else 0.0
-        y = hidden.new_empty((starts[-1], hidden.shape[1]))  # [N, H]
-        self._run_here(layer, plan, routing, hidden, kernel, y)
-        if plan.remote:
-            partial = self._join(layer, call)
-            if partial is None:
-                self._recompute(layer, plan, routing, hidden, kernel, y)
+        timeline, base = self._cache.timeline, layer * self._experts
+        began_s = time.perf_counter() if timeline.enabled else 0.0
+        y = hidden.new_empty((routing.starts[-1], hidden.shape[1]))  # [N, H]
+        spans = {base + e: (routing.starts[i], routing.starts[i + 1]) for i, e in enumerate(routing.experts)}
+        self._runner.run(layer, plan, spans, hidden, routing.pairs, routing.top_k, kernel, y)
+        elsewhere: list[int] = []
+        partials: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for errand in errands:
+            partial = self._join(layer, errand)
+            if partial is not None:
+                elsewhere += [key - base for key in errand.keys]
+                partials.append(partial)
             else:
-                base = layer * self._experts
-                elsewhere = routing.pairs_of([r.key - base for r in plan.remote])
-                y[elsewhere] = 0
-        out = kernel.combine(y if post is None else post(y), weights)
-        if plan.remote and partial is not None:
-            assert call is not None
-            out = out.index_add(0, call.rows, partial.to(device=out.device, dtype=out.dtype))
-        if cache.timeline.enabled:
-            cache.timeline.span("compute", f"L{layer} experts", began_s, time.perf_counter())
+                self._recompute(layer, errand, spans, routing, hidden, kernel, y)
+        if post is not None:
+            y = post(y)
+        if elsewhere:
+            y[routing.pairs_of(elsewhere)] = 0  # what no kernel wrote
+        out = kernel.combine(y, weights)
+        for rows, part in partials:
+            out = out.index_add(0, rows, part.to(device=out.device, dtype=out.dtype))
+        if timeline.enabled:
+            timeline.span("compute", f"L{layer} experts", began_s, time.perf_counter())
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
-    def _run_here(
-        self,
-        layer: int,
-        plan: LayerPlan,
-        routing: Routing,
-        hidden: torch.Tensor,
-        kernel: ExpertKernel,
-        y: torch.Tensor,
-    ) -> None:
-        """Rows of `y` for the pairs of the experts in `plan.run`."""
-        cache, base, starts = self._cache, layer * self._experts, routing.starts
-        rows = {base + e: (starts[i], starts[i + 1]) for i, e in enumerate(routing.experts)}
-        done = 0
-        for stop, issue_next in self._steps(plan):
-            keys = plan.run[done:stop]
-            groups = [(*rows[key], cache.await_expert(key, layer)) for key in keys]
-            kernel.run(hidden, routing.pairs, groups, routing.top_k, y)
-            cache.ran(keys)
-            done = stop
-            if issue_next:
-                cache.issue([load for load in plan.loads if load.after == stop])
-
-    def _join(self, layer: int, call: RemoteCall | None) -> torch.Tensor | None:
-        """The NDP worker's part [rows, H], after waiting for it; None when there will be none."""
+    def _join(self, layer: int, errand: Errand) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A peer's rows [R] and its part of them [R, H], after waiting for it; None when there will be none."""
+        call, peer = errand.call, errand.peer
         if call is None:
             return None
-        stats, start_s = self._cache.stats.layers[layer], time.perf_counter()
+        start_s = time.perf_counter()
         answer = call.result()
-        end_s = time.perf_counter()
-        stats.ndp_wait_s += end_s - start_s
-        timeline = self._cache.timeline
+        waited_s = time.perf_counter() - start_s
+        stats, timeline = self._cache.stats.layers[layer], self._cache.timeline
         if timeline.enabled:
-            timeline.span("wait", f"L{layer} NDP wait", start_s, end_s)
-        if answer is None:
-            return None
-        if timeline.enabled:
-            timeline.span("ndp", f"L{layer} NDP", call.sent_s, call.sent_s + answer.paced_s)
-        stats.ndp_calls += 1
-        stats.ndp_experts += call.experts
-        stats.ndp_tokens += call.pairs
-        stats.ndp_measured_s += answer.measured_s
-        stats.ndp_modelled_s += answer.modelled_s
-        return torch.tensor(answer.partial)  # a copy: what arrived is read-only
+            name = "NDP" if peer.kind == "ndp" else peer.label
+            timeline.span("wait", f"L{layer} {name} wait", start_s, start_s + waited_s)
+            if answer is not None:
+                timeline.span("ndp", f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s)
+        if answer is not None and peer.kind == "shard":
+            errand.blocked_s = answer.paced_s - answer.measured_s
+        stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)
+        return None if answer is None else (call.rows, torch.tensor(answer.partial))  # a copy: it is read-only
 
     def _recompute(
         self,
         layer: int,
-        plan: LayerPlan,
+        errand: Errand,
+        spans: Spans,
         routing: Routing,
         hidden: torch.Tensor,
         kernel: ExpertKernel,
         y: torch.Tensor,
     ) -> None:
-        """The worker is lost or late: load its experts and run them here, in full precision."""
-        cache, keys = self._cache, [r.key for r in plan.remote]
-        again = self._planner.plan(keys, cache.residency, cache.eviction)
-        cache.begin(layer, again)
-        cache.issue([load for load in again.loads if not load.after])
-        self._run_here(layer, again, routing, hidden, kernel, y)
-        base = layer * self._experts
-        cache.stats.layers[layer].ndp_recomputed += len(routing.pairs_of([key - base for key in keys]))
-
-    @staticmethod
-    def _steps(plan: LayerPlan) -> list[tuple[int, bool]]:
-        """(run up to here, then issue loads): residents together, arrivals one by one as they land."""
-        total = len(plan.run)
-        if plan.resident == total:
-            return [(total, False)] if total else []
-        issue_at = {load.after for load in plan.loads if load.after}
-        stops = issue_at | set(range(plan.resident + 1, total + 1)) | {plan.resident}
-        return [(stop, stop in issue_at) for stop in sorted(stops - {0})]
+        """The peer is lost or late: load its experts and run them here, in full precision."""
+        again = self._runner.start(layer, errand.keys)
+        self._runner.run(layer, again, spans, hidden, routing.pairs, routing.top_k, kernel, y)
+        pairs = sum(spans[key][1] - spans[key][0] for key in errand.keys)
+        self._cache.stats.layers[layer].count_recomputed(errand.peer.kind, pairs)

@@ -10,17 +10,13 @@ import torch
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
-from ..budget import budget_bytes
 from ..expert_store import LayerArrays
-from ..links import NdpLink
-from ..policies.eviction import EVICTION
+from ..links import NDP, PeerLink
 from ..policies.plan import LoadOnMiss
-from ..policies.prefetch.governor import PrefetchGovernor
-from ..policies.residency import Residency
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
-from .cache import ExpertCache
+from .allocate import make_cache
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer, NextGate
@@ -31,8 +27,9 @@ from .placers import make_placer, refuse_unsuitable
 from .pool import LayerWeights, SlotPool
 from .remote import RemoteExperts
 from .sequences import SequenceRows
+from .shards import ShardPlacer, Shards, owners
+from .shards import refuse_unsuitable as refuse_unsuitable_shards
 from .stats import EngineStats, LayerStats
-from .timeline import Timeline
 
 _NDP_START_S = 60.0  # seconds to reach the NDP worker, which is started before the lead
 
@@ -78,10 +75,12 @@ class ExpertEngine:
         dtype: of the slots and of the compute.
         ndp: how to reach the NDP worker; needed where the policy uses one.
         tables: of the store's replicas; None where it has none.
+        shards: how to reach the shards 1..G-1; as many as the settings say.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
-        RuntimeFailure: preloading failed, or the NDP worker was not reached. Whatever is raised, no thread stays.
+        RuntimeFailure: preloading failed, or the NDP worker or a shard was not reached. Whatever is raised, no thread
+            stays.
     """
 
     def __init__(
@@ -93,50 +92,34 @@ class ExpertEngine:
         top_k: int,
         device: Device,
         dtype: torch.dtype,
-        ndp: NdpLink | None = None,
+        ndp: PeerLink | None = None,
         tables: ReplicaTables | None = None,
+        shards: Sequence[PeerLink] = (),
     ) -> None:
         layers, policy = len(weights), settings.policy
-        keys = layers * shape.num_experts
-        self.slot_bytes = shape.nbytes(dtype.itemsize)
-        budget = budget_bytes(settings.budget, self.slot_bytes, keys)
-        slots = min(budget // self.slot_bytes, keys)
-        if policy.preload == "all" and slots < keys:
-            raise ConfigError(
-                f"policy {policy.name} keeps all {keys} experts resident, the budget holds {slots}",
-                "use --budget 1.0 or another policy",
-            )
+        refuse_unsuitable_shards(settings)
+        mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
+        self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.timeline = Timeline(settings.trace)
-        self._stats = EngineStats(
-            layers=[LayerStats() for _ in range(layers)],
-            expert_budget_bytes=budget,
-            slots=slots,
-            experts=keys,
-            executor=device.executor,
-        )
-        self.cache = ExpertCache(
-            SlotPool.allocate(shape, slots, dtype, device.torch_device),
-            weights,
-            device,
-            Residency(keys, slots, self.slot_bytes),
-            EVICTION[policy.eviction](),
-            PrefetchGovernor(policy.prefetch.min_useful),
-            self._stats,
-            self.timeline,
-        )
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
         self.remote: RemoteExperts | None = None
+        self.shards: Shards | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
             if policy.uses_ndp:
                 self._start_ndp(settings, shape, blocks, planner, ndp, tables)
+            if settings.shards.count > 1 or shards:
+                self.shards = Shards(settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats)
+                self._placer = ShardPlacer(self.cache, planner, shape.num_experts, self.shards)
+                self.shards.start()
             self._attach_layers(blocks, settings, planner)
             if policy.preload == "all":
-                self.cache.preload(range(keys))
+                self.cache.preload(mine)
         except BaseException:
             self.close()
             raise
@@ -147,14 +130,14 @@ class ExpertEngine:
         shape: ExpertShape,
         blocks: Sequence[MoeBlock],
         planner: LoadOnMiss,
-        ndp: NdpLink | None,
+        ndp: PeerLink | None,
         tables: ReplicaTables | None,
     ) -> None:
         policy = settings.policy
         activation = refuse_unsuitable(policy, shape, blocks)
         if ndp is None:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
-        remote = RemoteExperts(ndp, settings.ndp, activation, self._stats)
+        remote = RemoteExperts("ndp", "the NDP worker", ndp, settings.ndp, activation, self._stats)
         self._placer = make_placer(
             settings, self.cache, planner, shape, lambda: remote.available,
             kernel_for(self.cache.pool, blocks[0]), tables,
@@ -175,11 +158,14 @@ class ExpertEngine:
             self._placer.end_sequence(name)
 
     def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings, planner: LoadOnMiss) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self.remote)
+        peers = dict(self.shards.peers) if self.shards is not None else {}
+        if self.remote is not None:
+            peers[NDP] = self.remote
+        dispatcher = Dispatcher(self.cache, self.experts, planner, peers)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                self._next_gates(i, blocks, settings), settings.integrity_checks, self._placer,
+                self._next_gates(i, blocks, settings), settings.integrity_checks, self._placer, self.shards,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
@@ -219,6 +205,8 @@ class ExpertEngine:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
         if self.remote is not None:
             self.remote.close()
+        if self.shards is not None:
+            self.shards.close()
         self.cache.close()
         for handle in self._handles:
             detach(handle)

@@ -13,6 +13,7 @@ from ..policies.prefetch.next_gate import predicted_experts
 from .cache import ExpertCache
 from .dispatch import Dispatcher, Routing
 from .placer import Placer
+from .shards import Shards
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer, ids [T, K], weights [T, K])
@@ -36,7 +37,8 @@ class MoeLayer:
     Args:
         index: MoE layer, counted from 0 over layers with experts.
         kernel: runs experts on the cache's slots. post: the module's norm after each expert, if it has one.
-        placer: sends experts to the NDP worker; None where every expert runs here.
+        placer: sends experts to the NDP worker or to other shards; None where every expert runs here.
+        shards: the other shards, told of prefetches; None where there are none.
         next_gates: later layers to prefetch for, nearest first; empty for no prefetch.
 
     Attributes:
@@ -55,11 +57,12 @@ class MoeLayer:
         next_gates: Sequence[NextGate],
         check: bool,
         placer: Placer | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._next_gates, self._check = kernel, post, next_gates, check
-        self._placer = placer
+        self._placer, self._shards = placer, shards
         self.observe: Observer | None = None
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -69,6 +72,8 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
         """
         cache, base = self._cache, self._base
+        stats = cache.stats.layers[self.index]
+        blocked_s = stats.blocked_io_s
         routing = Routing.of(ids)  # route: done by the model, sorted here
         if self.observe is not None:
             self.observe(self.index, ids, weights)
@@ -81,15 +86,16 @@ class MoeLayer:
             plan = self._placer.plan(self.index, needed, routing, ids, weights)
         try:
             cache.begin(self.index, plan)
-            call = self._dispatcher.send(self.index, plan, routing, hidden, weights) if plan.remote else None
+            errands = self._dispatcher.send(self.index, plan, routing, hidden, weights) if plan.remote else []
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
-            if self._next_gates and cache.governor.allows():
+            if self._next_gates:
                 self._prefetch(hidden)
-            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, call)
+            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()
             raise
+        stats.io_path_s += max(stats.blocked_io_s - blocked_s, *(e.blocked_s for e in errands), 0.0)
         if self._check:
             cache.check_integrity()
         return out
@@ -97,12 +103,23 @@ class MoeLayer:
     def _prefetch(self, hidden: torch.Tensor) -> None:
         """Queue loads for later layers behind this layer's demand, while this layer computes.
 
-        Nearest first: what a nearer layer wants does not give way to a farther one's guess.
+        Nearest first: what a nearer layer wants does not give way to a farther one's guess. What other shards own
+        goes to them, whose own governors decide.
         """
+        allowed, shards = self._cache.governor.allows(), self._shards
+        if not allowed and shards is None:
+            return
         wanted: set[int] = set()
+        theirs: list[int] = []
         for gate in self._next_gates:
             logits = gate.logits(hidden).float().cpu().numpy()
             base = gate.layer * self._experts
             keys = [base + e for e in predicted_experts(logits, gate.top)]
-            self._cache.prefetch(keys, keep=wanted)
+            if shards is not None:
+                theirs += [key for key in keys if shards.peer_of(key) is not None]
+                keys = [key for key in keys if shards.peer_of(key) is None]
+            if allowed:
+                self._cache.prefetch(keys, keep=wanted)
             wanted.update(keys)
+        if shards is not None and theirs:
+            shards.prefetch(self.index, theirs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,13 @@ from .layer import RouterProbe
 from .operator import register_implementation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a setting; auto is float32 on the CPU, else bfloat16."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -42,19 +49,54 @@ def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: tor
     Raises:
         StoreError: the dense file lacks parameters that the model has.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    config = AutoConfig.from_pretrained(store, trust_remote_code=False)
     implementation = register_implementation()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_for(config, attention), trust_remote_code=False
-        )
+    model = _on_meta(store, dtype, attention)
     _assign_dense(model, store / manifest.dense.file, {layer.module for layer in manifest.layers}, device)
     model.set_experts_implementation(implementation)
     if (store / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(store)
     return model.eval()
+
+
+def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device) -> list[MoeBlock]:
+    """The MoE layers of a store's model without its dense part: for a shard, which runs experts only.
+
+    The model stays on meta; what its experts modules hold besides experts (a norm after each, a learnt activation)
+    is read from the dense file. No router can be asked.
+
+    Raises:
+        StoreError: the dense file lacks such a tensor.
+    """
+    from safetensors import safe_open
+
+    model = _on_meta(store, dtype, "auto")
+    with safe_open(store / manifest.dense.file, framework="pt") as dense:
+        there = set(dense.keys())
+        for layer in manifest.layers:
+            experts = model.get_submodule(layer.module)
+            for name, parameter in experts.named_parameters():
+                if "." not in name:
+                    continue  # the experts themselves
+                full = f"{layer.module}.{name}"
+                if full not in there:
+                    raise StoreError(f"the store's dense file lacks {full}", "prepare the store again with --force")
+                owner, _, last = name.rpartition(".")
+                value = dense.get_tensor(full).to(device=device, dtype=parameter.dtype)
+                setattr(experts.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+    return [replace(block, router=None) for block in find_blocks(model, manifest)]
+
+
+def _on_meta(store: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The transformers model of a store without one byte of weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(store, trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_for(config, attention), trust_remote_code=False
+        )
 
 
 def attention_for(config: Any, wanted: str) -> str:

@@ -1,16 +1,18 @@
-"""The NDP worker as the engine sees it: send a layer's cold experts, take their sum, find it again when it is lost.
+"""A peer as the engine sees it: send some of a layer's experts, take their sum, find it again when it is lost.
 
-    send (returns at once) -> the layer computes its resident experts -> result
+    send (returns at once) -> the layer computes its own experts -> result
+
+A peer is the NDP worker or another shard.
 
 A worker that is killed fails its calls within a second (the channel's liveness); the layer then computes those
-experts itself. A thread looks the worker's address up and connects again, so a restarted worker rejoins.
+experts itself. A thread looks the peer's address up and connects again, so a restarted worker rejoins.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,10 @@ import numpy as np
 import torch
 
 from ...errors import RuntimeFailure, TierMoeError
-from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest
-from ..links import NdpLink
-from ..settings import NdpSettings
-from .stats import EngineStats
+from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from ..links import PeerLink
+from ..settings import NdpSettings, ShardSettings
+from .stats import EngineStats, PeerKind
 
 if TYPE_CHECKING:
     from .dispatch import Routing
@@ -32,7 +34,7 @@ _CONNECT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
-    """Experts under way at the NDP worker.
+    """Experts under way at a peer.
 
     rows: rows of the layer's hidden states that take part [R], int64 on the compute device.
     """
@@ -41,28 +43,41 @@ class RemoteCall:
     experts: int
     pairs: int
     sent_s: float
-    result: Callable[[], ExpertResult | None]  # waits; None: the worker was lost or is late
+    result: Callable[[], ExpertResult | None]  # waits; None: the peer was lost or is late
 
 
 class RemoteExperts:
-    """Calls to one NDP worker.
+    """Calls to one peer.
 
     Args:
-        link: looks the worker's address up and connects to it.
+        kind: what it is.
+        label: what to call it in a sentence.
+        link: looks its address up and connects to it.
         settings: transport and deadline.
-        activation: name of the experts' activation, which the worker cannot know.
+        activation: name of the experts' activation, which an NDP worker cannot know.
         stats: told of losses.
+        expected: what its account of itself must say, so that both sides mean the same.
     """
 
-    def __init__(self, link: NdpLink, settings: NdpSettings, activation: str, stats: EngineStats) -> None:
-        self._link, self._settings = link, settings
+    def __init__(
+        self,
+        kind: PeerKind,
+        label: str,
+        link: PeerLink,
+        settings: NdpSettings | ShardSettings,
+        activation: str,
+        stats: EngineStats,
+        expected: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.kind, self.label = kind, label
+        self._link, self._settings, self._expected = link, settings, expected or {}
         self._activation, self._stats = activation, stats
         self._channel: Any = None
         self._wanted = threading.Event()  # the channel is lost: look for the worker
         self._found = threading.Event()
         self._closed = False
         self._problem = "it registered no address"
-        self._thread = threading.Thread(target=self._keep_connected, name="tiermoe-ndp-link", daemon=True)
+        self._thread = threading.Thread(target=self._keep_connected, name=f"tiermoe-{kind}-link", daemon=True)
 
     def start(self, deadline_s: float) -> None:
         """Connect for the first time.
@@ -74,8 +89,9 @@ class RemoteExperts:
         self._thread.start()
         if not self.wait_until_found(deadline_s):
             raise RuntimeFailure(
-                f"the NDP worker was not reached within {deadline_s:g} s ({self._problem})",
-                "see the worker's log, or choose a policy that needs none, such as next-gate",
+                f"{self.label} was not reached within {deadline_s:g} s ({self._problem})",
+                "see its log, or choose a policy that needs none, such as next-gate"
+                if self.kind == "ndp" else "see its log, or use fewer shards",
             )
 
     def wait_until_found(self, deadline_s: float) -> bool:
@@ -152,6 +168,29 @@ class RemoteExperts:
 
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)
 
+    def post(self, message: Message) -> bool:
+        """Send what needs no answer; False when the peer is not there or has no room for it now."""
+        channel = self._channel
+        if channel is None:
+            return False
+        try:
+            return channel.post(message)
+        except RuntimeFailure as failure:
+            self._lost(channel, str(failure))
+            return False
+
+    def report(self, deadline_s: float) -> HealthReport | None:
+        """The peer's account of itself; None when it is not there."""
+        channel = self._channel
+        if channel is None:
+            return None
+        try:
+            answer = channel.call(HealthRequest(), deadline_s)
+        except RuntimeFailure as failure:
+            self._problem = str(failure)
+            return None
+        return answer if isinstance(answer, HealthReport) else None
+
     def close(self) -> None:
         """Hang up. Safe to call twice."""
         self._closed = True
@@ -168,9 +207,8 @@ class RemoteExperts:
             return
         self._channel = None
         self._found.clear()
-        self._stats.ndp_losses += 1
-        self._stats.ndp_last_loss = why
-        threading.Thread(target=channel.close, name="tiermoe-ndp-hangup", daemon=True).start()
+        self._stats.count_loss(self.kind, why)
+        threading.Thread(target=channel.close, name=f"tiermoe-{self.kind}-hangup", daemon=True).start()
         self._wanted.set()
 
     def _keep_connected(self) -> None:
@@ -187,7 +225,7 @@ class RemoteExperts:
             self._found.set()
 
     def _try_connect(self) -> Any:
-        """A channel over which the worker said that it is well; None where there is none yet."""
+        """A channel over which the peer said that it is well; None where there is none yet."""
         channel = None
         try:
             address = self._link.address()
@@ -195,11 +233,21 @@ class RemoteExperts:
                 return None
             channel = self._link.connect(address, self._settings)
             report = channel.call(HealthRequest(), _CONNECT_S)
-            if isinstance(report, HealthReport):
+            differs = self._difference(report)
+            if differs is None:
                 return channel
-            self._problem = f"{address} answers as something else"
+            self._problem = f"{address} {differs}"
         except (TierMoeError, OSError) as error:
             self._problem = str(error)
         if channel is not None:
             channel.close()
+        return None
+
+    def _difference(self, report: Message | None) -> str | None:
+        """In what the peer is not the one that is meant; None where it is."""
+        if not isinstance(report, HealthReport) or report.role != self.kind:
+            return "answers as something else"
+        for name, value in self._expected.items():
+            if report.details.get(name) != value:
+                return f"has {name} {report.details.get(name)}, this side {value}"
         return None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from ...proto.messages import ExpertResult
+
+PeerKind = Literal["ndp", "shard"]
 
 
 @dataclass
@@ -12,7 +16,7 @@ class LayerStats:
 
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
     later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
-    what the NDP worker computes is neither.
+    what the NDP worker or another shard computes is neither.
     Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
     """
 
@@ -37,6 +41,40 @@ class LayerStats:
     ndp_measured_s: float = 0.0  # seconds its kernels took
     ndp_modelled_s: float = 0.0  # seconds the modelled device would have taken
     ndp_recomputed: int = 0  # pairs recomputed here because the worker was lost or late
+    shard_calls: int = 0
+    shard_experts: int = 0  # experts computed by other shards, per forward
+    shard_tokens: int = 0  # (token, expert) pairs that they computed
+    shard_wait_s: float = 0.0  # seconds the lead waited for their answers, after its own part
+    shard_recomputed: int = 0  # pairs recomputed by the lead because a shard was lost or late
+    io_path_s: float = 0.0  # seconds of copies on the forward's way: of each forward the GPU that waited longest
+
+    def count_answer(
+        self, kind: PeerKind, waited_s: float, experts: int, pairs: int, answer: ExpertResult | None
+    ) -> None:
+        """The compute waited for a peer, which answered or (None) did not."""
+        if kind == "shard":
+            self.shard_wait_s += waited_s
+        else:
+            self.ndp_wait_s += waited_s
+        if answer is None:
+            return
+        if kind == "shard":
+            self.shard_calls += 1
+            self.shard_experts += experts
+            self.shard_tokens += pairs
+        else:
+            self.ndp_calls += 1
+            self.ndp_experts += experts
+            self.ndp_tokens += pairs
+            self.ndp_measured_s += answer.measured_s
+            self.ndp_modelled_s += answer.modelled_s
+
+    def count_recomputed(self, kind: PeerKind, pairs: int) -> None:
+        """A peer's pairs were computed here instead."""
+        if kind == "shard":
+            self.shard_recomputed += pairs
+        else:
+            self.ndp_recomputed += pairs
 
     @property
     def bytes_loaded(self) -> int:
@@ -59,6 +97,8 @@ class EngineStats:
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_losses: int = 0  # times that the NDP worker was lost
     ndp_last_loss: str | None = None  # why, the last time
+    shard_losses: int = 0  # times that another shard was lost
+    shard_last_loss: str | None = None
     substitutions: int = 0
     dropped: int = 0
 
@@ -69,6 +109,13 @@ class EngineStats:
             for name, value in asdict(layer).items():
                 setattr(out, name, getattr(out, name) + value)
         return out
+
+    def count_loss(self, kind: PeerKind, why: str) -> None:
+        """A peer was lost."""
+        if kind == "shard":
+            self.shard_losses, self.shard_last_loss = self.shard_losses + 1, why
+        else:
+            self.ndp_losses, self.ndp_last_loss = self.ndp_losses + 1, why
 
     @property
     def hit_rate(self) -> float:

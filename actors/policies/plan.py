@@ -29,10 +29,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Run `key` on the NDP worker, on its replica of `bits` bits; 0 bits: in full precision."""
+    """Run `key` on another process, on its replica of `bits` bits; 0 bits: in full precision.
+
+    `peer` is the name under which that process is registered: an NDP worker or a shard.
+    """
 
     key: int
     bits: int
+    peer: str = "ndp/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class LayerPlan:
     `run` and `remote` together hold every expert that the routing asks for, once. `run` is computed here: first
     the resident ones (the first `resident`), then those already on their way (the next `arriving`), then those
     to be loaded, in load order. `loads` is ordered by `after`; a `Load` at `after = i` is issued
-    when `run[:i]` is done, so a working set larger than the pool is served in waves. `remote` is computed by the
-    NDP worker at the same time.
+    when `run[:i]` is done, so a working set larger than the pool is served in waves. `remote` is computed by
+    other processes at the same time.
     """
 
     run: tuple[int, ...]

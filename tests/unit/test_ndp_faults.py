@@ -13,7 +13,7 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import NdpLink, Noticeboard
+from tiermoe.actors.links import Noticeboard, PeerLink
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.settings import NdpSettings, PlacementSettings, PolicySettings
 from tiermoe.cluster.config import load_hardware
@@ -26,7 +26,7 @@ _NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
 
 
 @dataclass(frozen=True)
-class _FaultyLink(NdpLink):
+class _FaultyLink(PeerLink):
     """Reaches the worker over a channel with faults."""
 
     transport: str = "shm"
@@ -43,7 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 
 
 @contextmanager
-def _serving(store: ExpertStore, link: NdpLink) -> Iterator[GpuWorker]:
+def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
     policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
     worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), link)
     try:
@@ -58,7 +58,7 @@ def expected(store: ExpertStore) -> list[list[int]]:
     board = Noticeboard()
     ndp = NdpWorker(_NDP, store.describe().path, board)
     try:
-        with _serving(store, NdpLink(board)) as worker:
+        with _serving(store, PeerLink(board)) as worker:
             return greedy(worker, [_PROMPT], _NEW)
     finally:
         ndp.close()

@@ -1,0 +1,65 @@
+"""The expert cache of one device, from its settings: what a lead and a shard allocate alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import ConfigError
+from ..budget import budget_bytes
+from ..policies.eviction import EVICTION
+from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.residency import Residency
+from ..settings import EngineSettings
+from ..store_format import ExpertShape
+from .cache import ExpertCache
+from .device import Device
+from .pool import LayerWeights, SlotPool
+from .stats import EngineStats, LayerStats
+from .timeline import Timeline
+
+
+def make_cache(
+    settings: EngineSettings,
+    shape: ExpertShape,
+    weights: Sequence[LayerWeights],
+    device: Device,
+    dtype: torch.dtype,
+    owned: int,
+) -> ExpertCache:
+    """A cache within the budget of one device, with counters of its own.
+
+    Args:
+        owned: experts in all layers that belong to this device; it gets no more slots than that.
+
+    Raises:
+        BudgetError: not one slot fits. ConfigError: the policy keeps all experts resident, and they do not fit.
+    """
+    layers, policy = len(weights), settings.policy
+    keys = layers * shape.num_experts
+    slot_bytes = shape.nbytes(dtype.itemsize)
+    budget = budget_bytes(settings.budget, slot_bytes, keys)
+    slots = min(budget // slot_bytes, owned)
+    if policy.preload == "all" and slots < owned:
+        raise ConfigError(
+            f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
+            "use --budget 1.0 or another policy",
+        )
+    stats = EngineStats(
+        layers=[LayerStats() for _ in range(layers)],
+        expert_budget_bytes=budget,
+        slots=slots,
+        experts=keys,
+        executor=device.executor,
+    )
+    return ExpertCache(
+        SlotPool.allocate(shape, slots, dtype, device.torch_device),
+        weights,
+        device,
+        Residency(keys, slots, slot_bytes),
+        EVICTION[policy.eviction](),
+        PrefetchGovernor(policy.prefetch.min_useful),
+        stats,
+        Timeline(settings.trace),
+    )

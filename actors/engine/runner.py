@@ -1,0 +1,68 @@
+"""Runs groups of rows through experts of one cache: residents together, arrivals as they land."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...kernels.expert_ffn import ExpertKernel
+from ..policies.plan import LayerPlan, LoadOnMiss
+from .cache import ExpertCache
+
+Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
+
+
+class ExpertRunner:
+    """What a lead's layer and a shard's have in common: a plan's local part, from its loads to its rows.
+
+    The result of a pair does not depend on when its expert arrived, nor on which others run beside it.
+    """
+
+    def __init__(self, cache: ExpertCache, planner: LoadOnMiss) -> None:
+        self._cache, self._planner = cache, planner
+
+    def start(self, layer: int, keys: Sequence[int]) -> LayerPlan:
+        """Plan these experts of a layer, count them, and issue their first loads."""
+        cache = self._cache
+        plan = self._planner.plan(keys, cache.residency, cache.eviction)
+        cache.begin(layer, plan)
+        if plan.loads:
+            cache.issue([load for load in plan.loads if not load.after])
+        return plan
+
+    def run(
+        self,
+        layer: int,
+        plan: LayerPlan,
+        spans: Spans,
+        hidden: torch.Tensor,
+        pairs: torch.Tensor,
+        top_k: int,
+        kernel: ExpertKernel,
+        y: torch.Tensor,
+    ) -> None:
+        """Rows of `y` for the pairs of the experts in `plan.run`; shapes as in `ExpertKernel.run`.
+
+        Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed; the caller abandons what
+        is still pinned.
+        """
+        cache, done = self._cache, 0
+        for stop, issue_next in _steps(plan):
+            keys = plan.run[done:stop]
+            groups = [(*spans[key], cache.await_expert(key, layer)) for key in keys]
+            kernel.run(hidden, pairs, groups, top_k, y)
+            cache.ran(keys)
+            done = stop
+            if issue_next:
+                cache.issue([load for load in plan.loads if load.after == stop])
+
+
+def _steps(plan: LayerPlan) -> list[tuple[int, bool]]:
+    """(run up to here, then issue loads): residents together, arrivals one by one as they land."""
+    total = len(plan.run)
+    if plan.resident == total:
+        return [(total, False)] if total else []
+    issue_at = {load.after for load in plan.loads if load.after}
+    stops = issue_at | set(range(plan.resident + 1, total + 1)) | {plan.resident}
+    return [(stop, stop in issue_at) for stop in sorted(stops - {0})]

@@ -1,0 +1,113 @@
+"""A shard of the expert cache: one more GPU, which holds and computes the experts that belong to it.
+
+Channel in, kernels on its own slots, channel out:
+
+    ExpertBatch (rows, expert ids, weights) -> loads, kernels -> ExpertResult (a sum per row)
+    PrefetchCommand (posted)                -> loads behind its own demand
+
+A plain class; `cluster` makes it a process. It serves as soon as it is constructed, since that is all that Ray does
+when it restarts a killed one. The story of a batch is in `engine/shard.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from ..proto.channel import ChannelServer, ServerOptions
+from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PrefetchCommand
+from .expert_store import ExpertStore
+from .links import Directory, shard_name
+from .settings import EngineSettings
+
+
+class ShardWorker:
+    """Owns the slot pool, the loader and the budget of one device.
+
+    Args:
+        settings: those of the lead; the budget is of each GPU.
+        index: which shard, 1..G-1.
+        store: folder of the expert store on this node; mapped, nothing is copied but what the slots hold.
+        directory: told the address; asked for the host to listen on.
+        token: what a client must show; None: only this machine may connect.
+        verify: how thoroughly the files are verified, see `ExpertStore`.
+        gpu: number of the CUDA device; None: the first that this process sees.
+        options: of the channel server; its host and token are those above.
+
+    Raises:
+        StoreError: the store is of no use. ConfigError: there is no such shard or GPU, or the budget is too small.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        index: int,
+        store: str,
+        directory: Directory,
+        token: str | None = None,
+        verify: Literal["full", "stamp"] = "stamp",
+        gpu: int | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        if not 0 < index < settings.shards.count:
+            raise ConfigError(
+                f"there is no shard worker {index} of {settings.shards.count} shards", "the lead is shard 0"
+            )
+        from .engine.shard import open_shard
+        from .engine.shards import terms
+
+        view = ExpertStore(store, verify).describe()
+        shape = view.manifest.experts
+        self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
+        self.engine = open_shard(settings, index, view, gpu)
+        options = replace(options or ServerOptions(), host=directory.host(), token=token)
+        try:
+            self._server = ChannelServer(self.handle, options)
+            directory.register(shard_name(index), self._server.address)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where it listens, HOST:PORT."""
+        return self._server.address
+
+    def handle(self, message: Message) -> Message | None:
+        """Answer one message of the channel.
+
+        Raises:
+            TierMoeError: the message asks for what is not here; the channel carries the error back.
+        """
+        if isinstance(message, ExpertBatch):
+            return self.engine.run(message)
+        if isinstance(message, PrefetchCommand):
+            self.engine.prefetch(message)
+            return None
+        if isinstance(message, HealthRequest):
+            self.engine.greet()
+            return HealthReport("shard", self.health())
+        raise ConfigError(f"a shard does not answer {type(message).__name__}", "send it expert batches")
+
+    def health(self) -> dict[str, Any]:
+        """What it holds and has done since it started."""
+        from .engine.shards import account
+
+        engine = self.engine
+        return {
+            "state": "serving",
+            "address": self.address,
+            "pid": os.getpid(),
+            "device": str(engine.cache.pool.gate_up.device),
+            "batches": engine.batches,
+            "pairs": engine.pairs,
+            "late_commands": engine.late_commands,
+            "resting_commands": engine.resting_commands,
+        } | account(engine.stats()) | self._terms
+
+    def close(self) -> None:
+        """Stop serving and free the pool. Safe to call twice."""
+        self._server.close()
+        self.engine.close()

@@ -1,0 +1,265 @@
+"""Expert parallelism with shards in this process: exact, balanced, and missed by nobody when one dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from serving import greedy, policy, prepared, reference_greedy, settings
+from sharded import Group, serving_group
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.engine.shards import owners
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.links import Noticeboard
+from tiermoe.actors.settings import EngineSettings, PlacementSettings, PolicySettings, ShardSettings
+from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.proto.messages import ExpertBatch, HealthRequest, PrefetchCommand
+
+_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
+_NEW = 12
+
+
+class Tiny:
+    """A store of a tiny model, and what the unmodified model generates."""
+
+    def __init__(self, model_type: str, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        checkpoint = save_tiny_checkpoint(model_type, folder / "checkpoint")
+        self.store = prepared(checkpoint, folder / "store")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.expected = reference_greedy(model, _PROMPTS, _NEW)
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny("olmoe", tmp_path_factory.mktemp("olmoe"))
+
+
+def _settings(count: int, budget: float = 0.25, prefetch: str = "none", **shards: object) -> EngineSettings:
+    return settings(budget, prefetch, shards=ShardSettings(count=count, **shards))  # type: ignore[arg-type]
+
+
+# qwen2_moe: shared experts. gpt_oss: biases and a gating of its own. nemotron_h: no gate. lfm2_moe: served serially.
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "nemotron_h", "lfm2_moe"])
+def test_same_tokens(model_type: str, tmp_path: Path) -> None:
+    tiny = Tiny(model_type, tmp_path)
+    with serving_group(tiny.store, _settings(2, prefetch="next-gate")) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == tiny.expected
+        assert group.lead.stats().total().shard_tokens > 0
+        assert group.lead.stats().shard_losses == 0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("ownership", ["layer-expert", "expert"])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_each_gpu_holds_what_it_owns(count: int, ownership: str, transport: str, olmoe: Tiny) -> None:
+    config = _settings(count, ownership=ownership, transport=transport)
+    with serving_group(olmoe.store, config) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
+        engine = group.lead.engine
+        owner = owners(len(engine.layers), engine.experts, config.shards)
+        caches = [engine.cache, *(shard.engine.cache for shard in group.shards)]
+        for i, cache in enumerate(caches):
+            assert {owner[key] for key in cache.residency.held()} == {i}
+            assert cache.stats.expert_bytes_peak <= cache.stats.expert_budget_bytes
+            assert cache.stats.total().bytes_loaded > 0
+        assert {peer.transport for peer in engine.shards.peers.values()} == {transport}
+
+
+def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(2)) as group:
+        before = group.shards[0].engine.pairs
+        greedy(group.lead, _PROMPTS, _NEW)
+        total = group.lead.stats().total()
+        assert total.shard_tokens == group.shards[0].engine.pairs - before
+        assert total.shard_calls > 0
+        assert total.io_path_s >= total.blocked_io_s
+        lead, other = group.lead.shard_stats()
+        assert lead["misses"] == total.misses
+        assert other["misses"] == group.shards[0].engine.stats().total().misses
+        assert (lead["shard"], other["shard"]) == ("shard/0", "shard/1")
+
+
+def test_the_plan_lists_the_shards(olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(2, budget=0.25)) as group:
+        from tiermoe.actors.engine.describe import _shards
+
+        found = _shards(group.settings, group.lead.engine)
+        assert found is not None
+        slot = group.lead.engine.slot_bytes
+        assert [(s["shard"], s["experts"], s["slots"], s["expert_bytes_allocated"]) for s in found] == [
+            (0, 8, 4, 4 * slot), (1, 8, 4, 4 * slot),
+        ]  # fmt: skip
+
+
+def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:
+    config = settings(1.0, policy=policy(preload="all"), shards=ShardSettings(count=2))
+    with serving_group(olmoe.store, config) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
+        assert [s["slots"] for s in group.lead.shard_stats()] == [8, 8]
+        assert [s["bytes_loaded"] for s in group.lead.shard_stats()] == [0, 0]
+
+
+def test_prefetches_go_to_the_owner(olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(2, prefetch="next-gate")) as group:
+        assert greedy(group.lead, _PROMPTS[:1], _NEW) == olmoe.expected[:1]
+        lead, other = group.lead.shard_stats()
+        assert lead["bytes_loaded_prefetch"] > 0
+        assert other["bytes_loaded_prefetch"] > 0
+        assert other["late_commands"] == 0
+
+
+def test_a_lost_shard_is_replaced_by_the_lead_and_rejoins(olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(2)) as group:
+        shards = group.lead.engine.shards
+        (peer,) = shards.peers.values()
+        group.shards[0].close()
+        assert greedy(group.lead, _PROMPTS[:1], _NEW) == olmoe.expected[:1]
+        stats = group.lead.stats()
+        assert stats.shard_losses == 1
+        assert stats.shard_last_loss is not None
+        assert group.lead.shard_stats()[1]["state"] == "lost"
+        assert group.lead.health()["shard/1"] == "lost"
+        asked = stats.total().shard_calls
+        group.shards[0] = group.start_shard(1)
+        try:
+            assert peer.wait_until_found(10.0)
+            assert greedy(group.lead, _PROMPTS[1:], _NEW) == olmoe.expected[1:]
+            assert stats.total().shard_calls > asked
+        finally:
+            group.shards[0].close()
+
+
+def test_an_answer_that_fails_is_recomputed(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_group(olmoe.store, _settings(2)) as group:
+        engine, failed = group.shards[0].engine, []
+
+        def broken(batch: ExpertBatch) -> object:
+            monkeypatch.undo()
+            failed.append(len(batch.rows))
+            raise RuntimeFailure("no", "none")
+
+        monkeypatch.setattr(engine, "run", broken)
+        assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
+        assert group.lead.stats().total().shard_recomputed == failed[0] > 0
+
+
+@pytest.fixture
+def shard(olmoe: Tiny) -> ShardWorker:
+    return ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+
+
+def _batch(layer: int, experts: list[int], hidden: np.ndarray) -> ExpertBatch:
+    n = len(experts)
+    return ExpertBatch(
+        layer, np.array(experts, np.int32), np.zeros(n, np.uint8), np.arange(n + 1, dtype=np.int32),
+        np.zeros(n, np.int32), np.full(n, 0.5, np.float32), hidden,
+    )  # fmt: skip
+
+
+def _command(iteration: int, layer: int, keys: list[int]) -> PrefetchCommand:
+    priorities = np.arange(len(keys), 0, -1, dtype=np.float32)
+    return PrefetchCommand(iteration, layer, np.array(keys, np.int32), priorities)
+
+
+def test_late_commands_are_dropped_and_counted(shard: ShardWorker) -> None:
+    try:
+        engine, hidden = shard.engine, np.ones((1, 32), np.float32)
+        state = engine.cache.residency.held
+        shard.handle(_command(4, 0, [9]))  # iteration 4 is at layer 0, and wants expert 1 of layer 1
+        assert set(state()) == {9}
+        shard.handle(_batch(0, [1], hidden))
+        shard.handle(_batch(1, [3], hidden))
+        shard.handle(_command(4, 0, [13]))  # layer 1 has run
+        shard.handle(_command(3, 0, [13]))  # another iteration, long ago
+        assert engine.late_commands == 2
+        assert 13 not in set(state())
+        shard.handle(_command(5, 0, [13]))
+        shard.handle(HealthRequest())
+        shard.handle(_command(0, 0, [15]))  # a new lead counts anew
+        assert {13, 15} <= set(state())
+        assert engine.late_commands == 2
+        engine.cache.check_integrity()
+    finally:
+        shard.close()
+
+
+def test_a_batch_for_another_model_is_refused(shard: ShardWorker) -> None:
+    try:
+        for batch in (
+            _batch(2, [1], np.ones((1, 32), np.float32)),
+            _batch(0, [8], np.ones((1, 32), np.float32)),
+            _batch(0, [1], np.ones((1, 31), np.float32)),
+        ):
+            with pytest.raises(Exception, match="use the lead's store"):
+                shard.handle(batch)
+        with pytest.raises(ConfigError, match="does not answer"):
+            shard.handle(_command_of_another_kind())
+        shard.engine.cache.check_integrity()
+    finally:
+        shard.close()
+
+
+def _command_of_another_kind() -> object:
+    from tiermoe.proto.messages import StoreRequest
+
+    return StoreRequest(0, np.zeros(1, np.int32))
+
+
+def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
+    """No tiny model has one; a shard must apply it before the weights."""
+    worker = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    try:
+        hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+        batch = ExpertBatch(
+            0, np.array([1, 3], np.int32), np.zeros(2, np.uint8), np.array([0, 2, 4], np.int32),
+            np.array([0, 2, 1, 2], np.int32), np.array([0.5, 0.25, 1.0, 2.0], np.float32), hidden.numpy(),
+        )  # fmt: skip
+        worker.engine._posts[0] = torch.nn.LayerNorm(32)
+        found = torch.tensor(worker.engine.run(batch).partial)
+        gate_up, down = worker.engine.cache._weights[0].tensors
+        expected = torch.zeros(3, 32)
+        for expert, row, weight in ((1, 0, 0.5), (1, 2, 0.25), (3, 1, 1.0), (3, 2, 2.0)):
+            pre = gate_up[expert].float() @ hidden[row]  # [I, 2]
+            y = (torch.nn.functional.silu(pre[:, 0]) * pre[:, 1]) @ down[expert].float()
+            expected[row] += weight * torch.nn.functional.layer_norm(y, (32,))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        worker.close()
+
+
+def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> None:
+    view = olmoe.store.describe()
+    with pytest.raises(ConfigError, match="besides the lead"):
+        GpuWorker(_settings(2), view).start()
+    ndp = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context"))
+    with pytest.raises(ConfigError, match="NDP worker"):
+        GpuWorker(settings(0.5, policy=ndp, shards=ShardSettings(count=2)), view).start()
+    for index in (0, 2):
+        with pytest.raises(ConfigError, match="no shard worker"):
+            ShardWorker(_settings(2), index, view.path, Noticeboard())
+    small = settings(0.25, policy=policy(preload="all"), shards=ShardSettings(count=2))
+    with pytest.raises(ConfigError, match="resident"):
+        ShardWorker(small, 1, view.path, Noticeboard())
+
+
+def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermoe.actors.engine.shards._START_S", 0.5)
+    config = _settings(2)
+    group = Group(_settings(3), olmoe.store.describe().path)
+    shard = group.start_shard(1)
+    try:
+        from tiermoe.actors.links import PeerLink
+
+        lead = GpuWorker(config, olmoe.store.describe(), shards=[PeerLink(group.board, name="shard/1")])
+        with pytest.raises(RuntimeFailure, match="has count 3, this side 2"):
+            lead.start()
+    finally:
+        shard.close()
+
+
