@@ -132,8 +132,8 @@ class GpuWorker:
     def shard_stats(self) -> list[dict[str, Any]]:
         """Counters of every GPU, the lead's first (`shard` 0): totals over layers, and slots and bytes.
 
-        The lead's are those since the last reset, another shard's those since it started. A shard that is lost has
-        `state` "lost" and no counters.
+        The lead's are those since the last reset, another shard's those since it started. A shard that is lost
+        or late has that as its `state` and no counters.
         """
         from .engine.shards import account
 

@@ -119,11 +119,12 @@ class Shards:
             peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities))
 
     def reports(self) -> list[dict[str, Any]]:
-        """Each shard's account of itself and its counters; of one that is lost only its name and that."""
+        """Each shard's account of itself and its counters; of one that is lost or late only its name and that."""
         out = []
         for name, peer in self.peers.items():
             report = peer.report(_REPORT_S)
-            out.append({"shard": name} | (dict(report.details) if report is not None else {"state": "lost"}))
+            found = {"state": "late" if peer.available else "lost"} if report is None else dict(report.details)
+            out.append({"shard": name} | found)
         return out
 
     def close(self) -> None:

@@ -50,6 +50,23 @@ def prefetch(
 
 
 @bench_app.command()
+def scale(
+    model: Model = None,
+    repeats: Repeats = 5,
+    policy: Annotated[str, typer.Option(help="Of all GPUs.")] = "on-demand",
+    budget: Annotated[str, typer.Option(help="Device memory for experts of one GPU, a share of all.")] = "0.125",
+    link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link of each GPU, 1e9 bytes/s.")] = 2.0,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts in flight together.")] = 16,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
+    from .scale import bench_scale
+
+    _finish(lambda progress: bench_scale(model, repeats, policy, budget, link_gbps, batch, progress), as_json, check)
+
+
+@bench_app.command()
 def ndp(
     model: Model = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Held-out documents to score; default: all.")] = None,

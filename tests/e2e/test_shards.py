@@ -1,0 +1,120 @@
+"""Expert parallelism on the default model: the very tokens of the unmodified model, whatever the GPUs do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from serving import greedy, prepared, reference_greedy, settings
+from sharded import serving_group
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, ShardSettings
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.local import LocalWorker
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 8, 48, 32
+BALANCE = {2: 1.1, 4: 1.3}  # most over least bytes loaded per GPU, of so few tokens: experts differ in popularity
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return prepared(default_model_dir(), tmp_path_factory.mktemp("shards") / "store")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
+    return reference_greedy(model, prompts, TOKENS)
+
+
+def _settings(count: int, budget: float, prefetch: str, **more: Any) -> EngineSettings:
+    kv = KvSettings(page_size=32, num_blocks=64)
+    return settings(budget, prefetch, kv=kv, shards=ShardSettings(count=count), **more)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+@pytest.mark.parametrize("budget", ["share", "small"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_same_tokens(
+    count: int, budget: str, prefetch: str, store: ExpertStore, prompts: list[Any], expected: list[list[int]]
+) -> None:
+    """Each GPU holds half of what it owns, or a twentieth of the model."""
+    with serving_group(store, _settings(count, 0.5 / count if budget == "share" else 0.05, prefetch)) as group:
+        assert greedy(group.lead, prompts, TOKENS) == expected
+        parts = group.lead.shard_stats()
+        assert all(part["expert_bytes_peak"] <= part["expert_budget_bytes"] for part in parts)
+        assert all((part["bytes_loaded_prefetch"] > 0) == (prefetch != "none") for part in parts)
+        stats = group.lead.stats()
+        assert stats.shard_losses == stats.total().shard_recomputed == 0
+        loaded = [part["bytes_loaded_demand"] + part["bytes_loaded_prefetch"] for part in parts]
+        assert max(loaded) <= BALANCE[count] * min(loaded)
+
+
+@contextmanager
+def _processes(store: ExpertStore, config: EngineSettings) -> Iterator[LocalWorker]:
+    worker = LocalWorker(config, store.describe().path)  # type: ignore[arg-type]
+    try:
+        worker.start()
+        yield worker
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_request_outlives_a_shard(
+    strike: signal.Signals, store: ExpertStore, prompts: list[Any], expected: list[list[int]]
+) -> None:
+    config = _settings(2, 0.125, "next-gate", link=LinkSettings(gbps=2.0, latency_us=10.0))
+    with _processes(store, config) as worker:
+        (process,) = worker.shard_processes
+        stream = worker.submit(GenerationRequest("r", prompts[0], SamplingParams(max_tokens=TOKENS)))
+        generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
+        struck = False
+        for event in stream:
+            generation.add(event)
+            now_s = time.monotonic()
+            if struck:
+                longest_s = max(longest_s, now_s - last_s)
+            last_s = now_s
+            if len(generation.token_ids) >= 8 and not struck:
+                struck = True
+                os.kill(process.pid, strike)
+        assert generation.token_ids == expected[0]
+        stats = worker.stats()
+        assert stats.shard_losses == 1
+        assert stats.shard_last_loss is not None
+        assert longest_s < 4.0  # liveness within 1 s, recomputation, and a busy machine
+        os.kill(process.pid, signal.SIGKILL)  # as whoever watches over it would
+        process.restart()
+        (peer,) = worker.engine.shards.peers.values()
+        assert peer.wait_until_found(20.0)
+        before = stats.total().shard_tokens
+        assert greedy(worker, prompts[1:3], TOKENS) == expected[1:3]
+        assert stats.total().shard_tokens > before  # it rejoined
+        pid = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_four_processes(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+    with _processes(store, _settings(4, 0.125, "next-gate")) as worker:
+        assert greedy(worker, prompts, TOKENS) == expected
+        pids = {part["pid"] for part in worker.shard_stats()[1:]}
+        assert pids == {process.pid for process in worker.shard_processes}
+        assert len(pids) == 3
