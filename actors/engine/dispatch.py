@@ -131,7 +131,8 @@ class Dispatcher:
         """
         timeline, base = self._cache.timeline, layer * self._experts
         began_s = time.perf_counter() if timeline.enabled else 0.0
-        y = hidden.new_empty((routing.starts[-1], hidden.shape[1]))  # [N, H]
+        size = (routing.starts[-1], hidden.shape[1])
+        y = hidden.new_zeros(size) if errands else hidden.new_empty(size)  # [N, H]; zero where no kernel writes
         spans = {base + e: (routing.starts[i], routing.starts[i + 1]) for i, e in enumerate(routing.experts)}
         self._runner.run(layer, plan, spans, hidden, routing.pairs, routing.top_k, kernel, y)
         elsewhere: list[int] = []
@@ -145,8 +146,8 @@ class Dispatcher:
                 self._recompute(layer, errand, spans, routing, hidden, kernel, y)
         if post is not None:
             y = post(y)
-        if elsewhere:
-            y[routing.pairs_of(elsewhere)] = 0  # what no kernel wrote
+            if elsewhere:
+                y[routing.pairs_of(elsewhere)] = 0  # a norm of zeros need not be zero
         out = kernel.combine(y, weights)
         for rows, part in partials:
             out = out.index_add(0, rows, part.to(device=out.device, dtype=out.dtype))

@@ -138,7 +138,10 @@ class RemoteExperts:
         pairs = routing.pairs.cpu().numpy()
         spans = [pairs[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
         chosen = np.concatenate(spans)
-        tokens, rows = np.unique(chosen // routing.top_k, return_inverse=True)
+        if routing.tokens == 1:
+            tokens, rows = np.zeros(1, np.int64), np.zeros(len(chosen), np.int32)
+        else:
+            tokens, rows = np.unique(chosen // routing.top_k, return_inverse=True)
         used = torch.from_numpy(tokens).to(hidden.device)
         states = hidden if len(tokens) == hidden.shape[0] else hidden[used]
         batch = ExpertBatch(
@@ -146,7 +149,7 @@ class RemoteExperts:
             experts=np.array([routing.experts[i] for i, _ in experts], np.int32),
             bits=np.array([bits for _, bits in experts], np.uint8),
             starts=np.cumsum([0, *map(len, spans)], dtype=np.int32),
-            rows=rows.astype(np.int32),
+            rows=rows.astype(np.int32, copy=False),
             weights=weights.detach().float().cpu().numpy().ravel()[chosen],
             hidden=states.detach().float().contiguous().cpu().numpy(),
             activation=self._activation,

@@ -145,17 +145,19 @@ class ShardEngine:
         keys = [base + e for e in experts]
         cache.drop_stale(layer, keys)
         plan = self._runner.start(layer, keys)
-        rows = torch.tensor(batch.rows, dtype=torch.int64, device=device)  # [P]
         hidden = _tensor(batch.hidden).to(device=device, dtype=self._dtype)  # [T, H]
-        x = hidden[rows]  # [P, H]: each pair is a token of its own
-        y = torch.empty_like(x)
+        weights = _tensor(batch.weights).to(device)  # [P]
+        rows = None if len(hidden) == 1 else _tensor(batch.rows).to(device=device, dtype=torch.int64)  # [P]
+        x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]: each pair is a token of its own
+        y = hidden.new_empty((len(weights), hidden.shape[1]))
         spans = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
-        pairs = torch.arange(len(rows), device=device)
+        pairs = torch.arange(len(weights), device=device)
         self._runner.run(layer, plan, spans, x, pairs, 1, self._kernels[layer], y)
         post = self._posts[layer]
         if post is not None:
             y = post(y)
-        return _weighted_sum(y.float(), rows, torch.tensor(batch.weights, device=device), hidden.shape[0])
+        y = y.float()
+        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, len(hidden))
 
     def _pass_to(self, layer: int) -> None:
         """The forward is at this layer: guesses for the ones that it went past without this shard are stale."""
@@ -167,7 +169,7 @@ class ShardEngine:
 
     def _refuse_foreign(self, batch: ExpertBatch) -> None:
         layers = len(self._kernels)
-        if batch.layer >= layers or (len(batch.experts) and int(batch.experts.max()) >= self._experts):
+        if batch.layer >= layers or max(batch.experts.tolist(), default=0) >= self._experts:
             raise StoreError(
                 f"the batch is for layer {batch.layer}, the store has {layers} of {self._experts} experts",
                 "use the lead's store",
@@ -175,7 +177,7 @@ class ShardEngine:
         if batch.hidden.shape[1] != self._hidden:
             width = batch.hidden.shape[1]
             raise StoreError(f"rows are {width} wide, the experts {self._hidden}", "use the lead's store")
-        if batch.bits.any():
+        if any(batch.bits.tolist()):
             raise StoreError("a shard computes in full precision only", "send 0 bits")
 
 
@@ -199,11 +201,11 @@ def open_shard(settings: EngineSettings, index: int, view: StoreView, gpu: int |
     return ShardEngine(settings, index, view.manifest.experts, weights, blocks, device, dtype)
 
 
-def _tensor(hidden: np.ndarray) -> torch.Tensor:
+def _tensor(array: np.ndarray) -> torch.Tensor:
     """A copy, for what arrived is read-only; uint16 holds bfloat16 bits."""
-    if hidden.dtype == np.uint16:
-        return torch.from_numpy(hidden.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.tensor(hidden)
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
 
 
 def _weighted_sum(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:
