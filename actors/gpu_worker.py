@@ -15,7 +15,7 @@ from .expert_store import StoreView, open_views
 from .links import PeerLink
 from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
-from .settings import EngineSettings, KvSettings
+from .settings import EngineSettings, KvSettings, check_combination
 
 
 class GpuWorker:
@@ -63,6 +63,7 @@ class GpuWorker:
         from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
 
         settings, manifest = self._settings, self._view.manifest
+        check_combination(settings)
         torch.set_num_threads(settings.threads)
         device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..errors import ConfigError
 from .policies.sharding import Ownership
 
 
@@ -162,3 +163,17 @@ class EngineSettings(Settings):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
+
+
+def check_combination(settings: EngineSettings) -> None:
+    """Refuse settings that are valid each and not together.
+
+    Raises:
+        ConfigError: several shards and a policy that uses an NDP worker.
+    """
+    if settings.shards.count > 1 and settings.policy.uses_ndp:
+        raise ConfigError(
+            f"policy '{settings.policy.name}' places experts on an NDP worker, which works with one GPU, "
+            f"not with {settings.shards.count} shards",
+            "use one shard, or a policy that needs no NDP worker, such as next-gate",
+        )

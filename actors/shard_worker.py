@@ -20,7 +20,7 @@ from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PrefetchCommand
 from .expert_store import ExpertStore
 from .links import Directory, shard_name
-from .settings import EngineSettings
+from .settings import EngineSettings, check_combination
 
 
 class ShardWorker:
@@ -51,6 +51,7 @@ class ShardWorker:
         gpu: int | None = None,
         options: ServerOptions | None = None,
     ) -> None:
+        check_combination(settings)
         if not 0 < index < settings.shards.count:
             raise ConfigError(
                 f"there is no shard worker {index} of {settings.shards.count} shards", "the lead is shard 0"

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..actors.expert_store import ExpertStore
 from ..actors.gpu_worker import GpuWorker
-from ..actors.settings import EngineSettings
+from ..actors.settings import EngineSettings, check_combination
 from .worker_process import Role, WorkerProcess
 
 
@@ -37,6 +37,7 @@ class LocalWorker(GpuWorker):
 
     def start(self) -> dict[str, Any]:
         """Start the processes, side by side, then as `GpuWorker.start`."""
+        check_combination(self.settings)
         try:
             for process in self._children:
                 process.begin()

@@ -28,7 +28,6 @@ from .pool import LayerWeights, SlotPool
 from .remote import RemoteExperts
 from .sequences import SequenceRows
 from .shards import ShardPlacer, Shards, owners
-from .shards import refuse_unsuitable as refuse_unsuitable_shards
 from .stats import EngineStats, LayerStats
 
 _NDP_START_S = 60.0  # seconds to reach the NDP worker, which is started before the lead
@@ -97,7 +96,6 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
     ) -> None:
         layers, policy = len(weights), settings.policy
-        refuse_unsuitable_shards(settings)
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)

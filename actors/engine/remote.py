@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...errors import RuntimeFailure, TierMoeError
 from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
@@ -138,9 +139,9 @@ class RemoteExperts:
         pairs = routing.pairs.cpu().numpy()
         spans = [pairs[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
         chosen = np.concatenate(spans)
-        if routing.tokens == 1:
-            tokens, rows = np.zeros(1, np.int64), np.zeros(len(chosen), np.int32)
-        else:
+        tokens: NDArray[np.int64] = np.zeros(1, np.int64)
+        rows: NDArray[np.integer[Any]] = np.zeros(len(chosen), np.int32)
+        if routing.tokens != 1:
             tokens, rows = np.unique(chosen // routing.top_k, return_inverse=True)
         used = torch.from_numpy(tokens).to(hidden.device)
         states = hidden if len(tokens) == hidden.shape[0] else hidden[used]

@@ -19,7 +19,7 @@ from ...proto.messages import PrefetchCommand
 from ..links import PeerLink, shard_name
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from ..policies.sharding import shard_of
-from ..settings import EngineSettings, ShardSettings
+from ..settings import ShardSettings
 from .cache import ExpertCache
 from .dispatch import Routing
 from .placer import Placer
@@ -146,17 +146,3 @@ class ShardPlacer(Placer):
         self._shards.at(layer)
         found = [(key, self._shards.peer_of(key)) for key in needed]
         return self._split(needed, [Remote(key, 0, peer[0]) for key, peer in found if peer is not None])
-
-
-def refuse_unsuitable(settings: EngineSettings) -> None:
-    """Refuse what cannot be combined with several shards.
-
-    Raises:
-        ConfigError: the policy uses an NDP worker.
-    """
-    if settings.shards.count > 1 and settings.policy.uses_ndp:
-        raise ConfigError(
-            f"policy {settings.policy.name} places experts on an NDP worker, which works with one GPU, "
-            f"not with {settings.shards.count} shards",
-            "use one shard, or a policy that needs no NDP worker, such as next-gate",
-        )
