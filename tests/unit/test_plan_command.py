@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from tiermoe.actors.store_format import MANIFEST_NAME, Manifest, encode_manifest
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
@@ -21,8 +22,8 @@ _CONFIG = {
 }  # fmt: skip
 _NODES = """
 nodes:
-  - {id: g, address: 10.0.0.1, resources: {CPU: 4, GPU: 1, memory: 64GB}}
-  - {id: h, address: 10.0.0.2, resources: {CPU: 4, GPU: 1, memory: 64GB}}
+  - {id: g, address: 10.0.0.1, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: h, address: 10.0.0.2, resources: {CPU: 5, GPU: 1, memory: 64GB}}
   - {id: m, address: 10.0.0.3, resources: {CPU: 20, ndp: 1, store: 1, memory: 256GB}}
 """
 
@@ -65,7 +66,7 @@ def test_json_of_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], model
     assert record["prediction"]["hardware"]["name"] == "H100-class, assumed"
     assert record["nodes_from"] == f"file {nodes}"
     assert record["model"]["expert_bytes"] == 3 * 8 * 16 * 2
-    # the four nodes of the file without labels cannot be bound, so nothing pretends to
+    # nodes without Ray's label cannot be bound, so nothing pretends to
     assert record["topology"]["groups"][0]["selectors"] == [{}, {}]
     assert record["notes"][-1].startswith("dense bytes are computed from config.json")
 
@@ -166,12 +167,53 @@ def test_facts_from_the_headers_of_the_weights(model: Path) -> None:
     assert not facts.dense_estimated
 
 
+def test_a_part_of_a_split_checkpoint_is_not_taken_for_all(model: Path) -> None:
+    import numpy as np
+
+    save_file({"model.embed_tokens.weight": np.zeros((10, 8), np.float16)}, model / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert facts_of_checkpoint(model).dense_estimated
+
+
+_MIXTRAL = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN3 = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_DEEPSEEK = {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "published"),
+    [(_MIXTRAL, 46.70e9), (_QWEN3, 30.53e9), (_DEEPSEEK, 15.71e9)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"],
+)
+def test_sizes_add_up_to_the_published_number_of_parameters(
+    model: Path, fields: dict[str, Any], published: float
+) -> None:
+    (model / "config.json").write_text(json.dumps(fields))
+    facts = facts_of_checkpoint(model)
+    total = facts.layers * facts.experts * facts.expert_elements + facts.dense_elements
+    assert total == pytest.approx(published, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("fields", "layers"),
     [
         ({"first_k_dense_replace": 1}, 3),
         ({"decoder_sparse_step": 2}, 2),
         ({"mlp_only_layers": [0, 3]}, 2),
+        ({"interleave_moe_layer_step": 2}, 2),
         ({"moe_layer_freq": 1}, 4),
     ],
 )
@@ -192,6 +234,9 @@ def test_latent_attention_is_cached_expanded(model: Path) -> None:
         ({"num_local_experts": None}, "has none of num_local_experts"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "has no layer with routed experts"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ({"first_k_dense_replace": "one"}, "first_k_dense_replace is 'one'"),
+        ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq is [0, 1, 1]"),
     ],
 )
 def test_a_configuration_of_no_use(
@@ -208,6 +253,23 @@ def test_a_dense_model_is_refused(capsys: pytest.CaptureFixture[str], model: Pat
     code, _, err = _run(capsys, "--model", model)
     assert code == 2
     assert "has no routed experts" in err
+
+
+def test_facts_of_a_store_are_its_manifests(model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    record: dict[str, Any] = {"nbytes": 1, "sha256": "0" * 64}
+    manifest = Manifest.model_validate_json(json.dumps({
+        "format_version": 1, "model": "m", "architecture": "A", "dtype": "float32", "transformers_version": "5",
+        "experts": {"num_experts": 8, "hidden": 8, "intermediate": 16, "gates": 1, "has_bias": True},
+        "layers": [record | {"file": f"l{i}", "index": i, "module": f"m{i}"} for i in range(3)],
+        "dense": {"file": "d", "nbytes": 4000, "sha256": "0" * 64, "tied": []}, "extras": [], "source": [],
+    }))  # fmt: skip
+    (store / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    facts = model_facts(load_run_config(None, {"model": str(model), "store": str(store)}))
+    assert (facts.name, facts.layers, facts.experts, facts.gates, facts.item_bytes) == ("m", 3, 8, 1, 4)
+    assert facts.expert_elements == 2 * 8 * 16 + 16 + 8
+    assert (facts.dense_elements, facts.dense_estimated, facts.top_k) == (1000, False, 2)
 
 
 def test_a_store_that_is_not_there_yet_leaves_the_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -438,9 +438,11 @@ def test_ndp_works_beside_the_gpu() -> None:
     got = _predict(nodes, ndp=replace(_NDP, hot_per_layer=1))
     profile, row = NdpProfile.from_dict(_PROFILE), 16
     ndp_s = batch_cost(profile, [Work(4, 4, rows=1, bits=4, group=64)] * 2, row, row).total_s
-    assert got.parts_s["ndp_s"] == ndp_s
-    assert got.layer_s == pytest.approx(100e-6 + max(48e-6, ndp_s))
-    assert got.bytes_loaded_per_token == 0.0
+    assert got.parts_s["ndp_s"] == pytest.approx(ndp_s + 2 * 16e-6)  # it is on another node
+    assert got.layer_s == pytest.approx(100e-6 + max(48e-6, ndp_s + 32e-6))
+    assert (got.bytes_loaded_per_token, got.ndp_hardware) == (0.0, "ndp")
+    near = _predict([_node("a", CPU=5, GPU=1, ndp=1)], ndp=replace(_NDP, hot_per_layer=1))
+    assert near.parts_s["ndp_s"] == ndp_s
 
 
 def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:

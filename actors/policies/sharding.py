@@ -1,0 +1,67 @@
+"""Which GPU an expert belongs to, and which NDP worker: pure functions that every process computes for itself.
+
+Expert parallelism with round-robin assignment, as in fMoE section 5: no table is sent, and no process can disagree
+with another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+Ownership = Literal["layer-expert", "expert"]
+
+
+def shard_of(layer: int, expert: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> int:
+    """The shard, 0..G-1, that owns an expert; the lead is shard 0.
+
+    layer-expert: `(layer * E + e) mod G`, so that shards differ by at most one expert in the whole model. expert:
+    `e mod G`, so that an expert number is on one shard in every layer; where G does not divide E, the first shards
+    own one expert more in each layer.
+
+    Args:
+        layer: MoE layer, 0..L-1.
+        expert: in its layer, 0..E-1.
+        experts: E.
+        shards: G.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if shards < 1 or layer < 0 or not 0 <= expert < experts:
+        raise ValueError(f"no shard of {shards} owns expert {expert} of {experts} in layer {layer}")
+    return (layer * experts + expert if ownership == "layer-expert" else expert) % shards
+
+
+def owned_experts(layers: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> tuple[int, ...]:
+    """Experts in all layers that each of G shards owns [G]."""
+    counts = [0] * shards
+    for layer in range(layers):
+        for expert in range(experts):
+            counts[shard_of(layer, expert, experts, shards, ownership)] += 1
+    return tuple(counts)
+
+
+def spread_by_bytes(nbytes: Sequence[int], workers: int) -> tuple[int, ...]:
+    """The worker of each item: in the order given, each goes to the worker with the fewest bytes so far.
+
+    Ties go to the lower number, so items of one size go round. No two workers differ by more than the largest item.
+    O(n log workers).
+
+    Args:
+        nbytes: of each item, such as an expert's replicas.
+        workers: how many there are.
+
+    Raises:
+        ValueError: no worker, or an item of negative size.
+    """
+    if workers < 1 or any(n < 0 for n in nbytes):
+        raise ValueError(f"cannot spread over {workers} workers, or an item has a negative size")
+    held = [(0, worker) for worker in range(workers)]  # a heap as it stands
+    owners = []
+    for item in nbytes:
+        total, worker = held[0]
+        heapq.heapreplace(held, (total + item, worker))
+        owners.append(worker)
+    return tuple(owners)
