@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...errors import RuntimeFailure, TierMoeError
+from ...errors import MessageTooLarge, RemoteFailure, RuntimeFailure, TierMoeError
 from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest
 from ..links import NdpLink
 from ..settings import NdpSettings
@@ -139,14 +139,14 @@ class RemoteExperts:
         try:
             pending = channel.submit(batch, self._settings.deadline_s)
         except RuntimeFailure as failure:
-            self._lost(channel, str(failure))
+            self._failed(channel, failure)
             return None
 
         def result() -> ExpertResult | None:
             try:
-                answer = pending.result()
+                answer: ExpertResult = pending.result()
             except RuntimeFailure as failure:
-                self._lost(channel, str(failure))
+                self._failed(channel, failure)
                 return None
             return answer
 
@@ -162,6 +162,14 @@ class RemoteExperts:
         if channel is not None:
             channel.close()
 
+    def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
+        """A call failed: the worker is gone, or is there and refuses this one call."""
+        if isinstance(failure, RemoteFailure | MessageTooLarge):
+            self._stats.ndp_refusals += 1
+            self._stats.ndp_last_failure = str(failure)
+        else:
+            self._lost(channel, str(failure))
+
     def _lost(self, channel: Any, why: str) -> None:
         """Forget a channel, once, and have the worker looked for."""
         if self._channel is not channel:
@@ -169,7 +177,7 @@ class RemoteExperts:
         self._channel = None
         self._found.clear()
         self._stats.ndp_losses += 1
-        self._stats.ndp_last_loss = why
+        self._stats.ndp_last_failure = why
         threading.Thread(target=channel.close, name="tiermoe-ndp-hangup", daemon=True).start()
         self._wanted.set()
 

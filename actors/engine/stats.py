@@ -58,7 +58,8 @@ class EngineStats:
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_losses: int = 0  # times that the NDP worker was lost
-    ndp_last_loss: str | None = None  # why, the last time
+    ndp_refusals: int = 0  # calls that it refused; computed here
+    ndp_last_failure: str | None = None  # why it was lost or refused, the last time
     substitutions: int = 0
     dropped: int = 0
 
