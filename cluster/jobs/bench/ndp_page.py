@@ -71,7 +71,7 @@ def page(report: NdpReport) -> str:
         "",
         "| bar | value | |",
         "|---|---|---|",
-        *(f"| {b['name']} {b['op']} {b['limit']:g} | {b['value']:.4f} | {'holds' if b['ok'] else 'missed'} |"
+        *(f"| {b['name']} {b['op']} {b['limit']:g} | {b['value']:.3g} | {'holds' if b['ok'] else 'missed'} |"
           for b in record["bars"]),
         "",
         "## Does prefill foretell decode?",
