@@ -30,8 +30,8 @@ setup(
         ),
         Extension(
             "tiermoe.proto._ring",
-            sources=["proto/checks.cpp", "proto/module.cpp", "proto/ring.cpp"],
-            depends=["proto/checks.hpp", "proto/ring.hpp"],
+            sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
+            depends=["proto/checks.hpp", "proto/frame.hpp", "proto/ring.hpp"],
             include_dirs=["proto"],
             # a thread that the interpreter ends while it waits for the lock is unwound: no destructor may run then
             extra_compile_args=["-std=c++17", "-O3", "-fno-exceptions"],

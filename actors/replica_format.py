@@ -10,14 +10,14 @@ NumPy-free and torch-free, as `store_format`.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from ..errors import StoreError
-from .store_format import MANIFEST_NAME, Count, FileRecord, Manifest, Sha256, _Frozen, first_problem
+from .checksummed import Checksummed
+from .store_format import MANIFEST_NAME, Count, FileRecord, Manifest, Sha256, _Frozen
 
 REPLICA_VERSION: Literal[1] = 1
 REPLICAS_NAME = "replicas.json"
@@ -127,11 +127,12 @@ def store_digest(store: Path) -> str:
     return hashlib.sha256((store / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
+_MANIFEST = Checksummed(ReplicaManifest, "replica_version", REPLICA_VERSION, "replica version", REQUANTIZE)
+
+
 def encode_replicas(manifest: ReplicaManifest) -> bytes:
     """The only byte string that `decode_replicas` takes for this manifest; it carries its own digest."""
-    body = manifest.model_dump(mode="json")
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "checksum": digest}, indent=1) + "\n").encode()
+    return _MANIFEST.encode(manifest)
 
 
 def decode_replicas(data: bytes, where: str) -> ReplicaManifest:
@@ -143,21 +144,7 @@ def decode_replicas(data: bytes, where: str) -> ReplicaManifest:
     Raises:
         StoreError: not one, of another version, or altered.
     """
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where} is not valid JSON ({first_problem(error)})", REQUANTIZE) from error
-    if not isinstance(body, dict) or body.get("replica_version") != REPLICA_VERSION:
-        found = body.get("replica_version") if isinstance(body, dict) else None
-        raise StoreError(f"{where} has replica version {found!r}, not {REPLICA_VERSION}", REQUANTIZE)
-    body.pop("checksum", None)
-    try:
-        manifest = ReplicaManifest.model_validate_json(json.dumps(body))
-    except (ValidationError, ValueError) as error:
-        raise StoreError(f"{where} is malformed ({first_problem(error)})", REQUANTIZE) from error
-    if encode_replicas(manifest) != data:
-        raise StoreError(f"{where} does not match its checksum", REQUANTIZE)
-    return manifest
+    return _MANIFEST.decode(data, where)
 
 
 def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:

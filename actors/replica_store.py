@@ -6,14 +6,9 @@ description (`open_replicas`, `read_tables`). NumPy and mapped files only, as th
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
 import os
-import stat
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +17,6 @@ from numpy.typing import NDArray
 
 from ..errors import StoreError
 from ..kernels.pack import PackedShape
-from .expert_store import ArrayView, FileStamp, hash_files
 from .replica_format import (
     REPLICA_STAMP_NAME,
     REPLICAS_NAME,
@@ -31,15 +25,8 @@ from .replica_format import (
     read_replicas,
     table_tensors,
 )
-from .store_format import DATA_ALIGNMENT, FileRecord, read_header, read_manifest
-
-_NUMPY_TYPES: dict[str, Any] = {
-    "U8": np.uint8,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "I64": np.int64,
-}
+from .store_format import FileRecord, read_manifest
+from .verified_files import ArrayView, FileStamp, VerifiedFiles, map_arrays
 
 
 @dataclass(frozen=True)
@@ -132,11 +119,12 @@ def describe_replicas(
     if manifest is None:
         return None
     experts = main.experts
-    stamps = {record.file: _stamp(folder, record) for record in manifest.records()}
+    files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE)
+    stamps = {record.file: files.stamp(record) for record in manifest.records()}
 
     def file_view(record: FileRecord, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> ReplicaFileView:
-        path = folder / record.file
-        return ReplicaFileView(str(path), stamps[record.file], _arrays(path, tensors))
+        arrays = files.arrays(record.file, tensors)
+        return ReplicaFileView(str(folder / record.file), stamps[record.file], arrays)
 
     def layer_tensors(bits: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         shape = PackedShape(experts.hidden, experts.intermediate, bits, manifest.group)
@@ -156,12 +144,12 @@ def describe_replicas(
             manifest.losses, table_tensors(len(main.layers), experts.num_experts, len(manifest.widths))
         ),
     )
-    known = _read_stamps(folder) if verify == "stamp" else {}
+    known = files.read_stamps() if verify == "stamp" else {}
     doubtful = [record for record in manifest.records() if known.get(record.file) != stamps[record.file]]
-    _check_hashes(folder, doubtful)
+    files.check_hashes(doubtful)
     _check_values(view, {record.file for record in doubtful})
     if known != stamps:
-        _write_stamps(folder, stamps)
+        files.write_stamps(stamps)
     return view
 
 
@@ -196,52 +184,8 @@ def read_tables(view: ReplicaView) -> ReplicaTables:
     return ReplicaTables(widths=view.widths, **arrays)
 
 
-def _arrays(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, ArrayView]:
-    _, specs = read_header(path, _error)
-    if {spec.name: (spec.dtype, spec.shape) for spec in specs} != tensors:
-        raise _error(f"{path} does not hold the tensors that {REPLICAS_NAME} promises")
-    if specs[0].offset % DATA_ALIGNMENT:
-        raise _error(f"{path}: data does not start at a multiple of {DATA_ALIGNMENT} bytes")
-    return {spec.name: ArrayView(spec.offset, spec.shape, spec.dtype) for spec in specs}
-
-
 def _map(file: ReplicaFileView) -> dict[str, NDArray[Any]]:
-    try:
-        with open(file.path, "rb") as opened:
-            if FileStamp.of(os.fstat(opened.fileno())) != file.stamp:
-                raise StoreError(
-                    f"{file.path} changed since it was verified", "restart the runtime, which verifies it again"
-                )
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise _error(f"{file.path} cannot be mapped ({error})") from error
-    return {
-        name: np.frombuffer(
-            mapped, _NUMPY_TYPES[view.dtype], count=math.prod(view.shape), offset=view.offset
-        ).reshape(view.shape)
-        for name, view in file.arrays.items()
-    }
-
-
-def _stamp(folder: Path, record: FileRecord) -> FileStamp:
-    path = folder / record.file
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise _error(f"{path} is missing from the replicas ({error.strerror})") from error
-    if not stat.S_ISREG(status.st_mode) or status.st_size != record.nbytes:
-        raise _error(f"{path} is not a file of {record.nbytes} bytes")
-    return FileStamp.of(status)
-
-
-def _check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
-    try:
-        digests = hash_files([folder / record.file for record in records])
-    except OSError as error:
-        raise _error(f"{folder} cannot be read ({error})") from error
-    for record, digest in zip(records, digests, strict=True):
-        if digest != record.sha256:
-            raise _error(f"{folder / record.file} does not match its SHA-256: its bytes were altered")
+    return map_arrays(file.path, file.stamp, file.arrays, REQUANTIZE)
 
 
 def _check_values(view: ReplicaView, names: set[str]) -> None:
@@ -251,32 +195,6 @@ def _check_values(view: ReplicaView, names: set[str]) -> None:
             continue
         for name, array in _map(file).items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise _error(f"{file.path}: tensor {name!r} is not finite")
+                raise StoreError(f"{file.path}: tensor {name!r} is not finite", REQUANTIZE)
             if file is view.tables and bool((array < 0).any()):
-                raise _error(f"{file.path}: tensor {name!r} has negative entries")
-
-
-def _read_stamps(folder: Path) -> dict[str, FileStamp]:
-    """Stamps of the last full verification; none when there was none for this very manifest."""
-    try:
-        record = json.loads((folder / REPLICA_STAMP_NAME).read_bytes())
-        if record["manifest_sha256"] != hash_files([folder / REPLICAS_NAME])[0]:
-            return {}
-        return {name: FileStamp(**stamp) for name, stamp in record["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}  # an absent or damaged record only means that everything is verified again
-
-
-def _write_stamps(folder: Path, stamps: dict[str, FileStamp]) -> None:
-    temporary = folder / f".{REPLICA_STAMP_NAME}.{os.getpid()}"
-    with suppress(OSError):  # a store on read-only storage works, it is only verified each time
-        record = {
-            "manifest_sha256": hash_files([folder / REPLICAS_NAME])[0],
-            "files": {name: asdict(stamp) for name, stamp in stamps.items()},
-        }
-        temporary.write_text(json.dumps(record))
-        temporary.replace(folder / REPLICA_STAMP_NAME)
-
-
-def _error(what: str) -> StoreError:
-    return StoreError(what, REQUANTIZE)
+                raise StoreError(f"{file.path}: tensor {name!r} has negative entries", REQUANTIZE)

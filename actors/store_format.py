@@ -10,7 +10,6 @@ NumPy-free and torch-free on purpose: every process of a node may import it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -18,9 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from ..errors import StoreError, TierMoeError
+from .checksummed import Checksummed
+from .checksummed import first_problem as first_problem  # for the readers of other formats too
 
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST_NAME = "manifest.json"
@@ -236,11 +237,12 @@ class Manifest(_Frozen):
         return {name: (code, shape) for name, shape in self.experts.stacked().items()}
 
 
+_MANIFEST = Checksummed(Manifest, "format_version", FORMAT_VERSION, "store format", REBUILD)
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The only byte string that `decode_manifest` takes for this manifest; it carries its own digest."""
-    body = manifest.model_dump(mode="json")
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "checksum": digest}, indent=1) + "\n").encode()
+    return _MANIFEST.encode(manifest)
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -252,23 +254,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     Raises:
         StoreError: not a manifest, of another format version, or altered.
     """
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where} is not valid JSON ({error})", REBUILD) from error
-    if not isinstance(body, dict):
-        raise StoreError(f"{where} is not a manifest", REBUILD)
-    version = body.get("format_version")
-    if version != FORMAT_VERSION:
-        raise StoreError(f"{where} has store format {version!r}, not {FORMAT_VERSION}", REBUILD)
-    body.pop("checksum", None)
-    try:
-        manifest = Manifest.model_validate_json(json.dumps(body))
-    except (ValidationError, ValueError) as error:
-        raise StoreError(f"{where} is malformed ({first_problem(error)})", REBUILD) from error
-    if encode_manifest(manifest) != data:
-        raise StoreError(f"{where} does not match its checksum", REBUILD)
-    return manifest
+    return _MANIFEST.decode(data, where)
 
 
 def read_manifest(store: Path) -> Manifest:
@@ -286,14 +272,6 @@ def read_manifest(store: Path) -> Manifest:
             "make one with `tiermoe prepare MODEL OUT`",
         ) from error
     return decode_manifest(data, str(path))
-
-
-def first_problem(error: Exception) -> str:
-    """The first complaint of a validation error, on one line."""
-    if isinstance(error, ValidationError):
-        item = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}".strip(": ")
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, tuple[TensorSpec, ...]]:

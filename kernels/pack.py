@@ -11,7 +11,7 @@ vectors, v0 to v7, and stores them in b vectors of 64 bytes:
     3 bits   v0 | v1 << 3 | (v6 & 3) << 6,  v2 | v3 << 3 | (v7 & 3) << 6,
              v4 | v5 << 3 | (v6 >> 2) << 6 | (v7 >> 2) << 7
 
-so each field is one `and` away, up to a power of two that the dot product's sum carries. docs/packed-format.md has
+so each field is at most one shift and one `and` away. docs/packed-format.md has
 the whole layout and the reasons.
 """
 

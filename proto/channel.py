@@ -23,13 +23,14 @@ import secrets
 from ..errors import ChannelRefused
 from . import grpc_wire as wire
 from . import shm
-from .client import Channel, Pending
+from .client import Channel
 from .control import Control
 from .faults import Fault, FaultInjector
 from .generated import channel_pb2
 from .limits import Limits
 from .links import Link, RingLink, StreamLink
 from .options import ChannelOptions, ServerOptions, TlsFiles
+from .pending import Pending
 from .server import ChannelServer
 
 __all__ = [

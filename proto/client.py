@@ -1,4 +1,4 @@
-"""The client's side of channels: `Channel` and `Pending`, the same on both transports."""
+"""The client's side of channels: `Channel`, the same on both transports."""
 
 from __future__ import annotations
 
@@ -18,56 +18,18 @@ from .frame import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces
 from .links import Link
 from .messages import Acknowledged, Failure, Message
 from .options import ChannelOptions
+from .pending import Pending
 from .shm import RingEnded
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 _FULL_S = 0.001  # while the way is full: how long to wait before looking for answers that may clear it
 
 
-class Pending:
-    """An answer to come. Several threads may wait for different answers; one waits for the same."""
-
-    __slots__ = (
-        "_again_s", "_channel", "_deadline", "_pieces", "_probe_at", "_size", "answered", "number",
-        "reply", "unknown",
-    )  # fmt: skip
-
-    def __init__(self, channel: Channel, number: int, deadline: float, again_s: float) -> None:
-        self._channel, self.number, self._deadline = channel, number, deadline
-        self._again_s, self._probe_at = again_s, 0.0
-        self._pieces: Pieces = ()
-        self._size = 0
-        self.reply: Frame | None = None
-        self.unknown = False  # the peer says that the request never came
-        self.answered = threading.Lock()  # held until there is something to look at; where answers are delivered
-        self.answered.acquire()
-
-    def wake(self) -> None:
-        """Let the thread that waits for this answer look again."""
-        with contextlib.suppress(RuntimeError):  # it is awake
-            self.answered.release()
-
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return self._channel._poll(self)
-
-    def result(self) -> Message | None:
-        """The answer; None where it is "done".
-
-        Raises:
-            DeadlinePassed: none came in time.
-            PeerLost: the other process died or does not answer.
-            RemoteFailure: the answer is an error.
-            MessageError: the answer is malformed.
-        """
-        return self._channel._result(self)
-
-
 class Channel:
     """An open channel; made by `open_channel`. All methods may be called by any thread.
 
     On shared memory the thread that waits for an answer reads the ring itself (one at a time: the others sleep until it
-    has theirs, or leaves the ring to them), so that no second thread has to be woken. On gRPC a thread reads.
+    has theirs, or leaves the ring to them), so that no second thread has to be woken. On gRPC its own thread delivers.
     """
 
     def __init__(self, control: Control, link: Link, client: int, most: int, options: ChannelOptions) -> None:

@@ -9,6 +9,7 @@ numbers for being finite. Whatever is wrong with it ends in a `MessageError`.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable
@@ -45,6 +46,8 @@ _BATCH_FAULTS = {
     5: "a row number is out of range",
 }
 _MOST_DETAILS = 256
+_REMEMBERED = 1024  # bodies of batches: one for each layer of a model
+_MOST_REMEMBERED_BYTES = 64  # of each
 
 
 class Encoded(NamedTuple):
@@ -116,22 +119,35 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
     return array
 
 
+@functools.lru_cache(maxsize=_REMEMBERED, typed=True)
+def _batch_body(layer: int, activation: str) -> bytes:
+    return pb.ExpertBatch(layer=layer, activation=activation).SerializeToString()
+
+
+def _parse_batch(body: bytes) -> tuple[int, str]:
+    header = pb.ExpertBatch.FromString(body)
+    return header.layer, header.activation
+
+
+_batch_header = functools.lru_cache(maxsize=_REMEMBERED)(_parse_batch)
+
+
 def _expert_batch(m: ExpertBatch) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.ExpertBatch(layer=m.layer, activation=m.activation).SerializeToString(), (
+    return _batch_body(m.layer, m.activation), (
         m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden,
     )  # fmt: skip
 
 
 def _to_expert_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
-    header = pb.ExpertBatch.FromString(body)
-    layer = _below("layer", header.layer, limits.layers)
+    layer, activation = _batch_header(body) if len(body) <= _MOST_REMEMBERED_BYTES else _parse_batch(body)
+    _below("layer", layer, limits.layers)
     experts, bits, starts, rows, weights, hidden = arrays
     fault = _ring.batch_fault(experts, bits, starts, rows, hidden.shape[0], limits.experts)
     if fault:
         raise malformed(_BATCH_FAULTS[fault])
     _finite("weights", weights)
     _finite("hidden", hidden)
-    return ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, header.activation)
+    return ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation)
 
 
 _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf writes them
@@ -141,9 +157,17 @@ def _expert_result(m: ExpertResult) -> tuple[bytes, tuple[NDArray[Any], ...]]:
     return _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s), (m.partial,)
 
 
-def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResult:
+def _seconds(body: bytes) -> tuple[float, float, float]:
+    if len(body) == _SECONDS.size:  # as we write them
+        tag1, measured_s, tag2, modelled_s, tag3, paced_s = _SECONDS.unpack(body)
+        if (tag1, tag2, tag3) == (0x09, 0x11, 0x19):
+            return measured_s, modelled_s, paced_s
     result = pb.ExpertResult.FromString(body)
-    seconds = result.measured_s, result.modelled_s, result.paced_s
+    return result.measured_s, result.modelled_s, result.paced_s
+
+
+def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResult:
+    seconds = _seconds(body)
     for value in seconds:
         if not 0.0 <= value < math.inf:
             raise malformed(f"a result took {value} seconds")

@@ -22,6 +22,7 @@ ALIGNMENT = 16  # bytes; frames and their payloads start there, so arrays are al
 MOST_TENSORS = 24
 MOST_DIMENSIONS = 4
 _REMEMBERED = 4096
+_MOST_LAYOUT_BYTES = 4096
 
 Kind = pb.Kind
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -114,6 +115,8 @@ def parse_layout(kind: int, serialized: bytes) -> Arrangement:
     Raises:
         MessageError: it is none, its sizes do not agree, or it breaks the rules of the kind.
     """
+    if len(serialized) > _MOST_LAYOUT_BYTES:  # what is remembered has a bound
+        raise malformed(f"a layout of {len(serialized)} bytes")
     try:
         layout = pb.Layout.FromString(serialized)
     except DecodeError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiermoe.actors.expert_store import StoreView, open_views
 from tiermoe.actors.settings import NdpSettings
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 
 
@@ -49,6 +49,9 @@ class FakeChannel:
             self.alive = False
             self._link.dies_at = None
             raise RuntimeFailure("the peer died", "none")
+        if self._link.refuses_at is not None and len(self._link.batches) == self._link.refuses_at:
+            self._link.refuses_at = None
+            raise RemoteFailure("no such replica", "make it", "StoreError")
         self._link.batches.append(message)
         return ExpertResult(self._link.compute(message), 1e-5, 2e-5, 3e-5)
 
@@ -57,7 +60,7 @@ class FakeLink:
     """Leads to a `FakeChannel`; keeps every batch that was computed.
 
     Attributes:
-        dies_at: number of the batch in place of which the channel dies, once.
+        dies_at, refuses_at: number of the batch in place of which the channel dies, or it is refused; once.
         up: whether a new channel can be had.
     """
 
@@ -65,6 +68,7 @@ class FakeLink:
         self._layers = open_views(view)
         self.batches: list[ExpertBatch] = []
         self.dies_at: int | None = None
+        self.refuses_at: int | None = None
         self.up = threading.Event()
         self.up.set()
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import RuntimeFailure, TierMoeError
+from ...errors import MessageTooLarge, RemoteFailure, RuntimeFailure, TierMoeError
 from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ..links import PeerLink
 from ..settings import NdpSettings, ShardSettings
@@ -159,14 +159,14 @@ class RemoteExperts:
         try:
             pending = channel.submit(batch, self._settings.deadline_s)
         except RuntimeFailure as failure:
-            self._lost(channel, str(failure))
+            self._failed(channel, failure)
             return None
 
         def result() -> ExpertResult | None:
             try:
-                answer = pending.result()
+                answer: ExpertResult = pending.result()
             except RuntimeFailure as failure:
-                self._lost(channel, str(failure))
+                self._failed(channel, failure)
                 return None
             return answer
 
@@ -178,10 +178,11 @@ class RemoteExperts:
         if channel is None:
             return False
         try:
-            return channel.post(message)
+            sent: bool = channel.post(message)
         except RuntimeFailure as failure:
-            self._lost(channel, str(failure))
+            self._failed(channel, failure)
             return False
+        return sent
 
     def report(self, deadline_s: float) -> HealthReport | None:
         """The peer's account of itself; None when it is not there."""
@@ -204,6 +205,13 @@ class RemoteExperts:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+
+    def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
+        """A call failed: the peer is gone, or is there and refuses this one call."""
+        if isinstance(failure, RemoteFailure | MessageTooLarge):
+            self._stats.count_refusal(self.kind, str(failure))
+        else:
+            self._lost(channel, str(failure))
 
     def _lost(self, channel: Any, why: str) -> None:
         """Forget a channel, once, and have the worker looked for."""

@@ -96,9 +96,11 @@ class EngineStats:
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_losses: int = 0  # times that the NDP worker was lost
-    ndp_last_loss: str | None = None  # why, the last time
+    ndp_refusals: int = 0  # calls that it refused; computed here
+    ndp_last_failure: str | None = None  # why it was lost or refused, the last time
     shard_losses: int = 0  # times that another shard was lost
-    shard_last_loss: str | None = None
+    shard_refusals: int = 0  # calls that one refused or failed; computed here
+    shard_last_failure: str | None = None
     substitutions: int = 0
     dropped: int = 0
 
@@ -113,9 +115,16 @@ class EngineStats:
     def count_loss(self, kind: PeerKind, why: str) -> None:
         """A peer was lost."""
         if kind == "shard":
-            self.shard_losses, self.shard_last_loss = self.shard_losses + 1, why
+            self.shard_losses, self.shard_last_failure = self.shard_losses + 1, why
         else:
-            self.ndp_losses, self.ndp_last_loss = self.ndp_losses + 1, why
+            self.ndp_losses, self.ndp_last_failure = self.ndp_losses + 1, why
+
+    def count_refusal(self, kind: PeerKind, why: str) -> None:
+        """A peer is there and did not compute one call."""
+        if kind == "shard":
+            self.shard_refusals, self.shard_last_failure = self.shard_refusals + 1, why
+        else:
+            self.ndp_refusals, self.ndp_last_failure = self.ndp_refusals + 1, why
 
     @property
     def hit_rate(self) -> float:

@@ -36,6 +36,7 @@ from ..prompt import (
 from ..report.plan import plan_table
 from ..report.summary import summary_table
 from ..report.timeline import check_writable, write_timeline
+from ..topology.settings import ClusterConfig
 from ..versions import versions
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
@@ -72,6 +73,11 @@ def checked_job(config: RunConfig, prompt: str, sampling: SamplingParams, trace:
         TierMoeError: the first thing that is wrong, with its remedy.
     """
     settings = engine_settings(config, trace=trace is not None)
+    if config.cluster != ClusterConfig():
+        raise ConfigError(
+            "the configuration's cluster section is only planned so far (`tiermoe plan`), not carried out",
+            "leave it out: one GPU worker, one store and one NDP worker are started",
+        )
     model_dir = config.model_dir
     check_model_dir(model_dir)
     if config.device == "cuda" and config.ray.address is None and not any(map(os.path.exists, _GPU_FILES)):

@@ -39,8 +39,9 @@ def _ndp(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the NDP worker did, where there is one."""
     if not result.get("plan", {}).get("ndp"):
         return []
-    losses, why, again = (result[key] for key in ("ndp_losses", "ndp_last_loss", "ndp_recomputed"))
-    lost = f"; lost {losses} times ({why}), {again} pairs recomputed" if losses else ""
+    losses, refusals, why = (result[key] for key in ("ndp_losses", "ndp_refusals", "ndp_last_failure"))
+    trouble = f"; lost {losses} times, refused {refusals} calls (the last: {why})"
+    lost = f"{trouble}, {result['ndp_recomputed']} pairs recomputed" if losses or refusals else ""
     return [
         ("placement", f"{result['migrations']} migrations, {size(result['bytes_loaded_migration'])}; "
                       f"{size(result['bytes_demanded_decode'])} loaded by decode"),

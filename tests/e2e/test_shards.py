@@ -98,7 +98,7 @@ def test_a_request_outlives_a_shard(
         assert generation.token_ids == expected[0]
         stats = worker.stats()
         assert stats.shard_losses == 1
-        assert stats.shard_last_loss is not None
+        assert stats.shard_last_failure is not None
         assert longest_s < 4.0  # liveness within 1 s, recomputation, and a busy machine
         os.kill(process.pid, signal.SIGKILL)  # as whoever watches over it would
         process.restart()

@@ -173,8 +173,8 @@ def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expe
         assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
         stats = worker.stats()
         assert stats.ndp_losses == 1
-        assert stats.ndp_last_loss is not None
-        assert "died" in stats.ndp_last_loss
+        assert stats.ndp_last_failure is not None
+        assert "died" in stats.ndp_last_failure
         assert stats.total().ndp_recomputed > 0
         assert len(link.batches) == 3
         link.up.set()
@@ -182,6 +182,17 @@ def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expe
         assert greedy(worker, _PROMPTS[1:], _NEW) == expected[1:]
         assert len(link.batches) > 3
         worker.engine.cache.check_integrity()
+
+
+def test_a_refusal_is_computed_here_and_the_worker_stays(store: ExpertStore, expected: list[list[int]]) -> None:
+    link = FakeLink(store.describe())
+    link.refuses_at = 2
+    with _serving(store, link, _policy("context")) as worker:
+        assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
+        stats = worker.stats()
+        assert (stats.ndp_refusals, stats.ndp_losses) == (1, 0)
+        assert stats.total().ndp_recomputed > 0
+        assert len(link.batches) > 2
 
 
 def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:

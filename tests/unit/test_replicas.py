@@ -25,7 +25,8 @@ from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_texts, 
 from tiermoe.cluster.jobs.prepare.capture import open_inputs
 from tiermoe.cluster.jobs.prepare.command import prepare_command
 from tiermoe.cluster.jobs.prepare.quantize_layer import unpacked
-from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import CheckpointError, ConfigError, StoreError, TierMoeError, UnsupportedModelError
 
 torch.set_num_threads(1)
@@ -242,6 +243,43 @@ def test_an_interrupted_run_resumes(
     assert len(finished) == expected.get(step, 0)
 
 
+@pytest.mark.parametrize("journal", [True, False])
+def test_what_a_finished_run_left_behind_is_removed(
+    store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
+) -> None:
+    """Guards a leak: killed while it removed its work folder, whose activations then lay there for good."""
+    work = store.with_name("store.replicas")
+
+    def stop(folder: Path) -> None:
+        if not journal:
+            (folder / "journal.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica_job, "discard", stop)
+        with pytest.raises(KeyboardInterrupt):
+            add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
+    whole = contents(store)
+    assert work.exists()
+    add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
+    assert not work.exists()
+    assert contents(store) == whole
+
+
+def test_unfinished_work_on_other_widths_is_kept(
+    store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica_job, "_write_tables", stop)
+        with pytest.raises(KeyboardInterrupt):
+            add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
+    add_replicas(store, checkpoint, ReplicaOptions((2,), 32), calibration, progress=False)  # nothing to do
+    assert (store.with_name("store.replicas") / replica_name(3, 32, 0)).exists()
+
+
 def test_damaged_leftovers_are_made_again(
     store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +446,14 @@ def test_ensure_replicas_names_the_command(checkpoint: Path, calibration: Path, 
     assert describe_replicas(store).widths == (2, 3)  # type: ignore[union-attr]
 
 
+def test_replicas_in_other_groups_are_refused_not_replaced(store: Path, checkpoint: Path) -> None:
+    before = contents(store)
+    with pytest.raises(ConfigError, match=r"in groups of 32, the run asks for 64; set ndp.group_size: 32"):
+        ensure_replicas(store, checkpoint, (2,), 64, progress=False)
+    assert contents(store) == before
+    assert beside(store) == ["store"]
+
+
 def run(*args: object) -> Any:
     app = typer.Typer()
     app.command()(prepare_command)
@@ -496,6 +542,25 @@ def test_unsupported_experts_are_refused(tmp_path: Path, calibration: Path, mode
     with pytest.raises(UnsupportedModelError, match=what):
         add_replicas(store, checkpoint, ReplicaOptions((3,)), calibration, progress=False)
     assert beside(store) == ["checkpoint", "store"] or beside(store) == ["store", "checkpoint"]
+
+
+def test_unusual_gating_is_refused_before_anything_is_written(
+    tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shapes are those of any gated expert: only the model's code tells. Guards a refusal after the journal."""
+    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", vocab_size=VOCAB_SIZE, hidden_act="mish")
+    save_byte_tokenizer(checkpoint)
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def refuse(*_args: object) -> None:
+        raise AssertionError("the refusal comes first")
+
+    monkeypatch.setattr(replica_job, "ReplicaJob", refuse)
+    with pytest.raises(UnsupportedModelError, match="gate in a way of their own; use it without replicas"):
+        add_replicas(store, checkpoint, ReplicaOptions((3,)), calibration, progress=False)
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert {path for path in after if before.get(path) != after[path]} == set()
 
 
 def test_a_full_disk_is_a_typed_error(

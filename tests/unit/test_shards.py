@@ -122,7 +122,7 @@ def test_a_lost_shard_is_replaced_by_the_lead_and_rejoins(olmoe: Tiny) -> None:
         assert greedy(group.lead, _PROMPTS[:1], _NEW) == olmoe.expected[:1]
         stats = group.lead.stats()
         assert stats.shard_losses == 1
-        assert stats.shard_last_loss is not None
+        assert stats.shard_last_failure is not None
         assert group.lead.shard_stats()[1]["state"] == "lost"
         assert group.lead.health()["shard/1"] == "lost"
         asked = stats.total().shard_calls
@@ -146,7 +146,9 @@ def test_an_answer_that_fails_is_recomputed(olmoe: Tiny, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(engine, "run", broken)
         assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
-        assert group.lead.stats().total().shard_recomputed == failed[0] > 0
+        stats = group.lead.stats()
+        assert stats.total().shard_recomputed == failed[0] > 0
+        assert (stats.shard_refusals, stats.shard_losses) == (1, 0)
 
 
 @pytest.fixture

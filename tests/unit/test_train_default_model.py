@@ -12,8 +12,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.train_default_model.attention import CausalAttention
-from tiermoe.cluster.jobs.train_default_model.card import RunFacts, bars, model_card, normalised_entropy
+from tiermoe.cluster.jobs.train_default_model.card import (
+    RunFacts,
+    bars,
+    calibration_section,
+    model_card,
+    normalised_entropy,
+)
 from tiermoe.cluster.jobs.train_default_model.command import train_default_model_command
 from tiermoe.cluster.jobs.train_default_model.corpus import Document, collect, is_held_out
 from tiermoe.cluster.jobs.train_default_model.evaluate import stream_bits_per_byte
@@ -316,6 +323,23 @@ def test_card_states_figures_and_names_a_missed_bar() -> None:
     ):
         assert text in card
     assert normalised_entropy(shares[0]) == pytest.approx(1.0)
+
+
+def test_a_new_card_keeps_the_section_on_the_calibration_text(tmp_path: Path) -> None:
+    """Guards a loss: the section is written by hand, and the card was written anew without it."""
+    figures = Figures({"all": 1.5}, 200_000, [[0.5, 0.5]], [0.1], {"c": "int main"})
+    section = "## Calibration text\n\n`calibration/` is held out twice.\nAnd more.\n"
+    card = model_card(figures, facts(), False, section)
+    assert f"\n\n{section}\n## Router health\n" in card
+    (tmp_path / "README.md").write_text(card)
+    assert calibration_section(tmp_path) is None  # the folder ships no such text
+    (tmp_path / "calibration").mkdir()
+    assert model_card(figures, facts(), False, calibration_section(tmp_path)) == card
+    (tmp_path / "README.md").write_text(model_card(figures, facts(), False))
+    assert calibration_section(tmp_path) is None
+    shipped = str(calibration_section(default_model_dir()))
+    assert shipped.startswith("## Calibration text\n\n`calibration/` (")
+    assert shipped in (default_model_dir() / "README.md").read_text()
 
 
 def test_command_refuses_a_run_without_end() -> None:

@@ -79,7 +79,10 @@ def ndp(
     """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
     from ..evaluate.options import EvaluationOptions
     from .ndp import bench_ndp
-    from .ndp_page import write_page
+    from .ndp_page import check_folder, write_page
+
+    if out is not None:
+        check_folder(out)
 
     def measure(progress: Progress) -> Report:
         report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress)

@@ -140,4 +140,4 @@ def print_report(report: Report, console: Console) -> None:
         console.print(table)
     for bar in report.bars:
         verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.name}: {bar.value:.3f} {bar.op} {bar.limit:g}")
+        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ _COLUMNS = (
 )
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before anything is measured.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be written: {error.strerror}", "give another folder") from error
+
+
 def write_page(report: NdpReport, folder: Path) -> None:
     """Write ndp.md, ndp.json and ndp-similarity.png.
 
@@ -28,7 +43,6 @@ def write_page(report: NdpReport, folder: Path) -> None:
     similarity = report.similarity
     assert similarity is not None  # `bench_ndp` measures it
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "ndp.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
         (folder / "ndp.md").write_text(page(report), encoding="utf-8")
     except OSError as error:
@@ -71,7 +85,7 @@ def page(report: NdpReport) -> str:
         "",
         "| bar | value | |",
         "|---|---|---|",
-        *(f"| {b['name']} {b['op']} {b['limit']:g} | {b['value']:.4f} | {'holds' if b['ok'] else 'missed'} |"
+        *(f"| {b['name']} {b['op']} {b['limit']:g} | {b['value']:.3g} | {'holds' if b['ok'] else 'missed'} |"
           for b in record["bars"]),
         "",
         "## Does prefill foretell decode?",

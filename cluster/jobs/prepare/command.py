@@ -10,7 +10,8 @@ import typer
 from ....errors import ConfigError
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
-from .replicas import ReplicaOptions, add_replicas, parse_bits
+from .replica_options import ReplicaOptions
+from .replicas import add_replicas, parse_bits
 
 
 def prepare_command(

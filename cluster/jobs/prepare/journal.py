@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ....actors.expert_store import hash_files
 from ....actors.store_format import FORMAT_VERSION, FileRecord, SourceFile
+from ....actors.verified_files import hash_files
 from .checkpoint import JOURNAL_NAME
 from .write import disk_errors, write_file
 
@@ -48,7 +48,7 @@ class Journal:
             finished=(),
         )
         with disk_errors(folder):
-            earlier = self._read()
+            earlier = _read(folder)
             if earlier is None or earlier.model_copy(update={"finished": ()}) != self._record:
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -77,14 +77,21 @@ class Journal:
         with disk_errors(self._path):
             self._path.unlink()
 
-    def _read(self) -> _Record | None:
-        try:
-            return _Record.model_validate_json(self._path.read_bytes())
-        except (OSError, ValidationError, ValueError):
-            return None  # no journal, or a damaged one: start over
-
     def _write(self) -> None:
         write_file(self._path, self._record.model_dump_json(indent=1).encode())
+
+
+def noted(folder: Path) -> frozenset[str] | None:
+    """Names that the journal of a folder calls finished, their bytes not looked at; None where there is no journal."""
+    record = _read(folder)
+    return None if record is None else frozenset(file.file for file in record.finished)
+
+
+def _read(folder: Path) -> _Record | None:
+    try:
+        return _Record.model_validate_json((folder / JOURNAL_NAME).read_bytes())
+    except (OSError, ValidationError, ValueError):
+        return None  # no journal, or a damaged one: start over
 
 
 def _matches(folder: Path, record: FileRecord) -> bool:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +39,8 @@ from .capture import capture, inputs_name, load_model, open_inputs
 from .job import REPLICA_WORK, beside, discard
 from .journal import Journal
 from .quantize_layer import MIN_ROWS, WidthResult, widths_of
+from .replica_options import ReplicaOptions
 from .write import disk_errors, sync_folder, write_file, write_tensors
-
-if TYPE_CHECKING:
-    from .replicas import ReplicaOptions
 
 _ALGORITHM = "1"  # another number where the same inputs give other replicas: an unfinished run then starts over
 _ACTIVATIONS = "activations.json"

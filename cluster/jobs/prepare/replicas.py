@@ -9,45 +9,18 @@ layer. `replicas.json` comes last; until then the store has the replicas that it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 
-from ....actors.replica_format import REPLICAS_NAME, Calibration, Group, ReplicaManifest, Width, read_replicas
+from ....actors.replica_format import REPLICAS_NAME, Calibration, ReplicaManifest, read_replicas
 from ....actors.replica_store import describe_replicas
 from ....actors.store_format import Manifest, read_manifest
 from ....errors import ConfigError, StoreError, UnsupportedModelError
-from .job import is_store, locked
-
-
-@dataclass(frozen=True)
-class ReplicaOptions:
-    """What replicas to make.
-
-    Attributes:
-        bits: widths, ascending.
-        group: inputs that share a scale.
-        act_order: GPTQ's activation order.
-
-    Raises:
-        ConfigError: an unknown width or group.
-    """
-
-    bits: tuple[int, ...]
-    group: int = 64
-    act_order: bool = False
-
-    def __post_init__(self) -> None:
-        widths, groups = get_args(Width), get_args(Group)
-        unknown = [b for b in self.bits if b not in widths]
-        if unknown or not self.bits:
-            what = f"there are no replicas of {unknown[0]} bits" if unknown else "no width is given"
-            raise ConfigError(what, f"give --bits some of {','.join(map(str, widths))}")
-        if self.group not in groups:
-            raise ConfigError(f"group size {self.group} is unknown", f"give --group-size one of {groups}")
-        object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
+from .job import REPLICA_WORK, beside, discard, is_store, locked
+from .journal import noted
+from .replica_options import ReplicaOptions
+from .write import disk_errors
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
@@ -131,8 +104,10 @@ def add_replicas(
     with locked(store, console):
         present = _present(store, windows.record(), options, console)
         missing = tuple(b for b in options.bits if present is None or b not in present.widths)
-        if not missing:
+        if present is not None and not missing:
+            _discard_published(store, present)
             return store
+        _refuse_unusual_gating(store, manifest)
         from .replica_job import ReplicaJob  # imports torch, which takes seconds: only when needed
 
         ReplicaJob(store, options, windows, missing, present).make(console)
@@ -140,7 +115,7 @@ def add_replicas(
 
 
 def _refuse_unsupported(manifest: Manifest) -> None:
-    """What the manifest alone tells; the gating is looked at when the model is built.
+    """What the manifest alone tells.
 
     Raises:
         UnsupportedModelError: experts without a gate, or with biases.
@@ -149,6 +124,35 @@ def _refuse_unsupported(manifest: Manifest) -> None:
     if shape.gates != 2 or shape.has_bias:
         what = "have no gate" if shape.gates != 2 else "have biases"
         raise UnsupportedModelError(f"the experts of {manifest.architecture} {what}", "use it without replicas")
+
+
+def _refuse_unusual_gating(store: Path, manifest: Manifest) -> None:
+    """What only the model's code tells: it is built without weights, before anything is written or run.
+
+    Raises:
+        UnsupportedModelError: experts that gate in another way than act(gate) * up.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .capture import checked_blocks
+
+    config = AutoConfig.from_pretrained(store, trust_remote_code=False)
+    with torch.device("meta"):
+        checked_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False), manifest)
+
+
+def _discard_published(store: Path, present: ReplicaManifest) -> None:
+    """Remove the work folder of a run that ended between `replicas.json` and the removal of that folder.
+
+    The journal of such a run names files that are in the store by now, or is removed already. Unfinished work on other
+    widths stays: it resumes.
+    """
+    folder = beside(store, REPLICA_WORK)
+    names = noted(folder)
+    if names is None or not names.isdisjoint(file.file for file in present.files):
+        with disk_errors(folder):
+            discard(folder)
 
 
 def _present(

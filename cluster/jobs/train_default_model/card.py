@@ -19,6 +19,9 @@ tags: [moe, code]
 ---
 """
 
+_CALIBRATION = "## Calibration text"
+_NEXT_SECTION = "\n## "
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -58,17 +61,37 @@ def describe_hardware(device: str, workers: int) -> str:
     return f"{workers} core{'s' if workers > 1 else ''} of an {name}, CPU"
 
 
-def model_card(figures: Figures, facts: RunFacts, accelerator: bool) -> str:
-    """The card as Markdown."""
+def model_card(figures: Figures, facts: RunFacts, accelerator: bool, calibration: str | None = None) -> str:
+    """The card as Markdown.
+
+    Args:
+        calibration: the section on the calibration text (`calibration_section`).
+    """
     parts = (
         _FRONT + _introduction(figures),
         _corpus_section(facts),
         _figures_section(figures),
+        *([] if calibration is None else [calibration]),
         _router_section(figures),
         _bars_section(figures, accelerator),
         _samples_section(figures),
     )
     return "\n".join(parts)
+
+
+def calibration_section(model_dir: Path) -> str | None:
+    """The section on the calibration text from the card that lies in a model folder.
+
+    Training does not make that text and cannot describe it, so a new card takes the section over.
+
+    Returns:
+        None where the folder ships no calibration text, or its card says nothing of it.
+    """
+    card = model_dir / "README.md"
+    if not (model_dir / "calibration").is_dir() or not card.is_file():
+        return None
+    _, heading, rest = card.read_text(encoding="utf-8").partition(f"\n{_CALIBRATION}\n")
+    return f"{_CALIBRATION}\n{rest.partition(_NEXT_SECTION)[0].rstrip()}\n" if heading else None
 
 
 def _introduction(figures: Figures) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .card import RunFacts, bars, describe_hardware, model_card
+from .card import RunFacts, bars, calibration_section, describe_hardware, model_card
 from .export import Figures, export, measure
 from .launch import train
 from .loop import LoopConfig
@@ -63,7 +63,8 @@ def finish(
     """Export the parameters, measure the folder, write its card."""
     export(default_config(), parameters, work_dir, out_dir)
     figures = measure(out_dir)
-    (out_dir / "README.md").write_text(model_card(figures, facts, accelerator), encoding="utf-8")
+    card = model_card(figures, facts, accelerator, calibration_section(out_dir))
+    (out_dir / "README.md").write_text(card, encoding="utf-8")
     missed = tuple(text for text, met in bars(figures, accelerator).items() if not met)
     return TrainingReport(out_dir, figures, facts.tokens, missed)
 

@@ -1,0 +1,99 @@
+"""A planned topology for people: the actors, what they take of their nodes, and the predicted speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from .tables import facts, seconds, size
+
+_KINDS = ("dense", "kv", "slots", "mapped", "replicas")
+
+
+def topology_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Tables of what `tiermoe plan --json` prints.
+
+    Args:
+        record: as `cluster.jobs.plan.as_record` makes it.
+    """
+    topology = record["topology"]
+    tables = [_summary(record), _actors(topology["actors"]), _nodes(topology["loads"])]
+    notes = [("note", str(note)) for note in record["notes"]]
+    return [*tables, _prediction(record["prediction"]), *([facts("Notes", notes)] if notes else [])]
+
+
+def _summary(record: Mapping[str, Any]) -> Table:
+    model, spec = record["model"], record["spec"]
+    total = model["layers"] * model["experts"] * model["expert_bytes"]
+    each = spec["budget_bytes"] // spec["slot_bytes"]
+    return facts("Planned, not started", [
+        ("model", f"{model['name']}: {model['layers']} layers x {model['experts']} experts, top-{model['top_k']}, "
+                  f"{size(model['expert_bytes'])} each as stored, {size(total)} in all"),
+        ("sizes from", model["source"]),
+        ("nodes", record["nodes_from"]),
+        ("policy", spec["policy"]),
+        ("workers", f"{_count(spec['shards'], 'GPU' if spec['gpu'] else 'CPU stand-in')}, "
+                    f"{_count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
+                    f"experts by '{spec['ownership']}'"),
+        ("budget of each", f"{size(spec['budget_bytes'])}, {_count(each, 'slot')} of {size(spec['slot_bytes'])}"),
+        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes"),
+    ])  # fmt: skip
+
+
+def _actors(actors: Iterable[Mapping[str, Any]]) -> Table:
+    table = _grid("Actors", "actor", "node", "reserves", "experts", "bytes", "scheduled")
+    for actor in actors:
+        nbytes = ", ".join(f"{size(actor['nbytes'][kind])} {kind}" for kind in _KINDS if actor["nbytes"][kind])
+        how = f"group {actor['group']}, bundle {actor['bundle']}" if actor["group"] else "alone"
+        _add(table, actor["name"], actor["node"], _amounts(actor["resources"]), str(actor["experts"]), nbytes, how)
+    return table
+
+
+def _nodes(loads: Iterable[Mapping[str, Any]]) -> Table:
+    table = _grid("Nodes", "node", "address", "used", "host memory", "devices", "shared pages")
+    for load in loads:
+        used = ", ".join(f"{used:g} of {total:g} {name}" for name, (used, total) in load["resources"].items())
+        total = size(load["host_total"]) if load["host_total"] is not None else "unknown"
+        host = f"{size(load['host_bytes'])} of {total}"
+        devices, shared = size(load["device_bytes"]), size(load["kinds"]["mapped"])
+        _add(table, load["node"], load["address"], used, host, devices, shared)
+    return table
+
+
+def _prediction(prediction: Mapping[str, Any]) -> Table:
+    hardware = prediction["hardware"]
+    parts = ", ".join(f"{name.removesuffix('_s')} {seconds(value)}" for name, value in prediction["parts_s"].items())
+    ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""
+    return facts("Predicted, not measured", [
+        ("decode", f"{prediction['tokens_per_s']:.4g} tokens/s for one request, bound by {prediction['bound_by']}"),
+        ("one layer", f"{seconds(prediction['layer_s'])}, before overlap: {parts}"),
+        ("loads", f"{size(prediction['bytes_loaded_per_token'])} a token"),
+        ("assumed hits", f"{prediction['hit_share']:.1%}: the share of experts that is resident"),
+        ("assumed hardware", f"{hardware['name']}: memory {hardware['memory_gbps']:g} GB/s, link "
+                             f"{hardware['link_gbps']:g} GB/s after {hardware['link_latency_us']:g} us, network "
+                             f"{hardware['network_gbps']:g} GB/s after {hardware['network_latency_us']:g} us, "
+                             f"prefetch brings {hardware['prefetch_useful']:.0%} of the misses in time{ndp}"),
+    ])  # fmt: skip
+
+
+def _grid(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _add(table: Table, *values: str) -> None:
+    table.add_row(*(Text(value) for value in values))  # Text: names of nodes are not markup
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -1,0 +1,165 @@
+"""Predicted tokens per second of one request's decode: a roofline, line by line. Nothing here is measured.
+
+With L layers, K experts a token and layer, G GPUs, resident share r, and per layer:
+
+    dense_s = dense bytes / L / memory_gbps                   the lead reads attention, norms, router, head once
+    hit_s   = K r expert bytes / G' / memory_gbps             the busiest GPU's share of the experts that are there
+    miss_s  = K (1 - r) expert bytes / G' / memory_gbps       the others, once they have arrived
+    load_s  = K (1 - r) / G' (latency + stored expert bytes / link)      each GPU over its own link
+    shard_s = 2 network latency + 2 row bytes / network       activations out, sums back, if a shard is on another node
+
+    G' = K / ceil(K / G): balanced shards, but an expert is not divided.
+    r  = slots / experts: what a cache that knows nothing hits; locality makes it better, a working set larger than
+         the cache makes it worse. link: the host link, or the network where that is slower, in proportion to the
+         layers that a worker cannot map.
+
+Without NDP worker, with u = share of the missing experts that prefetch brings in time (0 without prefetch):
+
+    layer_s = max(dense_s, u load_s) + max(hit_s + shard_s, (1 - u) load_s) + miss_s
+
+since prefetches overlap the next layer's dense part, and demand loads overlap the resident experts, as the engine's
+dispatch does. With NDP workers nothing is loaded during decode, and both sides work at the same time:
+
+    layer_s = dense_s + max(hit_s + shard_s, ndp_s)
+    ndp_s   = cost.batch_cost of ceil(K (1 - r) / N) experts on the modelled device, and two hops as in shard_s where
+              a worker is on another node than the lead
+
+Left out: reading the KV cache, the planner, Python, launches, batching (weights that several tokens share).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...actors.policies.cost import NdpProfile, Work, batch_cost
+from .plan import Topology
+from .settings import HardwareConfig
+from .spec import ClusterSpec, ModelFacts, NdpSpec
+
+_H100 = ("H100-class", 3350.0, 55.0, 10.0)  # data sheet SXM5; PCIe 5.0 x16 as pinned copies reach it; per copy
+_STAND_IN = ("CPU stand-in", 10.0, 10.0, 0.0)  # one thread's reads of host memory; an unthrottled copy is such a read
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The figures that a prediction rests on; gigabytes are 1e9 bytes."""
+
+    name: str
+    memory_gbps: float
+    link_gbps: float
+    link_latency_us: float
+    network_gbps: float
+    network_latency_us: float
+    prefetch_useful: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted, never measured.
+
+    Attributes:
+        tokens_per_s: of one request's decode.
+        hit_share: r, assumed.
+        bytes_loaded_per_token: over all links.
+        layer_s: seconds of one layer.
+        parts_s: the terms of `layer_s` by their names in this module, before they overlap.
+        bound_by: the largest of the terms.
+        hardware: what was assumed.
+        ndp_hardware: name of the modelled NDP device; None where there is none.
+    """
+
+    tokens_per_s: float
+    hit_share: float
+    bytes_loaded_per_token: float
+    layer_s: float
+    parts_s: dict[str, float]
+    bound_by: str
+    hardware: Hardware
+    ndp_hardware: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"label": "predicted", **asdict(self)}
+
+
+def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, link_latency_us: float) -> Hardware:
+    """Fill in what the file leaves out.
+
+    Args:
+        gpu: whether the workers run on GPUs.
+        link_gbps: to which the CPU stand-in throttles its copies; None: unthrottled.
+        link_latency_us: before each of its copies.
+    """
+    name, memory, link, latency = _H100 if gpu else _STAND_IN
+    if not gpu:
+        link, latency = link_gbps or link, link_latency_us
+    assumed = None in (given.memory_gbps, given.link_gbps, given.link_latency_us)
+    return Hardware(
+        name=f"{name}, assumed" if assumed else "as configured",
+        memory_gbps=given.memory_gbps or memory,
+        link_gbps=given.link_gbps or link,
+        link_latency_us=latency if given.link_latency_us is None else given.link_latency_us,
+        network_gbps=given.network_gbps,
+        network_latency_us=given.network_latency_us,
+        prefetch_useful=given.prefetch_useful,
+    )
+
+
+def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> Prediction:
+    """Evaluate the model of this module's docstring."""
+    workers = topology.having("lead", "shard")
+    held = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
+    share = min(1.0, held / (facts.layers * facts.experts))
+    if spec.ndp is not None and spec.ndp.hot_per_layer is not None:
+        share = min(share, spec.ndp.hot_per_layer / facts.experts)
+    parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)
+    bandwidth = hardware.memory_gbps * 1e9
+    experts_s = facts.top_k / parallel * spec.slot_bytes / bandwidth
+    missing = facts.top_k * (1 - share)
+    row_bytes = facts.hidden * spec.compute_item_bytes
+    hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
+    parts = {
+        "dense_s": spec.dense_bytes / facts.layers / bandwidth,
+        "hit_s": share * experts_s,
+        "shard_s": hops_s if topology.has_remote("shard") else 0.0,
+    }
+    here_s = parts["hit_s"] + parts["shard_s"]
+    if spec.ndp is not None:
+        parts["ndp_s"] = _ndp_s(spec.ndp, facts, missing, len(topology.having("ndp")))
+        parts["ndp_s"] += hops_s if topology.has_remote("ndp") else 0.0
+        layer_s, loaded = parts["dense_s"] + max(here_s, parts["ndp_s"]), 0.0
+    else:
+        mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
+        parts["miss_s"] = (1 - share) * experts_s
+        parts["load_s"] = missing / parallel * _load_s(hardware, facts.expert_bytes, mapped)
+        early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
+        layer_s = max(parts["dense_s"], early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
+        loaded = missing * facts.expert_bytes * facts.layers
+    return Prediction(
+        tokens_per_s=1 / (layer_s * facts.layers),
+        hit_share=share,
+        bytes_loaded_per_token=loaded,
+        layer_s=layer_s,
+        parts_s=parts,
+        bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
+        hardware=hardware,
+        ndp_hardware=str(spec.ndp.hardware["name"]) if spec.ndp is not None else None,
+    )
+
+
+def _load_s(hardware: Hardware, nbytes: int, mapped: float) -> float:
+    """Seconds of one expert's load, with `mapped` the share of layers that lie on the worker's own node."""
+    here_s = hardware.link_latency_us * 1e-6 + nbytes / (hardware.link_gbps * 1e9)
+    slower = min(hardware.link_gbps, hardware.network_gbps)
+    far_s = (hardware.link_latency_us + hardware.network_latency_us) * 1e-6 + nbytes / (slower * 1e9)
+    return mapped * here_s + (1 - mapped) * far_s
+
+
+def _ndp_s(ndp: NdpSpec, facts: ModelFacts, missing: float, workers: int) -> float:
+    """Seconds of one worker's part of a layer; a fractional average width is rounded up."""
+    profile = NdpProfile.from_dict(ndp.hardware)
+    count = math.ceil(missing / workers - 1e-9)
+    work = Work(facts.hidden, facts.intermediate, rows=1, bits=math.ceil(ndp.bits), group=ndp.group)
+    row_bytes = 4 * facts.hidden  # float32 over the channel, one token row each way
+    return batch_cost(profile, [work] * count, row_bytes, row_bytes).total_s

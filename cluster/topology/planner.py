@@ -1,0 +1,357 @@
+"""From what is wanted and what there is to what runs where; or which resource is short, on which node, by how much.
+
+The most bound go first, so that the others cannot take their room:
+
+    NdpWorkers             on nodes with the resource `ndp`, round-robin
+    marked stores          on nodes with the resource `store`
+    lead, then shards      with their node's store where each worker's node has one
+    endpoint directory     beside the lead, where an actor is not on the lead's node or is not reached by mapping
+
+Pure and deterministic: nodes are taken in the order of their ids wherever nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ...actors.policies.sharding import owned_experts, spread_by_bytes
+from ...errors import BudgetError, ConfigError
+from ..report.tables import size
+from .ledger import Ledger, Need
+from .plan import NODE_ID_LABEL, PlannedActor, PlannedBytes, PlannedGroup, Topology
+from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo
+
+STORE_CPUS = 1.0
+_GROUP = "workers"
+_NAMED_NODES = 4  # in one message
+
+
+def plan_topology(spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> Topology:
+    """Place every actor.
+
+    Raises:
+        BudgetError: the experts' budget does not fit the GPU, or does not hold what the policy keeps there.
+        ConfigError: a resource is short; the message says which, on which node, and by how much.
+    """
+    slots = _slots(spec, facts)
+    return _Planner(spec, facts, nodes, slots).plan()
+
+
+def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[int, ...]:
+    """Slots of each shard [G]: what the budget holds, but no more than the experts that the shard owns."""
+    owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
+    if min(owned) == 0:
+        raise ConfigError(
+            f"cluster.shards is {spec.shards}, but the model has {facts.experts} experts in {facts.layers} layers, "
+            f"which gives a shard none by the rule '{spec.ownership}'",
+            f"lower cluster.shards to {facts.experts * (facts.layers if spec.ownership == 'layer-expert' else 1)}",
+        )
+    held = spec.budget_bytes // spec.slot_bytes
+    if spec.preload and held < max(owned):
+        raise BudgetError(
+            f"policy '{spec.policy}' keeps all experts resident: {max(owned)} of {size(spec.slot_bytes)} on the "
+            f"fullest of {spec.shards} GPUs, {size(max(owned) * spec.slot_bytes)}; the budget of each is "
+            f"{size(spec.budget_bytes)}",
+            "raise --budget, raise cluster.shards, or choose a policy that loads on demand",
+        )
+    slots = tuple(min(held, count) for count in owned)
+    hot = spec.ndp.hot_per_layer if spec.ndp is not None else None
+    if hot is not None and hot * facts.layers > sum(slots):
+        raise BudgetError(
+            f"policy '{spec.policy}' keeps {hot} experts in each of {facts.layers} layers, "
+            f"the budgets hold {sum(slots)}",
+            "raise --budget, or lower placement.hot_per_layer",
+        )
+    lead = spec.dense_bytes + spec.kv_bytes + slots[0] * spec.slot_bytes
+    if spec.gpu and spec.gpu_memory_bytes is not None and lead > spec.gpu_memory_bytes:
+        raise BudgetError(
+            f"the lead needs {size(lead)} of GPU memory ({size(spec.dense_bytes)} dense, {size(spec.kv_bytes)} KV "
+            f"cache, {size(slots[0] * spec.slot_bytes)} for experts), cluster.gpu_memory is "
+            f"{size(spec.gpu_memory_bytes)}: short of {size(lead - spec.gpu_memory_bytes)}",
+            "lower --budget or kv.num_blocks",
+        )
+    return slots
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(
+        self, spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo], slots: tuple[int, ...]
+    ) -> None:
+        ids = [node.id for node in nodes]
+        if doubles := sorted({i for i in ids if ids.count(i) > 1}):
+            raise ConfigError(f"two nodes have the id '{doubles[0]}'", "give each node an id of its own")
+        self._spec, self._facts, self._slots = spec, facts, slots
+        self._alive = sorted((node for node in nodes if node.alive), key=lambda node: node.id)
+        if not self._alive:
+            raise ConfigError(f"none of {len(nodes)} nodes is alive", "start one with `ray start`")
+        self._ledgers = {node.id: Ledger(node, facts, spec.gpu) for node in self._alive}
+        self._owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
+        self._every_layer = frozenset(range(facts.layers))
+        self._with_workers: list[str] = []  # nodes, in the order in which the first worker came
+        self._notes = [f"node {node.id} is dead and left out" for node in nodes if not node.alive]
+        self._ndp_of: tuple[int, ...] = ()
+
+    def plan(self) -> Topology:
+        ndp = self._place_ndp(self._spec.ndp) if self._spec.ndp is not None else []
+        stores = self._place_marked_stores() if self._spec.store_nodes == "marked" else []
+        homes = self._place_workers()
+        if self._spec.store_nodes == "workers":
+            stores = self._worker_stores()
+        workers = self._workers(homes)
+        directory = self._directory(workers, stores, ndp)
+        self._remark(workers)
+        group, grouped = self._group([*workers, *(s for s in stores if s.group is not None)])
+        alone = [actor for actor in (*stores, *ndp, *directory) if actor.group is None]
+        return Topology(
+            actors=(*grouped, *alone),
+            groups=(group,),
+            loads=tuple(ledger.load() for ledger in self._ledgers.values() if self._is_used(ledger, directory)),
+            ndp_of=self._ndp_of,
+            notes=tuple(self._notes),
+        )
+
+    # NDP workers
+
+    def _place_ndp(self, ndp: NdpSpec) -> list[PlannedActor]:
+        marked = [node for node in self._alive if node.amount("ndp") >= 1]
+        there = sum(int(node.amount("ndp")) for node in marked)
+        wanted = ndp.workers if ndp.workers is not None else len(marked)
+        if not marked or wanted > there:
+            have = f"{there} ({_list(node.id for node in marked)})" if marked else "none"
+            raise ConfigError(
+                f"policy '{self._spec.policy}' needs {max(1, wanted)} of the resource ndp, the nodes have {have}: "
+                f"short of {max(1, wanted) - there}",
+                "start a node with `ray start ... --resources '{\"ndp\": 1}'`, lower cluster.ndp_workers, or choose "
+                "another policy",
+            )
+        facts, full = self._facts, not ndp.widths
+        each = facts.expert_bytes if full else ndp.replica_bytes
+        self._ndp_of = spread_by_bytes([each] * (facts.layers * facts.experts), wanted)
+        actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
+        for index in range(wanted):
+            counts = _per_layer(self._ndp_of, index, facts)
+            held = sum(counts.values())
+            if held * each > ndp.capacity_bytes:
+                raise ConfigError(
+                    f"NDP worker {index} holds {size(held * each)} of experts, ndp.hardware has "
+                    f"{size(ndp.capacity_bytes)}: short of {size(held * each - ndp.capacity_bytes)}",
+                    "raise cluster.ndp_workers, choose narrower replicas, or another ndp.hardware",
+                )
+            need = Need(
+                {"CPU": float(ndp.threads), "ndp": 1.0},
+                PlannedBytes(replicas=0 if full else held * each),
+                partly=counts if full else {},
+            )
+            order = [marked[index]] if ndp.workers is None else sorted(marked, key=lambda n: (placed[n.id], n.id))
+            node = self._first_fit(f"NDP worker {index}", order, need)
+            placed[node] += 1
+            nbytes = PlannedBytes(mapped=held * each) if full else need.nbytes
+            actors.append(
+                PlannedActor(
+                    f"ndp-{index}", "ndp", index, node, need.resources,
+                    nbytes=nbytes, experts=held, layers=tuple(sorted(counts)) if full else (),
+                )
+            )  # fmt: skip
+        return actors
+
+    # stores
+
+    def _place_marked_stores(self) -> list[PlannedActor]:
+        marked = [node for node in self._alive if node.amount("store") >= 1]
+        if not marked:
+            raise ConfigError(
+                "cluster.store.nodes is 'marked', but no node has the resource store: short of 1",
+                "start a node with `ray start ... --resources '{\"store\": 1}'`, or set cluster.store.nodes to workers",
+            )
+        actors = []
+        for index, layers in enumerate(self._layers_of_stores(len(marked))):
+            need = Need({"CPU": STORE_CPUS, "store": 1.0}, layers=frozenset(layers))
+            node = self._first_fit(f"store {index}", [marked[index]], need)
+            actors.append(self._store(index, node, need.resources, layers, None))
+        return actors
+
+    def _worker_stores(self) -> list[PlannedActor]:
+        """The stores beside the workers; CPUs (and all layers, if replicated) were booked with the first worker.
+
+        How large a slice is depends on how many nodes have workers, so slices are checked once those are known.
+        """
+        actors = []
+        for index, layers in enumerate(self._layers_of_stores(len(self._with_workers))):
+            node = self._with_workers[index]
+            self._first_fit(f"store {index}", [self._ledgers[node].node], Need({}, layers=frozenset(layers)))
+            actors.append(self._store(index, node, {"CPU": STORE_CPUS}, layers, _GROUP))
+        return actors
+
+    def _layers_of_stores(self, stores: int) -> list[tuple[int, ...]]:
+        """Layers of each store [S]; sliced: copy c of layer l is in store (l + c) mod S."""
+        if self._spec.store_layout == "replicated":
+            return [tuple(sorted(self._every_layer))] * stores
+        copies = self._spec.store_copies
+        if copies > stores:
+            raise ConfigError(
+                f"cluster.store.copies is {copies}, but only {stores} node{'s hold' if stores > 1 else ' holds'} a "
+                f"store: short of {copies - stores}",
+                "lower it, or add nodes",
+            )
+        if stores > self._facts.layers + copies - 1:
+            idle = stores - self._facts.layers - copies + 1
+            self._notes.append(f"{idle} of {stores} stores hold no layer: there are {self._facts.layers}")
+        return [
+            tuple(layer for layer in sorted(self._every_layer) if (index - layer) % stores < copies)
+            for index in range(stores)
+        ]
+
+    def _store(
+        self, index: int, node: str, resources: Mapping[str, float], layers: tuple[int, ...], group: str | None
+    ) -> PlannedActor:
+        mapped = PlannedBytes(mapped=len(layers) * self._facts.layer_bytes)
+        experts = len(layers) * self._facts.experts
+        return PlannedActor(f"store-{index}", "store", index, node, resources, group, None, mapped, experts, layers)
+
+    # lead and shards
+
+    def _place_workers(self) -> list[str]:
+        """Node of each shard [G], the lead's first."""
+        order = sorted(self._alive, key=lambda node: (-self._room(node), node.id))
+        if self._spec.lead is not None:
+            order = self._named_first(self._spec.lead, order)
+        first = self._first_worker(order[:1] if self._spec.lead is not None else order, 0)
+        homes = [first]
+        counts = dict.fromkeys((node.id for node in self._alive), 0) | {first: 1}
+        rest = [self._ledgers[first].node, *(node for node in order if node.id != first)]
+        for index in range(1, self._spec.shards):
+            by_count = sorted(rest, key=lambda node: counts[node.id])  # stable: the lead's node first, then by room
+            homes.append(self._first_worker(rest if self._spec.strategy == "pack" else by_count, index))
+            counts[homes[-1]] += 1
+        return homes
+
+    def _named_first(self, lead: str, order: list[NodeInfo]) -> list[NodeInfo]:
+        """`order` with the node that `cluster.lead` names in front."""
+        named = [node for node in order if lead in (node.id, node.address)]
+        if not named:
+            known = _list(f"{node.id} at {node.address}" for node in self._alive)
+            raise ConfigError(f"cluster.lead is '{lead}', which is no living node", f"give one of {known}")
+        named.sort(key=lambda node: (node.id != lead, node.id))  # an id is more telling than an address
+        return [named[0], *(node for node in order if node.id != named[0].id)]
+
+    def _room(self, node: NodeInfo) -> int:
+        """How many shards would fit on a node by CPU and GPU."""
+        ledger, store = self._ledgers[node.id], STORE_CPUS if self._spec.store_nodes == "workers" else 0.0
+        room = (ledger.left("CPU") - store) // self._spec.threads
+        return int(max(0, min(room, ledger.left("GPU")) if self._spec.gpu else room))
+
+    def _first_worker(self, order: Sequence[NodeInfo], index: int) -> str:
+        name = "the lead" if index == 0 else f"shard {index}"
+        alone = self._worker_need(index, with_store=False)
+        beside = self._worker_need(index, with_store=True) if self._spec.store_nodes == "workers" else alone
+        needs = {node.id: alone if node.id in self._with_workers else beside for node in order}
+        node = self._first_fit(name, order, needs)
+        if node not in self._with_workers:
+            self._with_workers.append(node)
+        return node
+
+    def _worker_need(self, index: int, *, with_store: bool) -> Need:
+        spec = self._spec
+        resources = {"CPU": spec.threads + (STORE_CPUS if with_store else 0.0)} | ({"GPU": 1.0} if spec.gpu else {})
+        layers = self._every_layer if with_store and spec.store_layout == "replicated" else frozenset[int]()
+        return Need(resources, self._worker_bytes(index), layers)
+
+    def _worker_bytes(self, index: int) -> PlannedBytes:
+        spec, slots = self._spec, self._slots[index] * self._spec.slot_bytes
+        return PlannedBytes(spec.dense_bytes, spec.kv_bytes, slots) if index == 0 else PlannedBytes(slots=slots)
+
+    def _workers(self, homes: Sequence[str]) -> list[PlannedActor]:
+        resources = {"CPU": float(self._spec.threads)} | ({"GPU": 1.0} if self._spec.gpu else {})
+        return [
+            PlannedActor(
+                "lead" if index == 0 else f"shard-{index}",
+                "lead" if index == 0 else "shard",
+                index,
+                node,
+                resources,
+                _GROUP,
+                None,
+                self._worker_bytes(index),
+                self._owned[index],
+                tuple(sorted(self._ledgers[node].layers)),
+            )
+            for index, node in enumerate(homes)
+        ]
+
+    # the rest
+
+    def _directory(
+        self, workers: Sequence[PlannedActor], stores: Sequence[PlannedActor], ndp: Sequence[PlannedActor]
+    ) -> list[PlannedActor]:
+        """The endpoint directory, where there is a channel at all."""
+        remote = any(len(worker.layers) < self._facts.layers for worker in workers) and bool(stores)
+        if len(workers) == 1 and not ndp and not remote:
+            return []
+        return [PlannedActor("directory", "directory", 0, workers[0].node, {})]
+
+    def _remark(self, workers: Sequence[PlannedActor]) -> None:
+        missing = {w.name: self._facts.layers - len(w.layers) for w in workers}
+        self._notes += [
+            f"{name} reads {count} of {self._facts.layers} layers from other nodes"
+            for name, count in missing.items()
+            if count
+        ]
+        if self._spec.gpu and self._spec.gpu_memory_bytes is None:
+            self._notes.append("GPU memory was not checked: cluster.gpu_memory does not say how much there is")
+        unknown = [lg.node.id for lg in self._ledgers.values() if lg.host_total is None and lg.load().host_bytes]
+        if unknown:
+            self._notes.append(f"host memory was not checked on {_list(unknown)}: not reported")
+
+    def _group(self, members: Sequence[PlannedActor]) -> tuple[PlannedGroup, list[PlannedActor]]:
+        """One group for lead, shards and the stores beside them, so that all start or none."""
+        bundled = [replace(actor, bundle=i) for i, actor in enumerate(members)]
+        homes = {actor.node for actor in bundled}
+        selectors = []
+        for actor in bundled:
+            node_id = self._ledgers[actor.node].node.labels.get(NODE_ID_LABEL)
+            selectors.append({NODE_ID_LABEL: node_id} if node_id is not None and len(self._alive) > 1 else {})
+        group = PlannedGroup(
+            _GROUP,
+            "STRICT_PACK" if len(homes) == 1 else "PACK",
+            tuple(dict(actor.resources) for actor in bundled),
+            tuple(selectors),
+        )
+        return group, bundled
+
+    def _first_fit(self, name: str, order: Sequence[NodeInfo], need: Need | Mapping[str, Need]) -> str:
+        """Book an actor on the first node that has room.
+
+        Raises:
+            ConfigError: none has.
+        """
+        short = []
+        for node in order:
+            wanted, ledger = need if isinstance(need, Need) else need[node.id], self._ledgers[node.id]
+            missing = ledger.shortages(wanted)
+            if not missing:
+                ledger.take(wanted)
+                return node.id
+            short.append(f"node {node.id} ({'; '.join(missing)})")
+        raise ConfigError(
+            f"{name} fits on no node: {_list(short)}",
+            "lower cluster.shards, threads, --budget or kv.num_blocks, or add a node that has room",
+        )
+
+    def _is_used(self, ledger: Ledger, directory: Sequence[PlannedActor]) -> bool:
+        return bool(ledger.used) or any(actor.node == ledger.node.id for actor in directory)
+
+
+def _per_layer(owners: Sequence[int], worker: int, facts: ModelFacts) -> dict[int, int]:
+    """Experts of one NDP worker by layer; layers of which it has none are left out."""
+    spans = {e: owners[e * facts.experts : (e + 1) * facts.experts] for e in range(facts.layers)}
+    return {layer: count for layer, span in spans.items() if (count := sum(owner == worker for owner in span))}
+
+
+def _list(items: Iterable[str]) -> str:
+    """The first few, and how many more."""
+    every = list(items)
+    more = f", and {len(every) - _NAMED_NODES} more" if len(every) > _NAMED_NODES else ""
+    return ", ".join(every[:_NAMED_NODES]) + more

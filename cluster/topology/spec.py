@@ -1,0 +1,214 @@
+"""What the planner is given, in numbers: the cluster that is wanted, the model's sizes, the nodes there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ...actors.budget import budget_bytes
+from ...actors.policies.cost import FULL_BITS, packed_bytes
+from ...actors.policies.sharding import Ownership
+from ...actors.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A node as Ray reports it.
+
+    Attributes:
+        id: Ray's node id, or any unique name.
+        resources: totals by name: CPU, GPU, custom ones such as ndp and store; memory and object_store_memory are
+            bytes. A node that reports no memory is not checked for it.
+        labels: as the node was started with; Ray adds `ray.io/node-id`.
+    """
+
+    id: str
+    address: str
+    alive: bool = True
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def amount(self, resource: str) -> float:
+        """Total of a resource; 0 where the node has none."""
+        return float(self.resources.get(resource, 0.0))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a model.
+
+    Attributes:
+        layers: MoE layers, L.
+        experts: in each, E.
+        top_k: experts that a token uses in each layer.
+        gates: 2 where the expert has a gate projection, else 1.
+        expert_elements: numbers in one expert.
+        dense_elements: numbers in everything that is not a routed expert.
+        kv_elements: numbers in the KV cache for each token, all layers together.
+        item_bytes: of one number as stored.
+        source: where the figures come from, for people.
+        dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
+    """
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    gates: int
+    expert_elements: int
+    dense_elements: int
+    kv_elements: int
+    item_bytes: int
+    source: str
+    dense_estimated: bool = False
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert as stored."""
+        return self.expert_elements * self.item_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's experts as stored."""
+        return self.experts * self.expert_bytes
+
+
+@dataclass(frozen=True)
+class NdpSpec:
+    """The NDP workers.
+
+    Attributes:
+        workers: how many; None: one on each node with the resource `ndp`.
+        threads: CPUs of each.
+        widths: bits of the replicas; empty: full precision, on the store's own files.
+        replica_bytes: of one expert, all widths together.
+        capacity_bytes: of the modelled device.
+        hardware: the modelled device, by the names in configs/hardware.
+        bits: average bits of a weight that is computed on, for the prediction.
+        group: inputs that share a scale.
+        hot_per_layer: experts that never go to NDP; None: as many as the budget holds.
+    """
+
+    workers: int | None
+    threads: int
+    widths: tuple[int, ...]
+    replica_bytes: int
+    capacity_bytes: int
+    hardware: Mapping[str, object]
+    bits: float
+    group: int
+    hot_per_layer: int | None
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The cluster that is wanted. Bytes are those of one GPU (or of the CPU that stands in for one).
+
+    Attributes:
+        gpu: whether workers take the resource GPU.
+        threads: CPUs of each worker.
+        budget_bytes: for experts, on each GPU.
+        slot_bytes: of one expert on the device.
+        compute_item_bytes: of one number on the device.
+        preload: whether the policy keeps every expert on a device.
+        prefetch: whether the policy asks for experts ahead of their routing.
+        dense_bytes: on the lead's device.
+        kv_bytes: on the lead's device.
+        gpu_memory_bytes: of one GPU; None: unknown, not checked.
+        ndp: None where the policy uses no NDP worker.
+    """
+
+    shards: int
+    ownership: Ownership
+    strategy: Literal["pack", "spread"]
+    lead: str | None
+    gpu: bool
+    threads: int
+    policy: str
+    budget_bytes: int
+    slot_bytes: int
+    compute_item_bytes: int
+    preload: bool
+    prefetch: bool
+    dense_bytes: int
+    kv_bytes: int
+    gpu_memory_bytes: int | None
+    store_layout: Literal["replicated", "sliced"]
+    store_nodes: Literal["workers", "marked"]
+    store_copies: int
+    ndp: NdpSpec | None
+
+
+def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
+    """Whether workers run on GPUs: as told, and with `auto` where some living node has one."""
+    if settings.device != "auto":
+        return settings.device == "cuda"
+    return any(node.alive and node.amount("GPU") >= 1 for node in nodes)
+
+
+def cluster_spec(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]
+) -> ClusterSpec:
+    """Resolve a configuration to numbers.
+
+    A dtype that only the device decides is float32 on the CPU stand-in and bfloat16 on a GPU, as in `tiermoe run`.
+
+    Raises:
+        BudgetError: the budget holds no expert.
+    """
+    cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
+    dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if gpu else "float32")
+    item = ITEM_BYTES[dtype]
+    slot_bytes = facts.expert_elements * item
+    return ClusterSpec(
+        shards=cluster.shards,
+        ownership=cluster.ownership,
+        strategy=cluster.strategy,
+        lead=cluster.lead,
+        gpu=gpu,
+        threads=settings.threads,
+        policy=policy.name,
+        budget_bytes=budget_bytes(settings.budget, slot_bytes, facts.layers * facts.experts),
+        slot_bytes=slot_bytes,
+        compute_item_bytes=item,
+        preload=policy.preload == "all",
+        prefetch=policy.prefetch.kind != "none",
+        dense_bytes=facts.dense_elements * item,
+        kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size,
+        gpu_memory_bytes=cluster.gpu_memory,
+        store_layout=cluster.store.layout,
+        store_nodes=cluster.store.nodes,
+        store_copies=cluster.store.copies,
+        ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
+    )
+
+
+def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
+    policy, group = settings.policy, settings.ndp.group_size
+    wanted = config.cluster.ndp_workers
+    return NdpSpec(
+        workers=None if wanted == "per-node" else wanted,
+        threads=settings.ndp.threads,
+        # static placement needs replicas for their table of popularity only: it computes in full precision
+        widths=policy.precision.widths,
+        replica_bytes=sum(replica_bytes(facts, bits, group) for bits in policy.precision.widths),
+        capacity_bytes=int(settings.ndp.hardware["capacity_bytes"]),
+        hardware=settings.ndp.hardware,
+        bits=float(policy.precision.bits or FULL_BITS),
+        group=group,
+        hot_per_layer=policy.placement.hot_per_layer,
+    )
+
+
+def replica_bytes(facts: ModelFacts, bits: int, group: int) -> int:
+    """Bytes of one expert's replica, as `cost.packed_bytes` counts them for an expert with a gate projection."""
+    return math.ceil(packed_bytes(facts.hidden, facts.intermediate, bits, group) * (facts.gates + 1) / 3)

@@ -1,0 +1,154 @@
+"""The packed layout: exact inverse, exact size, and what a prefix of neurons is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, tiles, unpack_expert
+
+
+def quantized(outputs: int, inputs: int, bits: int, group: int, rng: np.random.Generator) -> Quantized:
+    shape = (outputs, tiles(inputs, group))
+    return Quantized(
+        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
+        rng.uniform(0.01, 0.1, shape).astype(np.float16),
+        rng.standard_normal(shape).astype(np.float16),
+        bits,
+        group,
+    )
+
+
+def expert(
+    hidden: int, neurons: int, bits: int, group: int, rng: np.random.Generator
+) -> tuple[Quantized, Quantized, Quantized]:
+    up = [quantized(neurons, hidden, bits, group, rng) for _ in range(2)]
+    return up[0], up[1], quantized(hidden, neurons, bits, group, rng)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 150), st.integers(1, 150), st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(0, 10_000)
+)
+def test_unpacking_is_the_exact_inverse(hidden: int, neurons: int, bits: int, group: int, seed: int) -> None:
+    matrices = expert(hidden, neurons, bits, group, np.random.default_rng(seed))
+    arrays, shape = pack_expert(*matrices), PackedShape(hidden, neurons, bits, group)
+    for before, after in zip(matrices, unpack_expert(arrays, shape), strict=True):
+        np.testing.assert_array_equal(after.codes, before.codes)
+        np.testing.assert_array_equal(after.scales, before.scales)
+        np.testing.assert_array_equal(after.offsets, before.offsets)
+    assert sum(a.nbytes for a in arrays.values()) == shape.nbytes()
+    assert all(a.flags.c_contiguous for a in arrays.values())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_no_bit_is_wasted(bits: int) -> None:
+    """Three bits a weight are three bits, where no tile is filled up."""
+    tensors = PackedShape(2048, 768, bits, 64).tensors()
+    codes = sum(int(np.prod(tensors[name][1])) for name in ("gate_up", "down"))
+    assert codes * 8 == bits * 3 * 2048 * 768
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_prefix_of_neurons_is_a_prefix_of_each_array(bits: int) -> None:
+    group, keep = 64, 128
+    gate, up, down = expert(70, 320, bits, group, np.random.default_rng(bits))
+
+    def rows(m: Quantized) -> Quantized:
+        return Quantized(m.codes[:keep], m.scales[:keep], m.offsets[:keep], bits, group)
+
+    columns = Quantized(
+        down.codes[:, :keep], down.scales[:, : keep // group], down.offsets[:, : keep // group], bits, group
+    )
+    whole, part = pack_expert(gate, up, down), pack_expert(rows(gate), rows(up), columns)
+    for name, array in part.items():
+        np.testing.assert_array_equal(whole[name][: len(array)], array)
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (4, [0x10, 0x32, 0x54, 0x76]),
+        (3, [0 | 1 << 3 | 2 << 6, 2 | 3 << 3 | 3 << 6, 4 | 5 << 3 | 1 << 6 | 1 << 7]),
+        (2, [0b11100100, 0b11100100]),
+        (1, [0b10101010]),
+    ],
+)
+def test_the_bytes_of_a_tile(bits: int, expected: list[int]) -> None:
+    """Vector k of a tile holds inputs 4 k to 4 k + 3: here they all have code k, as far as the width goes."""
+    codes = np.repeat(np.arange(8, dtype=np.uint8) & ((1 << bits) - 1), 4)[None].repeat(32, axis=0)
+    ones = np.ones((32, 1), dtype=np.float16)
+    square = Quantized(codes, ones, ones, bits, 32)
+    gate_up = pack_expert(square, square, square)["gate_up"].reshape(4, bits, 64)
+    assert gate_up[0, :, 0].tolist() == expected
+    assert (gate_up == gate_up[:1, :, :1]).all()
+
+
+def test_dequantized_with_a_short_last_group() -> None:
+    codes = np.array([[1] * 32 + [3]], dtype=np.uint8)
+    scales, offsets = np.array([[0.5, 2.0]], dtype=np.float16), np.array([[1.0, -1.0]], dtype=np.float16)
+    assert Quantized(codes, scales, offsets, 2, 32).dequantized().tolist() == [[1.5] * 32 + [5.0]]
+
+
+GOOD = {
+    "codes": np.zeros((2, 40), dtype=np.uint8),
+    "scales": np.ones((2, 2), dtype=np.float16),
+    "offsets": np.ones((2, 2), dtype=np.float16),
+    "bits": 2,
+    "group": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"bits": 5}, "no width of 5"),
+        ({"group": 48}, "no group of 48"),
+        ({"codes": np.full((2, 40), 4, dtype=np.uint8)}, "a code is 4"),
+        ({"codes": np.zeros((2, 40), dtype=np.int32)}, "codes must be uint8"),
+        ({"codes": np.zeros(40, dtype=np.uint8)}, "codes must be uint8"),
+        ({"codes": np.zeros((0, 40), dtype=np.uint8)}, "codes must be uint8"),
+        ({"scales": np.ones((2, 1), dtype=np.float16)}, "scales must be float16"),
+        ({"offsets": np.ones((2, 2), dtype=np.float32)}, "offsets must be float16"),
+        ({"scales": np.array([[1, np.inf], [1, 1]], dtype=np.float16)}, "scales are not all finite"),
+        ({"offsets": np.array([[1, np.nan], [1, 1]], dtype=np.float16)}, "offsets are not all finite"),
+    ],
+)
+def test_bad_matrices_are_refused(wrong: dict[str, object], match: str) -> None:
+    Quantized(**GOOD)  # type: ignore[arg-type]
+    with pytest.raises(PackError, match=match):
+        Quantized(**{**GOOD, **wrong})  # type: ignore[arg-type]
+
+
+def test_experts_that_do_not_fit_together_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    gate, up, down = expert(40, 24, 2, 32, rng)
+    with pytest.raises(PackError, match=r"are not \[I, H\]"):
+        pack_expert(gate, up, gate)
+    with pytest.raises(PackError, match="same bits and group"):
+        pack_expert(gate, quantized(24, 40, 3, 32, rng), down)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape", "type"])
+def test_other_arrays_are_refused(change: str) -> None:
+    shape = PackedShape(40, 24, 2, 32)
+    arrays = pack_expert(*expert(40, 24, 2, 32, np.random.default_rng(0)))
+    if change == "missing":
+        del arrays["down"]
+    elif change == "extra":
+        arrays["bias"] = arrays["down"]
+    elif change == "shape":
+        arrays["down"] = arrays["down"][:, :1]
+    else:
+        arrays["down_scales"] = arrays["down_scales"].astype(np.float32)
+    with pytest.raises(PackError, match=r"has the arrays|down"):
+        unpack_expert(arrays, shape)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (-1, 8)])
+def test_an_empty_shape_is_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(PackError, match="no weights"):
+        PackedShape(*sizes, 4, 64)

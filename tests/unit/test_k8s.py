@@ -1,0 +1,184 @@
+"""configs/k8s: every field is one that KubeRay has, every group is one that the planner uses, no secret is there.
+
+The tables of fields are derived from the schema of `rayjobs.ray.io`, version v1, of KubeRay v1.7.0
+(helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml): for each object that the manifests write, the names that the
+schema has there, and those that it requires. Pods' rarely used volume and scheduling fields are left out, so a manifest
+that needs one adds it here after a look at the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ByteSize, TypeAdapter
+
+from tiermoe.actors.policies.sharding import owned_experts
+from tiermoe.cluster.config import configs_dir, engine_settings, load_run_config
+from tiermoe.cluster.topology.planner import plan_topology
+from tiermoe.cluster.topology.spec import ModelFacts, NodeInfo, cluster_spec
+
+_FIELDS = {
+    "": "apiVersion kind metadata spec",
+    "spec": "activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint entrypointNumCpus "
+    "entrypointNumGpus entrypointResources jobId managedBy metadata preRunningDeadlineSeconds rayClusterSpec "
+    "runtimeEnvYAML shutdownAfterJobFinishes submissionMode submitterConfig submitterPodTemplate suspend "
+    "ttlSecondsAfterFinished",
+    "spec.rayClusterSpec": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions "
+    "headGroupSpec headServiceAnnotations historyServerOptions managedBy networkPolicy rayVersion suspend tlsOptions "
+    "upgradeStrategy workerGroupSpecs",
+    "spec.rayClusterSpec.authOptions": "enableK8sTokenAuth mode secretName",
+    "spec.rayClusterSpec.headGroupSpec": "enableIngress headService ingressOptions labels rayStartParams resources "
+    "serviceType template",
+    "spec.rayClusterSpec.workerGroupSpecs[]": "groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts "
+    "priority rayStartParams replicas resources scaleStrategy suspend template",
+    "template": "metadata spec",
+    "template.spec": "affinity containers nodeSelector securityContext serviceAccountName "
+    "terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes",
+    "template.spec.containers[]": "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports "
+    "readinessProbe resources securityContext startupProbe volumeDevices volumeMounts workingDir",
+    "template.spec.containers[].ports[]": "containerPort hostIP hostPort name protocol",
+    "template.spec.containers[].resources": "claims limits requests",
+    "template.spec.containers[].lifecycle": "postStart preStop stopSignal",
+    "template.spec.containers[].lifecycle.preStop": "exec httpGet sleep tcpSocket",
+    "template.spec.containers[].lifecycle.preStop.exec": "command",
+    "template.spec.containers[].readinessProbe": "exec failureThreshold grpc httpGet initialDelaySeconds periodSeconds "
+    "successThreshold tcpSocket terminationGracePeriodSeconds timeoutSeconds",
+    "template.spec.containers[].readinessProbe.httpGet": "host httpHeaders path port scheme",
+    "template.spec.containers[].volumeMounts[]": "mountPath mountPropagation name readOnly recursiveReadOnly subPath "
+    "subPathExpr",
+    "template.spec.volumes[]": "configMap emptyDir hostPath name nfs persistentVolumeClaim projected secret",
+    "template.spec.volumes[].persistentVolumeClaim": "claimName readOnly",
+}
+_REQUIRED = {
+    "spec.rayClusterSpec": "headGroupSpec",
+    "spec.rayClusterSpec.headGroupSpec": "template",
+    "spec.rayClusterSpec.workerGroupSpecs[]": "groupName maxReplicas minReplicas template",
+    "template.spec": "containers",
+    "template.spec.containers[]": "name",
+    "template.spec.containers[].ports[]": "containerPort",
+    "template.spec.containers[].readinessProbe.httpGet": "port",
+    "template.spec.containers[].volumeMounts[]": "mountPath name",
+    "template.spec.volumes[]": "name",
+    "template.spec.volumes[].persistentVolumeClaim": "claimName",
+}
+# Maps of free names to text (rayStartParams) or to quantities.
+_FREE = ("metadata", "rayStartParams", "limits", "requests")
+_INTEGERS = re.compile(r"(Seconds|Replicas|replicas|backoffLimit|Threshold|Port)$")
+_MANIFESTS = sorted((configs_dir() / "k8s").glob("*.yaml"))
+# Mixtral-8x7B: what the manifest's sizes were chosen for.
+_MIXTRAL = ModelFacts("mixtral", 32, 8, 2, 4096, 14336, 2, 3 * 4096 * 14336, 1_605_000_000, 65536, 2, "test")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of a manifest with its place; pods' places begin at their template, and all probes are one."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _objects(item, f"{path}[]")
+    elif isinstance(value, dict) and path.rpartition(".")[2] not in _FREE:
+        yield path, value
+        for key, inner in value.items():
+            name = "readinessProbe" if key == "livenessProbe" else key
+            yield from _objects(inner, "template" if key == "template" else f"{path}.{name}".lstrip("."))
+
+
+def _groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+
+
+def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    head = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]
+    return [group["template"]["spec"] for group in (head, *_groups(manifest))]
+
+
+def test_there_is_a_manifest() -> None:
+    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml"]
+
+
+@pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
+def test_every_field_is_in_the_schema(path: Path) -> None:
+    manifest = _load(path)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    for place, value in _objects(manifest):
+        assert place in _FIELDS, f"{place} is not in the tables of this test"
+        assert set(value) <= set(_FIELDS[place].split()), place
+        assert set(_REQUIRED.get(place, "").split()) <= set(value), place
+        for name, inner in value.items():
+            if _INTEGERS.search(name) and not isinstance(inner, dict | list):
+                assert type(inner) is int, f"{place}.{name}"
+
+
+def test_the_tables_notice_a_field_that_is_not_there() -> None:
+    manifest = _load(_MANIFESTS[0])
+    _groups(manifest)[0]["template"]["spec"]["containers"][0]["livenessProbe"]["httpGet"]["url"] = "x"
+    strange = [place for place, value in _objects(manifest) if not set(value) <= set(_FIELDS[place].split())]
+    assert set(strange) == {"template.spec.containers[].readinessProbe.httpGet"}
+
+
+@pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
+def test_pods_have_requests_probes_and_time_to_drain(path: Path) -> None:
+    manifest = _load(path)
+    for pod in _pods(manifest):
+        (container,) = pod["containers"]
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]  # Ray takes its CPUs and memory from the limits
+        assert {"cpu", "memory"} <= set(resources["limits"])
+        assert {"readinessProbe", "livenessProbe"} <= set(container)
+        assert pod["terminationGracePeriodSeconds"] >= 30
+        assert not any("secret" in volume for volume in pod["volumes"])
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+    for group in _groups(manifest):
+        pod = group["template"]["spec"]
+        stop = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert int(stop[-1]) < pod["terminationGracePeriodSeconds"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())  # the schema's type
+
+
+@pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
+def test_no_secret_is_inside(path: Path) -> None:
+    names = {key for _, value in _objects(_load(path)) for key in value}
+    assert not names & {"secretName", "secret", "envFrom", "secretKeyRef"}
+    assert not re.search(r"(?i)(api_?key|password|auth_token)\s*[:=]", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
+def test_the_groups_hold_what_the_entrypoint_plans(path: Path) -> None:
+    """The entrypoint's configuration, planned on the nodes that the manifest makes, with Mixtral's sizes."""
+    manifest = _load(path)
+    words = manifest["spec"]["entrypoint"].split()
+    assert words[:2] == ["tiermoe", "run"]
+    assert not {"&&", "|", ";"} & set(words)  # KubeRay's submitter would run the rest itself
+    config = load_run_config(words[words.index("--config") + 1])
+    nodes = _nodes(manifest)
+    topology = plan_topology(cluster_spec(config, engine_settings(config), _MIXTRAL, nodes), _MIXTRAL, nodes)
+    groups = {actor.name: actor.node.rpartition("-")[0] for actor in topology.actors}
+    assert groups == {
+        "lead": "gpu", "shard-1": "gpu", "store-0": "store", "ndp-0": "ndp", "ndp-1": "ndp", "directory": "gpu",
+    }  # fmt: skip
+    assert sum(actor.experts for actor in topology.having("lead", "shard")) == sum(owned_experts(32, 8, 2))
+
+
+def _nodes(manifest: dict[str, Any]) -> list[NodeInfo]:
+    """The nodes as Ray would report them: KubeRay passes on the limits and `rayStartParams.resources`."""
+    nodes = [NodeInfo("head-0", "10.0.0.1", resources={"CPU": 0.0})]
+    to_bytes = TypeAdapter(ByteSize)
+    for group in _groups(manifest):
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        # the value is quoted once more for the shell that runs `ray start`
+        custom = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
+        resources = {"CPU": float(limits["cpu"]), "memory": float(to_bytes.validate_python(limits["memory"] + "B"))}
+        resources |= {"GPU": float(limits["nvidia.com/gpu"])} if "nvidia.com/gpu" in limits else {}
+        for replica in range(group["replicas"]):
+            name = f"{group['groupName']}-{replica}"
+            nodes.append(NodeInfo(name, f"{name}.local", resources=resources | custom))
+    return nodes

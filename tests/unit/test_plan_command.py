@@ -1,0 +1,277 @@
+"""`tiermoe plan`: what it prints, what it refuses with exit code 2, and that it starts nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from tiermoe.actors.store_format import MANIFEST_NAME, Manifest, encode_manifest
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import load_run_config
+from tiermoe.cluster.jobs.plan import model_facts
+from tiermoe.cluster.topology.facts import facts_of_checkpoint
+
+_CONFIG = {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 10, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_NODES = """
+nodes:
+  - {id: g, address: 10.0.0.1, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: h, address: 10.0.0.2, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: m, address: 10.0.0.3, resources: {CPU: 20, ndp: 1, store: 1, memory: 256GB}}
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of which only config.json is there."""
+    folder = tmp_path / "mixtral"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return folder
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Path:
+    path = tmp_path / "nodes.yaml"
+    path.write_text(_NODES)
+    return path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, args)])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def _json(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    code, out, err = _run(capsys, *args, "--json")
+    assert (code, err) == (0, "")
+    record: dict[str, Any] = json.loads(out)
+    return record
+
+
+def test_json_of_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], model: Path, nodes: Path) -> None:
+    record = _json(capsys, "--config", "multi-node", "--model", model, "--nodes", nodes)
+    placed = [(actor["name"], actor["node"]) for actor in record["topology"]["actors"]]
+    assert placed == [("lead", "g"), ("shard-1", "h"), ("store-0", "m"), ("ndp-0", "m"), ("directory", "g")]
+    assert record["prediction"]["label"] == "predicted"
+    assert record["prediction"]["hardware"]["name"] == "H100-class, assumed"
+    assert record["nodes_from"] == f"file {nodes}"
+    assert record["model"]["expert_bytes"] == 3 * 8 * 16 * 2
+    # nodes without Ray's label cannot be bound, so nothing pretends to
+    assert record["topology"]["groups"][0]["selectors"] == [{}, {}]
+    assert record["notes"][-1].startswith("dense bytes are computed from config.json")
+
+
+def test_tables_name_actors_bytes_and_that_it_is_predicted(
+    capsys: pytest.CaptureFixture[str], model: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = _run(capsys, "--config", "multi-node", "--model", model, "--nodes", nodes)
+    assert (code, err) == (0, "")
+    for text in ("Planned, not started", "shard-1", "Predicted, not measured", "H100-class, assumed", "1 CPU, 1 store"):
+        assert text in out
+
+
+def test_this_machine_as_a_local_ray_would_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default model, which is there with its weights: exact sizes."""
+    record = _json(capsys, "--config", "laptop", "--policy", "context-ndp-2bit")
+    assert [actor["name"] for actor in record["topology"]["actors"]] == ["lead", "store-0", "ndp-0", "directory"]
+    assert record["nodes_from"].startswith("this machine")
+    assert record["model"]["dense_estimated"] is False
+    assert record["spec"]["slot_bytes"] == 3 * 256 * 128 * 4
+
+
+def test_options_override_the_file(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    record = _json(capsys, "--model", model, "--device", "cpu", "--budget", "2304B", "--policy", "on-demand")
+    assert record["spec"]["budget_bytes"] == 2304
+    assert record["topology"]["actors"][0]["nbytes"]["slots"] == 1536  # one whole slot
+    assert record["spec"]["policy"] == "on-demand"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--config", "multi-gpu", "--nodes", "NODES"], "shard 2 fits on no node"),
+        (["--config", "multi-node"], "pass --live to ask it, or --nodes FILE"),
+        (["--config", "laptop", "--live"], "ray.address names none; set ray.address"),
+        (["--nodes", "NODES", "--live"], "--nodes and --live both name the nodes"),
+        (["--nodes", "/nowhere.yaml"], "cannot read '/nowhere.yaml'"),
+        (["--budget", "1B"], "budget 1 holds no expert"),
+        (["--model", "/nowhere"], "no config.json in '/nowhere'; pass --model"),
+        (["--policy", "nope"], "no policy 'nope'"),
+    ],
+)
+def test_what_it_refuses(
+    capsys: pytest.CaptureFixture[str], model: Path, nodes: Path, args: list[str], says: str
+) -> None:
+    given = [str(nodes) if arg == "NODES" else arg for arg in args]
+    code, out, err = _run(capsys, *([] if "--model" in given else ["--model", model]), *given)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_cluster_that_does_not_answer_is_a_failure(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("ray: {address: '127.0.0.1:1'}")
+    code, out, err = _run(capsys, "--config", path, "--model", model, "--live")
+    assert (code, out) == (1, "")
+    assert "no Ray answers at '127.0.0.1:1'" in err
+
+
+def test_an_unknown_key_of_the_cluster_section(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("cluster: {store: {layuot: sliced}}")
+    code, _, err = _run(capsys, "--config", path, "--model", model)
+    assert code == 2
+    assert "unknown key 'cluster.store.layuot'; did you mean 'layout'?" in err
+
+
+# sizes of a model
+
+
+def test_facts_from_config_json_alone(model: Path) -> None:
+    facts = facts_of_checkpoint(model)
+    assert (facts.layers, facts.experts, facts.top_k, facts.expert_elements) == (4, 8, 2, 384)
+    assert facts.kv_elements == 4 * 2 * 1 * 4
+    # embedding 80; each layer: q and o 2*8*8, k and v 2*8*4, router 8*8
+    assert facts.dense_elements == 80 + 4 * (128 + 64 + 64)
+    assert facts.dense_estimated
+
+
+def test_facts_from_the_headers_of_the_weights(model: Path) -> None:
+    import numpy as np
+
+    tensors = {
+        "model.embed_tokens.weight": np.zeros((10, 8), np.float16),
+        "model.layers.0.mlp.experts.0.gate_proj.weight": np.zeros((16, 8), np.float16),
+        "model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((3, 8), np.float16),
+    }
+    save_file(tensors, model / "model.safetensors")
+    facts = facts_of_checkpoint(model)
+    assert facts.dense_elements == 80 + 24
+    assert not facts.dense_estimated
+
+
+def test_a_part_of_a_split_checkpoint_is_not_taken_for_all(model: Path) -> None:
+    import numpy as np
+
+    save_file({"model.embed_tokens.weight": np.zeros((10, 8), np.float16)}, model / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert facts_of_checkpoint(model).dense_estimated
+
+
+_MIXTRAL = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN3 = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_DEEPSEEK = {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "published"),
+    [(_MIXTRAL, 46.70e9), (_QWEN3, 30.53e9), (_DEEPSEEK, 15.71e9)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"],
+)
+def test_sizes_add_up_to_the_published_number_of_parameters(
+    model: Path, fields: dict[str, Any], published: float
+) -> None:
+    (model / "config.json").write_text(json.dumps(fields))
+    facts = facts_of_checkpoint(model)
+    total = facts.layers * facts.experts * facts.expert_elements + facts.dense_elements
+    assert total == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"first_k_dense_replace": 1}, 3),
+        ({"decoder_sparse_step": 2}, 2),
+        ({"mlp_only_layers": [0, 3]}, 2),
+        ({"interleave_moe_layer_step": 2}, 2),
+        ({"moe_layer_freq": 1}, 4),
+    ],
+)
+def test_moe_layers_are_counted_by_the_configuration(model: Path, fields: dict[str, Any], layers: int) -> None:
+    (model / "config.json").write_text(json.dumps(_CONFIG | fields))
+    assert facts_of_checkpoint(model).layers == layers
+
+
+def test_latent_attention_is_cached_expanded(model: Path) -> None:
+    fields = {"kv_lora_rank": 2, "qk_nope_head_dim": 3, "qk_rope_head_dim": 1, "v_head_dim": 5}
+    (model / "config.json").write_text(json.dumps(_CONFIG | fields))
+    assert facts_of_checkpoint(model).kv_elements == 4 * 2 * (3 + 1 + 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_local_experts": None}, "has none of num_local_experts"),
+        ({"hidden_size": "8"}, "hidden_size is '8'"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "has no layer with routed experts"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ({"first_k_dense_replace": "one"}, "first_k_dense_replace is 'one'"),
+        ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq is [0, 1, 1]"),
+    ],
+)
+def test_a_configuration_of_no_use(
+    capsys: pytest.CaptureFixture[str], model: Path, fields: dict[str, Any], says: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(_CONFIG | fields))
+    code, _, err = _run(capsys, "--model", model)
+    assert code == 2
+    assert says in err
+
+
+def test_a_dense_model_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({k: v for k, v in _CONFIG.items() if k != "num_local_experts"}))
+    code, _, err = _run(capsys, "--model", model)
+    assert code == 2
+    assert "has no routed experts" in err
+
+
+def test_facts_of_a_store_are_its_manifests(model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    record: dict[str, Any] = {"nbytes": 1, "sha256": "0" * 64}
+    manifest = Manifest.model_validate_json(json.dumps({
+        "format_version": 1, "model": "m", "architecture": "A", "dtype": "float32", "transformers_version": "5",
+        "experts": {"num_experts": 8, "hidden": 8, "intermediate": 16, "gates": 1, "has_bias": True},
+        "layers": [record | {"file": f"l{i}", "index": i, "module": f"m{i}"} for i in range(3)],
+        "dense": {"file": "d", "nbytes": 4000, "sha256": "0" * 64, "tied": []}, "extras": [], "source": [],
+    }))  # fmt: skip
+    (store / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    facts = model_facts(load_run_config(None, {"model": str(model), "store": str(store)}))
+    assert (facts.name, facts.layers, facts.experts, facts.gates, facts.item_bytes) == ("m", 3, 8, 1, 4)
+    assert facts.expert_elements == 2 * 8 * 16 + 16 + 8
+    assert (facts.dense_elements, facts.dense_estimated, facts.top_k) == (1000, False, 2)
+
+
+def test_a_store_that_is_not_there_yet_leaves_the_checkpoint(model: Path, tmp_path: Path) -> None:
+    config = load_run_config(None, {"model": str(model), "store": str(tmp_path / "later")})
+    assert model_facts(config).source == "config.json"

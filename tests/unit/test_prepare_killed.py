@@ -1,0 +1,77 @@
+"""`tiermoe prepare --bits` killed by SIGKILL, as the kernel does when memory runs out: the same command finishes it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny_checkpoint
+from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.replica_store import describe_replicas
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+
+# The command line, which kills itself before the n-th change of a file whose path starts so; n = 0: never.
+_PROGRAM = """
+import os, signal, sys
+start, left = sys.argv.pop(1), int(sys.argv.pop(1))
+
+def count(event, args):
+    global left
+    change = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (event == "open" and args[2] & os.O_ACCMODE)
+    if change and str(args[0]).startswith(start):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(count)
+from tiermoe.cluster.cli import main
+main()
+"""
+_TIMEOUT_S = 60
+# A random one among the changes of a whole run: 24 in the unfinished store, 40 in the unfinished replicas until all are
+# in the store.
+_RANDOM = random.Random(7)
+_KILLS = ((".partial", _RANDOM.randint(1, 24)), (".replicas", _RANDOM.randint(1, 40)))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if "verified" not in path.name}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
+def test_a_killed_preparation_with_replicas_finishes(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", vocab_size=VOCAB_SIZE)
+    save_byte_tokenizer(checkpoint)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(60)))
+    out = tmp_path / "made" / "store"
+
+    def run(start: str, changes: int) -> int:
+        command = [sys.executable, "-c", _PROGRAM, f"{out}{start}", str(changes), "prepare", str(checkpoint), str(out)]
+        options = ["--bits", "2", "--group-size", "32", "--calibration", str(text)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run([*command, *options], timeout=_TIMEOUT_S, env=environment, capture_output=True).returncode
+
+    for start, changes in _KILLS:
+        assert run(start, changes) == -signal.SIGKILL, (start, changes)
+        assert out.with_name(f"store{start}").exists()
+        assert out.exists() == (start == ".replicas")
+    ExpertStore(out)  # whole, while its replicas are not
+    assert describe_replicas(out) is None
+    assert run("", 0) == 0
+    assert [path.name for path in out.parent.iterdir()] == ["store"]
+    ExpertStore(out, verify="full")
+    view = describe_replicas(out, verify="full")
+    assert view is not None
+    assert view.widths == (2,)
+    whole = prepare(checkpoint, tmp_path / "whole", progress=False)
+    assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), text, progress=False))
