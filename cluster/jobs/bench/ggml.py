@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,14 +86,23 @@ class Ggml:
         self._chunk(fmt.code, sample.ctypes.data, packed.ctypes.data, 0, SAMPLE_ROWS, width, None)
         return np.tile(packed, (-(-rows // SAMPLE_ROWS), 1))[:rows]
 
-    def multiply(self, fmt: Format, matrix: NDArray[np.uint8], x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """matrix @ x for one row x, its quantization included."""
+    def product(self, fmt: Format, matrix: NDArray[np.uint8], x: NDArray[np.float32]) -> Callable[[], None]:
+        """matrix @ x for one row x, its quantization included.
+
+        What Python has to prepare is done here, before any clock runs: made anew in each call it cost 20 microseconds
+        an expert, an eighth of Q2_K's time at the small shape.
+        """
         width = len(x)
-        y = np.empty(width // fmt.block * fmt.block_bytes, dtype=np.uint8)
+        y, out = np.empty(width // fmt.block * fmt.block_bytes, dtype=np.uint8), np.empty(len(matrix), dtype=np.float32)
         quantize = getattr(self._cpu, fmt.quantize)
-        quantize(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(width))
-        out = np.empty(len(matrix), dtype=np.float32)
+        row = ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(width)
         dot = ctypes.cast(getattr(self._cpu, fmt.dot), ctypes.c_void_p).value
         assert dot is not None
-        _cpu.dot_rows(dot, width, len(matrix), matrix.ctypes.data, matrix.strides[0], y.ctypes.data, out.ctypes.data)
-        return out
+        rows = dot, width, len(matrix), matrix.ctypes.data, matrix.strides[0], y.ctypes.data, out.ctypes.data
+        buffers = matrix, x, y, out  # the numbers above are their addresses
+
+        def run(_alive: object = buffers) -> None:
+            quantize(*row)
+            _cpu.dot_rows(*rows)
+
+        return run

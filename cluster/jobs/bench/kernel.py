@@ -140,9 +140,14 @@ class _Shape:
         all_gate_up, all_down = np.stack([gate_up] * experts), np.stack([down] * experts)
         x, h = self._inputs(1)[0], self._rng.standard_normal(self._neurons, dtype=np.float32)
 
+        products = [
+            (ggml.product(fmt, all_gate_up[e], x), ggml.product(fmt, all_down[e], h)) for e in range(experts)
+        ]
+
         def run(expert: int) -> None:
-            ggml.multiply(fmt, all_gate_up[expert], x)
-            ggml.multiply(fmt, all_down[expert], h)
+            up, back = products[expert]
+            up()
+            back()
 
         return self._case(f"ggml {fmt.name}", run, experts, size, 1)
 
