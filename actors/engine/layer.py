@@ -11,8 +11,9 @@ from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.next_gate import predicted_experts
 from .cache import ExpertCache
-from .dispatch import Dispatcher, Routing
+from .dispatch import Dispatcher
 from .placer import Placer
+from .routing import Routing
 from .shards import Shards
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]

@@ -20,7 +20,7 @@ from ..policies.placement import HotSet, RoutingCounts
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from ..policies.residency import State
 from .cache import ExpertCache
-from .dispatch import Routing
+from .routing import Routing
 from .sequences import SequenceRows
 
 Bits = Callable[[int, Sequence[int]], dict[int, int]]  # (layer, its cold experts by importance) -> bits of each

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from ...errors import MessageTooLarge, RemoteFailure, RuntimeFailure, TierMoeErr
 from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ..links import PeerLink
 from ..settings import NdpSettings, ShardSettings
+from .routing import Routing
 from .stats import EngineStats, PeerKind
-
-if TYPE_CHECKING:
-    from .dispatch import Routing
 
 _LOOK_S = 0.1  # seconds between looks for a lost worker
 _CONNECT_S = 2.0

@@ -21,9 +21,9 @@ from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from ..policies.sharding import shard_of
 from ..settings import ShardSettings
 from .cache import ExpertCache
-from .dispatch import Routing
 from .placer import Placer
 from .remote import RemoteExperts
+from .routing import Routing
 from .stats import EngineStats
 
 _START_S = 30.0  # seconds to reach a shard, which is started before the lead

@@ -1,0 +1,52 @@
+"""A layer's routing as the mechanism uses it: (token, expert) pairs sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A layer's routing, with its (token, expert) pairs sorted by expert.
+
+    experts: the distinct experts. starts: where each one's pairs start in `pairs`, and N at the end.
+    pairs: pair numbers t*K + k, grouped by expert [N], on the compute device.
+    """
+
+    tokens: int
+    top_k: int
+    experts: list[int]
+    starts: list[int]
+    pairs: torch.Tensor
+
+    @staticmethod
+    def of(ids: torch.Tensor) -> Routing:
+        """Sort the pairs of ids [T, K]; reads the ids on the host."""
+        tokens, top_k = ids.shape
+        if tokens == 1:
+            experts = ids[0].tolist()
+            if len(set(experts)) == top_k:
+                return Routing(1, top_k, experts, *_in_order(top_k, ids.device))
+        flat = ids.cpu().numpy().ravel()
+        order = flat.argsort(kind="stable")
+        counts = np.bincount(flat)
+        used = counts.nonzero()[0]
+        starts = [0, *counts[used].cumsum().tolist()]
+        return Routing(tokens, top_k, used.tolist(), starts, torch.from_numpy(order).to(ids.device))
+
+    def pairs_of(self, experts: Sequence[int]) -> torch.Tensor:
+        """The pairs of some of the layer's experts, in the order given [n]."""
+        place = {expert: i for i, expert in enumerate(self.experts)}
+        spans = [(self.starts[place[e]], self.starts[place[e] + 1]) for e in experts]
+        return torch.cat([self.pairs[start:stop] for start, stop in spans])
+
+
+@cache
+def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
+    """Starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
+    return list(range(top_k + 1)), torch.arange(top_k, device=device)
