@@ -3,8 +3,8 @@
     scratch directory -> Ray (local, or joined) -> placement group -> ExpertStore -> NdpWorker -> GpuWorker -> ready
 
 The actor classes are plain classes; `ray.remote` is applied here. Their names begin with the deployment's id
-(`names.py`), so that others find them (`attach.py`). `Deployment` is a context manager, and leaving it, in whatever way,
-leaves no process, no shared memory and no file behind.
+(`names.py`), so that others find them (`attach.py`). `Deployment` is a context manager, and leaving it, in whatever
+way, leaves no process, no shared memory and no file behind.
 """
 
 from __future__ import annotations
