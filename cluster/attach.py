@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from types import TracebackType
 from typing import Any
 
@@ -154,7 +154,8 @@ class Attachment:
             handle = ray.get_actor(name)
             if not hasattr(handle, "health"):
                 return {}
-            return ray.get(handle.health.remote(), timeout=_ANSWER_DEADLINE_S)
+            answer = ray.get(handle.health.remote(), timeout=_ANSWER_DEADLINE_S)
+            return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
         except TierMoeError as error:
             return {"error": error.what}
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: its name is gone by now

@@ -52,6 +52,10 @@ def _health(health: Mapping[str, Any]) -> str:
     if "error" in health:
         return f"NOT HEALTHY: {health['error']}"
     parts = [str(health["state"])] if "state" in health else []
+    if "problem" in health:  # the store's
+        if health["problem"]:
+            return f"NOT HEALTHY: {health['problem']}"
+        parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
     if "running" in health:
         parts.append(f"{health['running']} requests running")
     if "ndp" in health:
