@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ Address = Annotated[str | None, typer.Option(help="HOST:PORT of a Ray; default: 
 Deployment = Annotated[str | None, typer.Option(help="Id of one deployment.")]
 
 _END_S = 60.0  # actors, Ray's servers and their files
+_POLL_S = 0.1
 _START = "start one with `tiermoe up`"
 
 
@@ -98,17 +100,17 @@ def down_command(address: Address = None, deployment: Deployment = None) -> None
 
 def _end_here(entry: Entry) -> None:
     """Ask the process that keeps it to end in order, and wait until it has."""
-    process = entry.process()
-    if process is not None:
+    if (process := entry.process()) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-            try:
-                process.wait(_END_S)
-            except psutil.TimeoutExpired as error:
-                raise RuntimeFailure(
-                    f"deployment {entry.deployment} (pid {entry.pid}) has not ended within {_END_S:g} s",
-                    f"end it with `kill -9 {entry.pid}`; its processes and files go with it",
-                ) from error
+    end_s = time.monotonic() + _END_S
+    while entry.process() is not None:  # not `wait`, which takes one that its parent has not asked after for alive
+        if time.monotonic() > end_s:
+            raise RuntimeFailure(
+                f"deployment {entry.deployment} (pid {entry.pid}) has not ended within {_END_S:g} s",
+                f"end it with `kill -9 {entry.pid}`; its processes and files go with it",
+            )
+        time.sleep(_POLL_S)
     print(f"deployment {entry.deployment} has ended")
 
 

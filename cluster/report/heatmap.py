@@ -27,7 +27,7 @@ def residency_map(layers: Sequence[tuple[Sequence[int], Sequence[int]]], width: 
     most = max((use for _, uses in layers for use in uses), default=0)
     label = len(f"L{max(len(layers) - 1, 0)}")
     experts = max((len(states) for states, _ in layers), default=0)
-    room = max(1, width - label - 2 - len(f" {experts}/{experts}"))
+    room = max(1, width - label - 1 - len(f" {experts}/{experts}"))
     each = max(1, -(-experts // room))
     lines = []
     for number, (states, uses) in enumerate(layers):
