@@ -23,6 +23,7 @@ from ...actors.settings import EngineSettings
 from ...errors import RequestError
 from ..config import RunConfig
 from ..prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from ..ray_auth import adopt_mode
 from ..report.plan import plan_table
 from ..report.summary import summary_table
 from ..report.timeline import check_writable, write_timeline
@@ -102,9 +103,11 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
         RuntimeFailure: Ray or an actor failed, or a deadline passed.
         TierMoeError: the checkpoint, the store or the budget was refused.
     """
+    config = job.config
+    if config.ray.address is not None:
+        adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused run need not pay
 
-    config = job.config
     notices = Console(stderr=True)
     store = prepared_for(config, job.settings, progress=notices.is_terminal)
     with ExitStack() as stack:

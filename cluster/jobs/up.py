@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from ..ray_auth import adopt_mode
 from ..registry import Registry
 from ..report.plan import plan_table
 from .runtime_options import (
@@ -57,6 +58,8 @@ def up_command(
     settings = checked_settings(chosen)
     out, notices = Console(), Console(stderr=True)
     folder = prepared_for(chosen, settings, progress=notices.is_terminal)
+    if chosen.ray.address is not None:
+        adopt_mode(chosen.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
 
     with ExitStack() as stack:
