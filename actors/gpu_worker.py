@@ -41,6 +41,7 @@ class GpuWorker:
         self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
+        self._plan: dict[str, Any] | None = None
 
     def start(self) -> dict[str, Any]:
         """Load everything and begin to serve; the effective plan, in bytes and names.
@@ -86,7 +87,18 @@ class GpuWorker:
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
         self._engine.reset_stats()
-        return describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        return self._plan
+
+    def plan(self) -> dict[str, Any]:
+        """What `start` returned, for those who come later.
+
+        Raises:
+            RuntimeFailure: not started.
+        """
+        if self._plan is None:
+            raise RuntimeFailure("the worker is not started", "call start first")
+        return self._plan
 
     def health(self) -> dict[str, Any]:
         """Whether the worker serves; raises RuntimeFailure when its loop died."""
@@ -140,6 +152,16 @@ class GpuWorker:
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
         return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
+
+    def residency(self) -> Any:
+        """Where the experts of each layer stand now (a `LayerResidency` each); also while requests run.
+
+        Raises:
+            RuntimeFailure: not started.
+        """
+        if self._engine is None:
+            raise RuntimeFailure("the worker is not started", "call start first")
+        return self._engine.residency()
 
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""

@@ -1,25 +1,28 @@
-"""Where the actors run: the one file that starts Ray, places actors and ends them.
+"""Where the actors run: places them on Ray, names them and ends them.
 
     scratch directory -> Ray (local, or joined) -> placement group -> ExpertStore -> NdpWorker -> GpuWorker -> ready
 
-The actor classes are plain classes; `ray.remote` is applied here. `Deployment` is a context manager, and leaving it, in
-whatever way, leaves no process, no shared memory and no file behind.
+The actor classes are plain classes; `ray.remote` is applied here. Their names begin with the deployment's id
+(`names.py`), so that others find them (`attach.py`). `Deployment` is a context manager, and leaving it, in whatever
+way, leaves no process, no shared memory and no file behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..actors.engine.stats import EngineStats
@@ -28,21 +31,14 @@ from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
 from .config import RunConfig
 from .endpoints import EndpointDirectory, Endpoints
-from .failures import as_failure, as_join_failure
+from .failures import as_failure
+from .lead import CONTROL, CONTROL_THREADS, Lead
+from .names import ENDPOINTS, LEAD, STORE, new_id
 from .quiet import without_ray_notices
-from .ray_auth import check_joinable, ensure_private_token
+from .ray_session import head_address, join, leave, refuse_second, start_local, thread_limits
 from .scratch import Scratch
 
-_CONTROL = "control"  # calls that must get through while every request thread is busy
-_CONTROL_THREADS = 4
 _CALL_DEADLINE_S = 30.0
-_GOODBYE_DEADLINE_S = 2.0
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Ray's own switches, which it reads from the environment only.
-_RAY_SWITCHES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` would build a second environment for every actor
-}
 
 
 class Deployment:
@@ -56,6 +52,7 @@ class Deployment:
         store_class: class with the interface of `ExpertStore`; None: `ExpertStore`.
 
     Attributes:
+        id: what the names of its actors begin with.
         plan: the worker's effective plan, once started.
         startup_s: seconds from the call to ready.
     """
@@ -69,6 +66,7 @@ class Deployment:
         worker_class: type | None = None,
         store_class: type | None = None,
     ) -> None:
+        self.id = new_id()
         self._config = config
         self._settings = settings
         self._store_path = store_path
@@ -79,7 +77,7 @@ class Deployment:
         self._scratch: Scratch | None = None
         self._group: PlacementGroup | None = None
         self._store: Any = None
-        self._worker: Any = None
+        self._lead = Lead(None)
         self._directory: Any = None
         self._ndp: Any = None
         self.plan: dict[str, Any] = {}
@@ -92,8 +90,7 @@ class Deployment:
             RuntimeFailure: Ray or an actor did not start in time, or the cluster lacks the resources.
             TierMoeError: what the store or the worker refused (bad store, budget too small, ...).
         """
-        if ray.is_initialized():
-            raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
+        refuse_second()
         begin = time.monotonic()
         self._deadline_s = begin + self._config.ray.startup_deadline_s
         try:
@@ -123,41 +120,42 @@ class Deployment:
         Raises:
             RuntimeFailure: the worker died, reported an error, or the request passed its deadline.
         """
-        deadline = time.monotonic() + self._config.request_deadline_s
-        stream = self._worker.generate.options(num_returns="streaming").remote(request)
-        ended = False
-        try:
-            while not ended:
-                event = self._next_event(stream, deadline)
-                if event.finish == "error":
-                    ended = True
-                    raise RuntimeFailure(
-                        f"the request failed in the worker: {event.error}", "run again; report it if it stays"
-                    )
-                ended = event.finish is not None
-                yield event
-        finally:
-            if not ended:
-                self.cancel(request.request_id)
+        return self._lead.generate(request, self._config.request_deadline_s)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; a worker that is dead or closed has nothing left to stop."""
-        if self._worker is None:
-            return
-        with contextlib.suppress(ray.exceptions.RayError):
-            self._control("cancel", request_id, deadline_s=_GOODBYE_DEADLINE_S)
+        self._lead.cancel(request_id)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT by which others join the Ray that this runs on."""
+        return head_address()
+
+    def watch(self) -> bool:
+        """Whether the deployment goes on; False: somebody ended it in order (`Attachment.end`).
+
+        Raises:
+            RuntimeFailure: the worker died, or its loop did.
+        """
+        try:
+            self._lead.alive()
+        except RuntimeFailure:
+            if self._group is not None and placement_group_table(self._group)["state"] == "REMOVED":
+                return False
+            raise
+        return True
 
     def stats(self) -> EngineStats:
         """The worker's counters."""
-        return self._ask("stats")
+        return self._lead.ask("stats")
 
     def reset_stats(self) -> None:
         """Set the worker's counters to zero."""
-        self._ask("reset_stats")
+        self._lead.ask("reset_stats")
 
     def health(self) -> dict[str, Any]:
         """The worker's own account of its state."""
-        return self._ask("health")
+        return self._lead.ask("health")
 
     def ndp_health(self) -> dict[str, Any]:
         """The NDP worker's own account of its state.
@@ -174,12 +172,12 @@ class Deployment:
 
     def trace_events(self) -> list[dict[str, Any]]:
         """Chrome trace events that the worker recorded."""
-        return self._ask("trace_events")
+        return self._lead.ask("trace_events")
 
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
-        actors = [self._worker, self._ndp, self._store, self._directory]
-        self._worker = self._ndp = self._store = self._directory = None
+        actors = [self._lead.handle, self._ndp, self._store, self._directory]
+        self._lead, self._ndp, self._store, self._directory = Lead(None), None, None, None
         group, self._group = self._group, None
         scratch, self._scratch = self._scratch, None
         try:
@@ -191,42 +189,25 @@ class Deployment:
                 if group is not None:
                     with contextlib.suppress(Exception):
                         remove_placement_group(group)
-                with contextlib.suppress(Exception):
-                    ray.shutdown()
+                leave()
         finally:  # also when a second Ctrl-C cuts the above short
             self._quiet.close()
             if scratch is not None:
                 scratch.close()
 
     def _start_ray(self) -> None:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "tiermoe"}
         address = self._config.ray.address
         if address is not None:
-            check_joinable(address)
-            switches = _RAY_SWITCHES
-            options |= {"address": address, "runtime_env": {"env_vars": self._thread_limits()}}
-        else:
-            ensure_private_token()
-            self._scratch = Scratch()
-            # The thread limits reach the actors as the environment that Ray's processes inherit. As a runtime_env they
-            # would keep Ray from using the worker processes that it starts ahead (one second an actor).
-            # torch makes a directory for compiled code as soon as it is imported: let it be swept with the rest
-            inductor = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch.path / "inductor")}
-            switches = _RAY_SWITCHES | self._thread_limits() | inductor
-            options |= {
-                "num_cpus": self._config.ray.num_cpus or self._settings.threads + 1 + self._ndp_threads(),
-                "resources": {"ndp": 1} if self._settings.policy.uses_ndp else None,
-                "include_dashboard": False,
-                "object_store_memory": self._config.ray.object_store_bytes,
-                "_temp_dir": str(self._scratch.path),
-            }
-        with _environment(switches), _private_files(), _own_sigterm():
-            try:
-                ray.init(**options)
-            except Exception as error:
-                if address is None:
-                    raise
-                raise as_join_failure(error, address) from error
+            join(address, thread_limits(self._settings.threads))
+            return
+        self._scratch = Scratch()
+        start_local(
+            self._scratch,
+            self._config.ray.num_cpus or self._settings.threads + 1 + self._ndp_threads(),
+            {"ndp": 1} if self._settings.policy.uses_ndp else {},
+            self._config.ray.object_store_bytes,
+            self._settings.threads,
+        )
 
     def _place(self) -> None:
         """Reserve one node for worker and store together: they share the store's mapped files."""
@@ -243,7 +224,7 @@ class Deployment:
                 "start that node with `ray start ... --resources '{\"ndp\": 1}'`, or choose another policy",
             )
         fits = all(have.get(key, 0.0) >= value for key, value in wanted.items())
-        self._group = placement_group(bundles, strategy="STRICT_PACK")
+        self._group = placement_group(bundles, strategy="STRICT_PACK", name=self.id)
         # a cluster that was joined may be busy, or grow: wait. A local Ray has what it has.
         if (fits or self._config.ray.address is not None) and self._group.wait(timeout_seconds=self._left()):
             return
@@ -256,34 +237,37 @@ class Deployment:
 
     def _start_actors(self) -> None:
         store_class, worker_class = self._classes()
-        self._store = self._actor(store_class, bundle=1, cpus=1, max_concurrency=2).remote(self._store_path)
+        self._store = self._actor(store_class, STORE, bundle=1, cpus=1, max_concurrency=2).remote(self._store_path)
         view = ray.get(self._store.describe.remote(), timeout=self._left())
-        self._worker = self._actor(
+        worker = self._actor(
             worker_class,
+            LEAD,
             bundle=0,
             cpus=self._settings.threads,
             max_concurrency=self._settings.kv.max_requests,
-            concurrency_groups={_CONTROL: _CONTROL_THREADS},
+            concurrency_groups={CONTROL: CONTROL_THREADS},
         ).remote(self._settings, view, self._start_ndp() if self._settings.policy.uses_ndp else None)
-        self.plan = ray.get(self._worker.start.remote(), timeout=self._left())
+        self._lead = Lead(worker)
+        self.plan = ray.get(worker.start.remote(), timeout=self._left())
 
     def _start_ndp(self) -> Any:
         """Start the NDP worker where the resource `ndp` is; the link by which the lead finds it, also restarted."""
-        from ..actors.links import PeerLink
+        from ..actors.links import NDP, PeerLink
         from ..actors.ndp_worker import NdpWorker
 
         settings = self._settings.ndp
-        name = f"endpoints-{secrets.token_hex(8)}"  # another deployment in the same cluster has its own
+        name = f"{self.id}/{ENDPOINTS}"  # another deployment in the same cluster has its own
         self._directory = ray.remote(num_cpus=0, name=name)(EndpointDirectory).remote()
         local = self._config.ray.address is None
         endpoints = Endpoints(name, "127.0.0.1" if local else None)
         token = secrets.token_hex(32)
         self._ndp = ray.remote(
+            name=f"{self.id}/{NDP}",
             num_cpus=settings.threads,
             resources={"ndp": 1},
             max_restarts=-1,
             max_concurrency=2,
-            runtime_env={"env_vars": dict.fromkeys(_THREAD_VARIABLES, "1")} if not local else None,
+            runtime_env={"env_vars": thread_limits(1)} if not local else None,
         )(NdpWorker).remote(settings, self._store_path, endpoints, token)
         ray.get(self._ndp.health.remote(), timeout=self._left())
         return PeerLink(endpoints, token)
@@ -304,84 +288,16 @@ class Deployment:
             worker = GpuWorker
         return store, worker
 
-    def _actor(self, plain: type, *, bundle: int, cpus: int, **options: Any) -> Any:
+    def _actor(self, plain: type, role: str, *, bundle: int, cpus: int, **options: Any) -> Any:
         assert self._group is not None
         gpus = self._group.bundle_specs[bundle].get("GPU", 0)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return ray.remote(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, **options)(plain)
-
-    def _thread_limits(self) -> dict[str, str]:
-        threads = str(self._settings.threads)
-        return dict.fromkeys(_THREAD_VARIABLES, threads)
+        name = f"{self.id}/{role}"
+        return ray.remote(name=name, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, **options)(plain)
 
     def _left(self) -> float:
         """Seconds until the start-up deadline; never zero, which Ray takes for `do not wait`."""
         return max(0.001, self._deadline_s - time.monotonic())
-
-    def _next_event(self, stream: Any, deadline: float) -> TokenEvent:
-        try:
-            ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RuntimeFailure(
-                    f"the request passed its deadline of {self._config.request_deadline_s:g} s",
-                    "raise request_deadline_s, or ask for fewer tokens",
-                )
-            return ray.get(next(stream))
-        except StopIteration:
-            raise RuntimeFailure(
-                "the worker ended a request without saying why", "run again; report it if it stays"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise as_failure(error, "the worker failed during a request") from error
-
-    def _control(self, method: str, *args: Any, deadline_s: float = _CALL_DEADLINE_S) -> Any:
-        call = getattr(self._worker, method).options(concurrency_group=_CONTROL)
-        return ray.get(call.remote(*args), timeout=deadline_s)
-
-    def _ask(self, method: str) -> Any:
-        try:
-            return self._control(method)
-        except ray.exceptions.RayError as error:
-            raise as_failure(error, f"the worker did not answer '{method}'", _CALL_DEADLINE_S) from error
-
-
-@contextlib.contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
-    """Set variables while Ray's processes are born."""
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray's client puts its own handler in place of the program's; put that back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None:  # None: set by other than Python code, and not ours to restore
-            signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _private_files() -> Iterator[None]:
-    """What Ray writes from here on (logs, tokens, sockets) is for this user only."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def _amounts(resources: dict[str, float], keys: Iterable[str]) -> str:

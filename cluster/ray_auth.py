@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from pathlib import Path
 
 import grpc
@@ -82,6 +83,21 @@ def check_joinable(address: str) -> None:
             f"set RAY_AUTH_MODE={theirs}"
             + (" and keep the cluster's token in ~/.ray/auth_token" if theirs == "token" else ""),
         )
+
+
+def adopt_mode(address: str) -> None:
+    """Take over the authentication mode of a cluster, while that is possible: before Ray is imported.
+
+    A mode that the user has set stays, and `check_joinable` says what is wrong with it.
+
+    Args:
+        address: HOST:PORT of a head node.
+    """
+    host, _, port = address.rpartition(":")
+    if "ray" in sys.modules or "RAY_AUTH_MODE" in os.environ or not host or not port.isdecimal():
+        return
+    if os.environ.get("RAY_USE_TLS", "0") == "0" and _ask_for_cluster_id(address) is grpc.StatusCode.UNAUTHENTICATED:
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _ask_for_cluster_id(address: str) -> grpc.StatusCode:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.actors.settings import EngineSettings
 from tiermoe.errors import BudgetError, StoreError
@@ -75,6 +75,12 @@ class FakeWorker:
         )  # fmt: skip
 
     def reset_stats(self) -> None: ...
+
+    def plan(self) -> dict[str, Any]:
+        return self.start()
+
+    def residency(self) -> list[LayerResidency]:
+        return [LayerResidency((2, 2, 1, 0, 0, 0, 0, 0), (4, 2, 0, 0, 0, 0, 0, 0)), LayerResidency((0,) * 8, (0,) * 8)]
 
     def trace_events(self) -> list[dict[str, Any]]:
         return [{"name": "forward", "ph": "X", "ts": 0, "dur": 10, "pid": 1, "tid": 1}]

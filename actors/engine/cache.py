@@ -52,6 +52,7 @@ class ExpertCache:
         self._weights = weights
         self._experts = residency.keys // len(weights)
         self._loader = Loader(device)
+        self.uses = [0] * residency.keys  # forwards that ran each expert here, since the counters were reset
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
         self._unused_prefetches: set[int] = set()
@@ -127,6 +128,7 @@ class ExpertCache:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
         for key in keys:
             self.residency.unpin(key)
+            self.uses[key] += 1
         self.eviction.used(keys)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset()) -> int:

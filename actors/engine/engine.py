@@ -28,7 +28,7 @@ from .pool import LayerWeights, SlotPool
 from .remote import RemoteExperts
 from .sequences import SequenceRows
 from .shards import ShardPlacer, Shards, owners
-from .stats import EngineStats, LayerStats
+from .stats import EngineStats, LayerResidency, LayerStats
 
 _NDP_START_S = 60.0  # seconds to reach the NDP worker, which is started before the lead
 
@@ -193,10 +193,19 @@ class ExpertEngine:
         self._stats.prefetch_resting = self.cache.governor.resting
         return self._stats
 
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand at this moment; from any thread."""
+        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self.experts
+        return [
+            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
+            for i in range(0, len(states), n)
+        ]
+
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = 0
+        self.cache.uses[:] = [0] * len(self.cache.uses)
         self.timeline.clear()
 
     def close(self) -> None:

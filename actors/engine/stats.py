@@ -81,6 +81,18 @@ class LayerStats:
         return self.bytes_loaded_demand + self.bytes_loaded_prefetch + self.bytes_loaded_migration
 
 
+@dataclass(frozen=True)
+class LayerResidency:
+    """Where the experts of one MoE layer stand, by expert.
+
+    states: 0 absent, 1 loading, 2 resident (`policies.residency.State`). uses: forwards that ran it on this device
+    since the counters were reset.
+    """
+
+    states: tuple[int, ...]
+    uses: tuple[int, ...]
+
+
 @dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""

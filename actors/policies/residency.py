@@ -59,6 +59,10 @@ class Residency:
     def state(self, key: int) -> State:
         return self._state[key]
 
+    def states(self) -> list[State]:
+        """Of all keys, at one moment; from any thread."""
+        return self._state.copy()
+
     def slot(self, key: int) -> int:
         """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
         return self._slot[key]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import uuid
 from contextlib import ExitStack
@@ -18,28 +17,38 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from ...actors.budget import budget_bytes
 from ...actors.engine.stats import EngineStats
 from ...actors.requests import Generation, GenerationRequest, SamplingParams
 from ...actors.settings import EngineSettings
-from ...actors.store_format import read_manifest
-from ...errors import BudgetError, ConfigError, RequestError
-from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
-from ..prompt import (
-    IncrementalText,
-    check_length,
-    encode_prompt,
-    load_model_config,
-    load_tokenizer,
-    sampling_params,
-)
+from ...errors import RequestError
+from ..config import RunConfig
+from ..prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from ..ray_auth import adopt_mode
 from ..report.plan import plan_table
 from ..report.summary import summary_table
 from ..report.timeline import check_writable, write_timeline
-from ..topology.settings import ClusterConfig
 from ..versions import versions
-
-_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
+from .guest import GuestJob, run_as_guest, stream_text
+from .runtime_options import (
+    Budget,
+    Config,
+    Device,
+    Dtype,
+    LinkGbps,
+    LinkLatency,
+    Model,
+    NdpHardware,
+    NdpPace,
+    NdpThreads,
+    Policy,
+    Store,
+    Threads,
+    checked_config,
+    checked_settings,
+    prepared_for,
+    refuse_runtime_options,
+    runtime_options,
+)
 
 
 @dataclass(frozen=True)
@@ -72,16 +81,8 @@ def checked_job(config: RunConfig, prompt: str, sampling: SamplingParams, trace:
     Raises:
         TierMoeError: the first thing that is wrong, with its remedy.
     """
-    settings = engine_settings(config, trace=trace is not None)
-    if config.cluster != ClusterConfig():
-        raise ConfigError(
-            "the configuration's cluster section is only planned so far (`tiermoe plan`), not carried out",
-            "leave it out: one GPU worker, one store and one NDP worker are started",
-        )
+    settings = checked_settings(config, trace=trace is not None)
     model_dir = config.model_dir
-    check_model_dir(model_dir)
-    if config.device == "cuda" and config.ray.address is None and not any(map(os.path.exists, _GPU_FILES)):
-        raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
     if trace is not None:
         check_writable(trace)
     tokenizer = load_tokenizer(model_dir)
@@ -102,47 +103,22 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
         RuntimeFailure: Ray or an actor failed, or a deadline passed.
         TierMoeError: the checkpoint, the store or the budget was refused.
     """
-    from ..deploy import Deployment  # Ray: half a second that a refused run need not pay
-    from .prepare import ensure_prepared, ensure_replicas
-
     config = job.config
+    if config.ray.address is not None:
+        adopt_mode(config.ray.address)
+    from ..deploy import Deployment  # Ray: half a second that a refused run need not pay
+
     notices = Console(stderr=True)
-    out_dir = Path(config.store).expanduser() if config.store is not None else None
-    store = ensure_prepared(config.model_dir, out_dir, progress=notices.is_terminal)
-    check_budget(job.settings, store)
-    widths = job.settings.policy.replica_widths
-    if widths:
-        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=notices.is_terminal)
+    store = prepared_for(config, job.settings, progress=notices.is_terminal)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
             deployment = stack.enter_context(Deployment(config, job.settings, str(store)))
         report.print(plan_table(deployment.plan))
-        generation, text = _stream(deployment, job, text_out)
+        generation, text = stream_text(deployment.generate, job.tokenizer, job.prompt, request_of(job), text_out)
         stats = deployment.stats()
         if job.trace is not None:
             write_timeline(job.trace, deployment.trace_events())
     return RunResult(deployment.plan, generation, text, stats, deployment.startup_s)
-
-
-def check_budget(settings: EngineSettings, store: Path) -> None:
-    """Refuse a budget that the worker would refuse, before Ray starts.
-
-    A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word.
-
-    Raises:
-        BudgetError: it holds no expert, or not all of them where the policy keeps all.
-    """
-    manifest = read_manifest(store)
-    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
-    slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
-    experts = len(manifest.layers) * manifest.experts.num_experts
-    held = budget_bytes(settings.budget, slot_bytes, experts)
-    if settings.policy.preload == "all" and held < experts * slot_bytes:
-        raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts resident, {experts * slot_bytes} bytes in {dtype}; "
-            f"the budget is {held}",
-            "pass --budget 1.0, or choose a policy that loads on demand",
-        )
 
 
 def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:
@@ -168,17 +144,9 @@ def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:
     }
 
 
-def _stream(deployment: Any, job: RunJob, out: TextIO) -> tuple[Generation, str]:
-    request = GenerationRequest(uuid.uuid4().hex, job.prompt_ids, job.sampling)
-    generation, text = Generation(request.request_id), IncrementalText(job.tokenizer)
-    out.write(job.prompt)
-    for event in deployment.generate(request):
-        generation.add(event)
-        out.write(text.add(event.token_ids))
-        out.flush()
-    out.write(text.finish() + "\n")
-    out.flush()
-    return generation, text.text
+def request_of(job: RunJob) -> GenerationRequest:
+    """The job's prompt as a request with an id of its own."""
+    return GenerationRequest(uuid.uuid4().hex, job.prompt_ids, job.sampling)
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
@@ -201,45 +169,46 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
 def run_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Name in configs/policies, or a YAML file. (next-gate)")] = None,
-    budget: Annotated[str | None, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB. (0.25)")] = None,
+    model: Model = None,
+    config: Config = None,
+    policy: Policy = None,
+    budget: Budget = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. (auto)")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. (auto)")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the worker. (cores - 1)")] = None,
-    link_gbps: Annotated[float | None, typer.Option(help="Emulated link, 1e9 bytes/s; CPU only. (16)")] = None,
-    link_latency_us: Annotated[float | None, typer.Option(help="Emulated link latency; CPU only. (10)")] = None,
-    ndp_threads: Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1)")] = None,
-    ndp_hardware: Annotated[str | None, typer.Option(help="Modelled NDP device, configs/hardware. (paper-ndp)")] = None,
-    ndp_pace: Annotated[bool | None, typer.Option(help="Answer no sooner than the modelled NDP device would.")] = None,
-    store: Annotated[str | None, typer.Option(help="Folder of the expert store. (in the cache)")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    link_gbps: LinkGbps = None,
+    link_latency_us: LinkLatency = None,
+    ndp_threads: NdpThreads = None,
+    ndp_hardware: NdpHardware = None,
+    ndp_pace: NdpPace = None,
+    store: Store = None,
+    attach: Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` keeps: use it.")] = None,
+    deployment: Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")] = False,
 ) -> None:
     """Generate text for one prompt and report what it took."""
-    link = {"gbps": link_gbps, "latency_us": link_latency_us}
-    options = {
-        "model": model, "policy": policy, "budget": budget, "device": device, "dtype": dtype, "threads": threads,
-        "store": store, "link": link,
-        "ndp": {"threads": ndp_threads, "hardware": ndp_hardware, "pace": ndp_pace},
-    }  # fmt: skip
-    settings = load_run_config(config, options)
-    if settings.device == "cuda" and any(value is not None for value in link.values()):
-        raise ConfigError(
-            "--link-gbps and --link-latency-us emulate a link, but device is cuda",
-            "leave them out, or use --device cpu",
-        )
+    options = runtime_options(
+        model=model, policy=policy, budget=budget, device=device, dtype=dtype, threads=threads, store=store,
+        link_gbps=link_gbps, link_latency_us=link_latency_us, ndp_threads=ndp_threads, ndp_hardware=ndp_hardware,
+        ndp_pace=ndp_pace,
+    )  # fmt: skip
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
-    job = checked_job(settings, _prompt_text(prompt, prompt_file), sampling, trace)
-    report = Console(stderr=as_json)
-    result = run(job, sys.stderr if as_json else sys.stdout, report)
-    record = as_record(job, result)
+    report, text_out = Console(stderr=as_json), sys.stderr if as_json else sys.stdout
+    if attach is not None:
+        refuse_runtime_options(options | {"config": config, "trace": trace})
+        guest_job = GuestJob(attach, deployment, _prompt_text(prompt, prompt_file), sampling, model)
+        record = run_as_guest(guest_job, text_out)
+    elif deployment is not None:
+        raise RequestError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
+    else:
+        job = checked_job(checked_config(config, options), _prompt_text(prompt, prompt_file), sampling, trace)
+        record = as_record(job, run(job, text_out, report))
     report.print(summary_table(record))
     if as_json:
         print(json.dumps(record))

@@ -11,19 +11,22 @@ from typing import Any
 from ...errors import ConfigError
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, what: str = "trace path") -> None:
     """Refuse a path that cannot become a file, before the run.
+
+    Args:
+        what: what the message calls it.
 
     Raises:
         ConfigError: it is a directory, or it or its folder cannot be written.
     """
     folder = path.parent
     if path.is_dir():
-        raise ConfigError(f"trace path '{path}' is a directory", "give a file name, such as out/trace.json")
+        raise ConfigError(f"{what} '{path}' is a directory", "give a file name, such as out/trace.json")
     if not folder.is_dir():
-        raise ConfigError(f"trace path '{path}': there is no directory '{folder}'", f"make it: mkdir -p {folder}")
+        raise ConfigError(f"{what} '{path}': there is no directory '{folder}'", f"make it: mkdir -p {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"trace path '{path}' is not writable", "give a path that you may write")
+        raise ConfigError(f"{what} '{path}' is not writable", "give a path that you may write")
 
 
 def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from tiermoe.cluster.jobs.bench import command, prefetch
 from tiermoe.cluster.jobs.bench.harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.serving import overridden, run_config
+from tiermoe.errors import ConfigError
 
 
 def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
@@ -68,3 +71,30 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
     done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
+
+
+def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake: Callable[..., Any] = lambda *a, **k: Report("prefetch", "emulated")  # noqa: E731
+    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(command.bench_app, ["prefetch", "--json", "--out", str(out)])
+    assert done.exit_code == 0
+    assert json.loads(out.read_text()) == json.loads(done.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(*args: object) -> None:
+        pytest.fail("measured")
+
+    monkeypatch.setattr(prefetch, "bench_prefetch", measure)
+    done = CliRunner().invoke(command.bench_app, ["prefetch", "--out", str(tmp_path / "none" / "out.json")])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_keys_that_a_benchmark_does_not_take_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\n")
+    assert overridden(str(file), prefetch.OWN_KEYS) == ["policy", "threads"]
+    config = run_config(None, str(file), policy="next-gate")
+    assert (config.policy, config.threads, config.kv.page_size) == ("next-gate", 1, 32)

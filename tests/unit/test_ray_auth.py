@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tiermoe.cluster.ray_auth import check_joinable, ensure_private_token
+from tiermoe.cluster.ray_auth import adopt_mode, check_joinable, ensure_private_token
 from tiermoe.errors import RuntimeFailure
 
 
@@ -59,6 +61,25 @@ def test_modes_must_agree(head: str, ours: str | None, remedy: str | None, monke
     else:
         with pytest.raises(RuntimeFailure, match=remedy):
             check_joinable(head)
+
+
+@pytest.mark.parametrize(
+    ("head", "ours", "then"),
+    [(True, None, "token"), (True, "disabled", "disabled"), (False, None, None)],
+    indirect=["head"],
+)
+def test_the_mode_of_a_cluster_is_taken_over_before_ray_is_imported(
+    head: str, ours: str | None, then: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is restored afterwards
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    if ours is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", ours)
+    adopt_mode(head)
+    assert os.environ.get("RAY_AUTH_MODE") == ours  # too late: Ray is imported here
+    monkeypatch.delitem(sys.modules, "ray")
+    adopt_mode(head)
+    assert os.environ.get("RAY_AUTH_MODE") == then
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "host:port"])

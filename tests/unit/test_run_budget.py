@@ -8,7 +8,7 @@ import pytest
 from serving import policy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.cluster.jobs.run import check_budget
+from tiermoe.cluster.jobs.runtime_options import check_budget
 from tiermoe.errors import BudgetError
 
 

@@ -1,9 +1,12 @@
-"""The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code."""
+"""The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
+
+`--out FILE.json` writes the same object into a file, for jobs whose standard output is mixed with other lines.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +14,18 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ...report.json_file import write_json
+from ...report.progress import progress_on
+from ...report.timeline import check_writable
 from .harness import Report, print_report
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Counted repetitions of each case.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
+
+Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
+Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
 
 bench_app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,11 +36,19 @@ def _bench() -> None:
 
 
 @bench_app.command()
-def overhead(model: Model = None, repeats: Repeats = 7, as_json: Json = False, check: Check = False) -> None:
+def overhead(
+    model: Model = None,
+    repeats: Repeats = 7,
+    config: Config = None,
+    out: Out = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
     """Decode time with everything resident, against transformers' continuous batching."""
-    from .overhead import bench_overhead
+    from .overhead import OWN_KEYS, bench_overhead
 
-    _finish(lambda progress: bench_overhead(model, repeats, progress), as_json, check)
+    _say_overridden(config, OWN_KEYS)
+    _finish(lambda progress: bench_overhead(model, repeats, progress, config), as_json, check, out)
 
 
 @bench_app.command()
@@ -40,13 +57,16 @@ def prefetch(
     repeats: Repeats = 5,
     budget: Annotated[str, typer.Option(help="Device memory for experts.")] = "0.25",
     link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link, 1e9 bytes per second.")] = 2.0,
+    config: Config = None,
+    out: Out = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
     """Blocked I/O with and without next-gate prefetch."""
-    from .prefetch import bench_prefetch
+    from .prefetch import OWN_KEYS, bench_prefetch
 
-    _finish(lambda progress: bench_prefetch(model, repeats, budget, link_gbps, progress), as_json, check)
+    _say_overridden(config, OWN_KEYS)
+    _finish(lambda progress: bench_prefetch(model, repeats, budget, link_gbps, progress, config), as_json, check, out)
 
 
 @bench_app.command()
@@ -72,7 +92,7 @@ def ndp(
     documents: Annotated[int | None, typer.Option(min=1, help="Held-out documents to score; default: all.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of each document.")] = 2,
     repeats: Repeats = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the page, its data and its plot into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plot.")] = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
@@ -84,29 +104,31 @@ def ndp(
     if out is not None:
         check_folder(out)
 
+    file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
+
     def measure(progress: Progress) -> Report:
         report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress)
-        if out is not None:
-            write_page(report, out)
+        if folder is not None:
+            write_page(report, folder)
         return report
 
-    _finish(measure, as_json, check)
+    _finish(measure, as_json, check, file)
 
 
 @bench_app.command()
-def quantize(model: Model = None, as_json: Json = False, check: Check = False) -> None:
+def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
     from .quantize import bench_quantize
 
-    _finish(lambda progress: bench_quantize(model, progress), as_json, check)
+    _finish(lambda progress: bench_quantize(model, progress), as_json, check, out)
 
 
 @bench_app.command()
-def channel(repeats: Repeats = 7, as_json: Json = False, check: Check = False) -> None:
+def channel(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
     from .channel import bench_channel
 
-    _finish(lambda progress: bench_channel(repeats, progress), as_json, check)
+    _finish(lambda progress: bench_channel(repeats, progress), as_json, check, out)
 
 
 @bench_app.command()
@@ -115,20 +137,36 @@ def kernel(
     group: Annotated[int, typer.Option(help="Quantization group: 32, 64 or 128.")] = 64,
     instruction_set: Annotated[str | None, typer.Option(help="Of our kernels; default: the best here.")] = None,
     ggml: Annotated[Path | None, typer.Option(help="libggml-cpu*.so; default: that of an installed wheel.")] = None,
+    out: Out = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
     """Packed experts on one core against memory bandwidth, torch and ggml."""
     from .kernel import bench_kernel
 
-    _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check)
+    _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check, out)
 
 
-def _finish(measure: Callable[[Progress], Report], as_json: bool, check: bool) -> None:
+def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
+    if config is None:
+        return
+    from .serving import overridden
+
+    if keys := overridden(config, fixed):
+        Console(stderr=True).print(f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
+
+
+def _finish(
+    measure: Callable[[Progress], Report], as_json: bool, check: bool, out: Path | None = None
+) -> None:
+    if out is not None:
+        check_writable(out, "--out")
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
+    with progress_on(console) as progress:
         report = measure(progress)
     print_report(report, console)
+    if out is not None:
+        write_json(out, report.as_dict())
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:

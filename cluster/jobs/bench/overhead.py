@@ -16,9 +16,10 @@ OURS = "tiermoe all-resident"
 REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
 BATCHES = (1, 8)
 PROMPT_TOKENS, MAX_TOKENS = 32, 48
+OWN_KEYS = ("policy", "budget", "link")
 
 
-def bench_overhead(model: str | None, repeats: int, progress: Progress | None) -> Report:
+def bench_overhead(model: str | None, repeats: int, progress: Progress | None, file: str | None = None) -> Report:
     """Decode time per token with all experts resident, against transformers' continuous batching.
 
     The reference is the unmodified model under the same manager with whichever of its experts implementations
@@ -26,12 +27,16 @@ def bench_overhead(model: str | None, repeats: int, progress: Progress | None) -
 
     Bars: ratio of medians <= 1.0 at batch 1 and at batch 8.
 
+    `file`: configuration of everything but `OWN_KEYS`.
+
     Raises:
         RuntimeFailure: the tokens differ.
     """
-    config = run_config(model, policy="all-resident", budget="1.0", link={"gbps": None, "latency_us": 0.0})
+    config = run_config(model, file, policy="all-resident", budget="1.0", link={"gbps": None, "latency_us": 0.0})
     prompts = heldout_prompts(config.model_dir, max(BATCHES), PROMPT_TOKENS)
-    settings = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "threads": 1, "repeats": repeats}
+    settings = {
+        "config": file, "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "threads": 1, "repeats": repeats,
+    }  # fmt: skip
     with ExitStack() as stack:  # a worker that is not closed keeps the process alive
         worker = stack.enter_context(closing(start_worker(config)))
         submits: dict[str, Submit] = {OURS: worker.submit}

@@ -14,10 +14,11 @@ from .serving import heldout_prompts, run_config, serve, start_worker
 
 POLICIES = ("on-demand", "next-gate")
 PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 6, 48, 48
+OWN_KEYS = ("policy", "budget", "link")
 
 
 def bench_prefetch(
-    model: str | None, repeats: int, budget: str, link_gbps: float, progress: Progress | None
+    model: str | None, repeats: int, budget: str, link_gbps: float, progress: Progress | None, file: str | None = None
 ) -> Report:
     """Blocked I/O seconds of one request at a time, with and without prefetch, on the same prompts.
 
@@ -25,15 +26,17 @@ def bench_prefetch(
 
     Bar: next-gate's median blocked I/O <= 0.8 of on-demand's.
 
+    `file`: configuration of everything but `OWN_KEYS`.
+
     Raises:
         RuntimeFailure: the tokens differ.
     """
     link = {"gbps": link_gbps, "latency_us": 10.0}
-    configs = {p: run_config(model, policy=p, budget=budget, link=link) for p in POLICIES}
+    configs = {p: run_config(model, file, policy=p, budget=budget, link=link) for p in POLICIES}
     prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PROMPTS, PROMPT_TOKENS)
     settings = {
-        "budget": budget, "link_gbps": link_gbps, "latency_us": 10.0, "prompts": PROMPTS, "threads": 1,
-        "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "repeats": repeats,
+        "config": file, "budget": budget, "link_gbps": link_gbps, "latency_us": 10.0, "prompts": PROMPTS,
+        "threads": 1, "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "repeats": repeats,
     }  # fmt: skip
     with ExitStack() as stack:  # a worker that is not closed keeps the process alive
         workers = {p: stack.enter_context(closing(start_worker(config))) for p, config in configs.items()}

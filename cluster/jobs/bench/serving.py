@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,20 @@ Submit = Callable[[GenerationRequest], Any]
 _ids = itertools.count()
 
 
-def run_config(model: str | None, **options: Any) -> RunConfig:
-    """The default configuration with these options, on one thread."""
-    return load_run_config(None, {"model": model, "threads": 1, **options})
+def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
+    """The configuration of a file (none: the defaults) with these options on top, on one thread."""
+    return load_run_config(file, {"model": model, "threads": 1, **options})
+
+
+def overridden(file: str, fixed: Collection[str]) -> list[str]:
+    """Keys that a configuration file sets and a benchmark, which runs in its own process, does not take from it.
+
+    Args:
+        file: YAML file, or a name in configs/clusters.
+        fixed: what the benchmark sets itself.
+    """
+    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
+    return sorted(load_run_config(file).model_fields_set & unused)
 
 
 def start_worker(config: RunConfig) -> Any:
@@ -37,7 +48,8 @@ def start_worker(config: RunConfig) -> Any:
 
 def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     """The store of the configured model, with the replicas that the policy needs."""
-    store = ensure_prepared(config.model_dir, None, progress=False)
+    out_dir = Path(config.store).expanduser() if config.store is not None else None
+    store = ensure_prepared(config.model_dir, out_dir, progress=False)
     if widths := settings.policy.replica_widths:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=False)
     return store

@@ -1,0 +1,191 @@
+"""Somebody else's deployments: find them by their actors' names, ask them, send them requests, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
+from ray.util.placement_group import get_placement_group, remove_placement_group
+
+from ..actors.requests import GenerationRequest, TokenEvent
+from ..errors import ConfigError, RuntimeFailure, TierMoeError
+from .failures import as_failure
+from .lead import Lead
+from .names import LEAD, split_name
+from .quiet import without_ray_notices
+from .ray_session import join, leave, refuse_second
+
+_ANSWER_DEADLINE_S = 10.0
+_END_DEADLINE_S = 20.0
+_POLL_S = 0.1
+_GONE = ("DEAD",)
+
+
+@dataclass(frozen=True)
+class ActorRecord:
+    """One actor of a deployment, as Ray's head node knows it.
+
+    Attributes:
+        deployment, role: the two parts of its name.
+        kind: name of its class.
+        state: Ray's: PENDING_CREATION, ALIVE, RESTARTING or DEAD.
+        host: address of its node; None while it has none.
+        node: id of its node.
+        pid: on its host; None while it has none.
+        restarts: times that Ray has started it again.
+    """
+
+    deployment: str
+    role: str
+    kind: str
+    state: str
+    host: str | None
+    node: str | None
+    pid: int | None
+    restarts: int
+
+
+def actor_records(table: Sequence[dict[str, Any]]) -> list[ActorRecord]:
+    """The actors of all deployments in Ray's table, by name; deployments of which nothing lives are left out."""
+    records = []
+    for entry in table:
+        parts = split_name(str(entry.get("Name") or ""))
+        if parts is None:
+            continue
+        address = entry.get("Address") or {}
+        records.append(
+            ActorRecord(
+                deployment=parts[0],
+                role=parts[1],
+                kind=str(entry.get("ActorClassName", "")),
+                state=str(entry.get("State", "")),
+                host=address.get("IPAddress") or None,
+                node=address.get("NodeID") or None,
+                pid=int(entry.get("Pid") or 0) or None,
+                restarts=int(entry.get("NumRestarts") or 0),
+            )
+        )
+    living = {record.deployment for record in records if record.state not in _GONE}
+    return sorted((r for r in records if r.deployment in living), key=lambda r: (r.deployment, r.role))
+
+
+class Attachment:
+    """This process in a running Ray, as a guest; leaving it leaves all actors as they are.
+
+    Args:
+        address: HOST:PORT of the head node.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._quiet = contextlib.ExitStack()
+
+    def __enter__(self) -> Attachment:
+        """Join.
+
+        Raises:
+            RuntimeFailure: nobody answers there, or its authentication is another.
+        """
+        refuse_second()
+        try:
+            self._quiet.enter_context(without_ray_notices())
+            join(self.address)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        leave()
+        self._quiet.close()
+
+    def actors(self) -> list[ActorRecord]:
+        """The actors of all living deployments."""
+        return actor_records(list(gcs.actors().values()))
+
+    def choose(self, deployment: str | None) -> str:
+        """The id of the deployment that is meant.
+
+        Raises:
+            RuntimeFailure: there is none, or none with this id.
+            ConfigError: there are several and none was named.
+        """
+        ids = sorted({record.deployment for record in self.actors()})
+        if deployment is not None and deployment in ids:
+            return deployment
+        if not ids:
+            raise RuntimeFailure(f"no deployment runs in the Ray at '{self.address}'", "start one with `tiermoe up`")
+        if deployment is not None:
+            raise RuntimeFailure(
+                f"no deployment '{deployment}' runs at '{self.address}'", f"it has {', '.join(ids)}"
+            )
+        if len(ids) > 1:
+            raise ConfigError(
+                f"{len(ids)} deployments run at '{self.address}'", f"pass --deployment with one of {', '.join(ids)}"
+            )
+        return ids[0]
+
+    def ask(self, deployment: str, method: str, deadline_s: float = _ANSWER_DEADLINE_S) -> Any:
+        """What a method of the deployment's lead returns.
+
+        Raises:
+            RuntimeFailure: it does not answer in time, or is dead.
+        """
+        return self._lead(deployment).ask(method, deadline_s)
+
+    def health(self, record: ActorRecord) -> dict[str, Any]:
+        """An actor's own account of its state; `error` is in it where it does not answer."""
+        name = f"{record.deployment}/{record.role}"
+        try:
+            if record.role == LEAD:
+                return self.ask(record.deployment, "health")
+            handle = ray.get_actor(name)
+            if not hasattr(handle, "health"):
+                return {}
+            answer = ray.get(handle.health.remote(), timeout=_ANSWER_DEADLINE_S)
+            return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
+        except TierMoeError as error:
+            return {"error": error.what}
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: its name is gone by now
+            return {"error": as_failure(error, f"'{name}' did not answer", _ANSWER_DEADLINE_S).what}
+
+    def generate(self, deployment: str, request: GenerationRequest, deadline_s: float) -> Iterator[TokenEvent]:
+        """As `Deployment.generate`, from a deployment of another process."""
+        return self._lead(deployment).generate(request, deadline_s)
+
+    def end(self, deployment: str) -> None:
+        """Kill the actors of a deployment and free what it reserved; whoever holds it notices.
+
+        Raises:
+            RuntimeFailure: some are not dead after 20 s.
+        """
+        # first: its state tells the process that holds the deployment that this is no accident
+        with contextlib.suppress(ValueError):  # it is removed already
+            remove_placement_group(get_placement_group(deployment))
+        end_s = time.monotonic() + _END_DEADLINE_S
+        while living := [r for r in self.actors() if r.deployment == deployment and r.state not in _GONE]:
+            if time.monotonic() > end_s:
+                names = ", ".join(f"{r.role} (pid {r.pid} on {r.host})" for r in living)
+                raise RuntimeFailure(f"still there: {names}", "look at their nodes with `ray status`")
+            for record in living:
+                with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                    ray.kill(ray.get_actor(f"{deployment}/{record.role}"), no_restart=True)
+            time.sleep(_POLL_S)
+
+    def _lead(self, deployment: str) -> Lead:
+        try:
+            return Lead(ray.get_actor(f"{deployment}/{LEAD}"))
+        except ValueError as error:
+            raise RuntimeFailure(f"deployment '{deployment}' has no lead", "wait until it is up, or end it") from error

@@ -1,0 +1,137 @@
+"""`tiermoe status` and `tiermoe down`: what runs, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+from ...errors import ConfigError, RuntimeFailure, TierMoeError
+from ..ray_auth import adopt_mode
+from ..registry import Entry, Registry
+from ..report.status import status_tables
+
+Address = Annotated[str | None, typer.Option(help="HOST:PORT of a Ray; default: of `tiermoe up` on this machine.")]
+Deployment = Annotated[str | None, typer.Option(help="Id of one deployment.")]
+
+_END_S = 60.0  # actors, Ray's servers and their files
+_POLL_S = 0.1
+_START = "start one with `tiermoe up`"
+
+
+def status_command(
+    address: Address = None,
+    deployment: Deployment = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Actors, where they run, their health, residency of each layer, counters."""
+    entries = Registry().entries()
+    addresses = [address] if address is not None else sorted({entry.address for entry in entries})
+    if not addresses:
+        remedy = f"{_START}, or pass --address HOST:PORT"
+        raise RuntimeFailure("no runtime of `tiermoe up` runs on this machine", remedy)
+    with Console(stderr=True).status("asking ..."):
+        found = [record for where in addresses for record in deployments_at(where)]
+    if deployment is not None:
+        found = [record for record in found if record["id"] == deployment]
+    if not found:
+        what = f"deployment '{deployment}'" if deployment is not None else "deployment"
+        raise RuntimeFailure(f"no {what} runs at {', '.join(addresses)}", _START)
+    if as_json:
+        print(json.dumps({"deployments": found}))
+        return
+    console = Console()
+    for record in found:
+        for table in status_tables(record, console.width):
+            console.print(table)
+
+
+def deployments_at(address: str) -> list[dict[str, Any]]:
+    """All that can be known of the deployments in a Ray; what does not answer is named, not waited for.
+
+    Raises:
+        RuntimeFailure: the Ray does not answer.
+    """
+    adopt_mode(address)
+    from ..attach import Attachment  # Ray, which reads the mode when it is imported
+
+    records: dict[str, dict[str, Any]] = {}
+    with Attachment(address) as attachment:
+        for actor in attachment.actors():
+            record = records.setdefault(actor.deployment, {"id": actor.deployment, "address": address, "actors": []})
+            health = attachment.health(actor) if actor.state == "ALIVE" else {}
+            record["actors"].append({k: v for k, v in asdict(actor).items() if k != "deployment"} | {"health": health})
+        for name, record in records.items():
+            for key, method in (("plan", "plan"), ("residency", "residency"), ("counters", "stats")):
+                record[key] = None
+                with contextlib.suppress(TierMoeError):  # the lead's row says that it does not answer
+                    record[key] = _plain(attachment.ask(name, method))
+    return list(records.values())
+
+
+def down_command(address: Address = None, deployment: Deployment = None) -> None:
+    """End a runtime and everything that belongs to it."""
+    entries = [
+        entry
+        for entry in Registry().entries()
+        if address in (None, entry.address) and deployment in (None, entry.deployment)
+    ]
+    if address is None and not entries:
+        what = f"deployment '{deployment}'" if deployment is not None else "runtime of `tiermoe up`"
+        print(f"no {what} runs on this machine: nothing to end")
+        return
+    if len(entries) > 1:
+        raise ConfigError(
+            f"{len(entries)} runtimes run here",
+            f"pass --deployment with one of {', '.join(entry.deployment for entry in entries)}",
+        )
+    if entries:
+        _end_here(entries[0])
+    else:
+        assert address is not None
+        _end_there(address, deployment)
+
+
+def _end_here(entry: Entry) -> None:
+    """Ask the process that keeps it to end in order, and wait until it has."""
+    if (process := entry.process()) is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    end_s = time.monotonic() + _END_S
+    while entry.process() is not None:  # not `wait`, which takes one that its parent has not asked after for alive
+        if time.monotonic() > end_s:
+            raise RuntimeFailure(
+                f"deployment {entry.deployment} (pid {entry.pid}) has not ended within {_END_S:g} s",
+                f"end it with `kill -9 {entry.pid}`; its processes and files go with it",
+            )
+        time.sleep(_POLL_S)
+    print(f"deployment {entry.deployment} has ended")
+
+
+def _end_there(address: str, deployment: str | None) -> None:
+    """End a deployment by its actors; the process that keeps it, wherever it is, notices."""
+    adopt_mode(address)
+    from ..attach import Attachment
+
+    with Attachment(address) as attachment:
+        ids = {actor.deployment for actor in attachment.actors()}
+        if not ids or (deployment is not None and deployment not in ids):
+            what = f"deployment '{deployment}'" if deployment is not None else "deployment"
+            print(f"no {what} runs at {address}: nothing to end")
+            return
+        chosen = attachment.choose(deployment)
+        attachment.end(chosen)
+    print(f"deployment {chosen} has ended")
+
+
+def _plain(answer: Any) -> Any:
+    """A worker's answer as JSON values."""
+    if isinstance(answer, list):
+        return [asdict(item) for item in answer]
+    return answer if isinstance(answer, dict) else answer.as_dict()

@@ -1,0 +1,140 @@
+"""Which runtimes `tiermoe up` keeps on this machine: one small private file for each, gone when it ends.
+
+The folder is `tiermoe` in the user's runtime directory (XDG_RUNTIME_DIR), or `tiermoe.run.UID` in the temporary one. An
+entry counts only while its process lives: the same pid and the same start time. Others are what a killed process left,
+and are removed by whoever sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ..errors import RuntimeFailure
+
+_START_TOLERANCE_S = 0.05  # psutil computes it from clock ticks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One runtime.
+
+    Attributes:
+        deployment: its id.
+        address: HOST:PORT of its Ray.
+        local: whether that Ray was started for it and ends with it.
+        pid: of the process that keeps it.
+        started_s: when that process started, seconds since 1970.
+    """
+
+    deployment: str
+    address: str
+    local: bool
+    pid: int
+    started_s: float
+
+    def process(self) -> psutil.Process | None:
+        """The process that keeps it; None: it has ended, though another may have its pid."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started_s) < _START_TOLERANCE_S
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+class Registry:
+    """The folder of entries.
+
+    Args:
+        folder: None: the user's.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else _user_folder()
+
+    @contextlib.contextmanager
+    def entered(self, deployment: str, address: str, local: bool) -> Iterator[Entry]:
+        """Inside the block, this process is listed as the keeper of a runtime.
+
+        Raises:
+            RuntimeFailure: the folder cannot be written, or is another user's.
+        """
+        entry = Entry(deployment, address, local, os.getpid(), psutil.Process().create_time())
+        path = self._path(deployment)
+        draft = path.with_suffix(f".{entry.pid}")
+        try:
+            self._make_folder()
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(asdict(entry), file)
+            draft.rename(path)  # whoever reads it sees all of it or nothing
+        except OSError as error:
+            raise RuntimeFailure(
+                f"'{self.folder}' cannot list this runtime: {error.strerror or error}", "make it writable, or remove it"
+            ) from error
+        try:
+            yield entry
+        finally:
+            self._remove(path)
+
+    def entries(self) -> list[Entry]:
+        """The runtimes whose process lives, by id. Entries of dead ones are removed; what is no entry is left alone."""
+        found = []
+        if not self._private():
+            return []
+        for path in sorted(self.folder.glob("*.json")):
+            entry = _read(path)
+            if entry is None or entry.deployment != path.stem:
+                continue
+            if entry.process() is None:
+                self._remove(path)
+            else:
+                found.append(entry)
+        return found
+
+    def _path(self, deployment: str) -> Path:
+        return self.folder / f"{deployment}.json"
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._private():
+            raise PermissionError(0, "it is not a folder that only this user may write")
+
+    def _private(self) -> bool:
+        """Whether the folder is there, this user's own, and writable by nobody else: else its entries mean nothing."""
+        try:
+            about = self.folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with contextlib.suppress(OSError):  # others are still listed
+            self.folder.rmdir()
+
+
+def _user_folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "tiermoe"
+    return Path(tempfile.gettempdir()) / f"tiermoe.run.{os.getuid()}"
+
+
+def _read(path: Path) -> Entry | None:
+    try:
+        entry = Entry(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    kinds = ((entry.deployment, str), (entry.address, str), (entry.local, bool), (entry.pid, int))
+    fine = all(isinstance(value, kind) for value, kind in kinds) and isinstance(entry.started_s, int | float)
+    return entry if fine and entry.pid > 0 else None

@@ -1,0 +1,88 @@
+"""What `tiermoe status` knows of a deployment, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .heatmap import legend, residency_map
+from .tables import facts, seconds, size
+
+
+def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
+    """Actors, residency and counters of one deployment.
+
+    Args:
+        record: one of the `deployments` that `tiermoe status --json` prints.
+        width: columns of the terminal.
+    """
+    yield _actors(record)
+    if record["residency"] is not None:
+        layers = [(layer["states"], layer["uses"]) for layer in record["residency"]]
+        yield Text("Residency, by layer and expert", style="italic")
+        yield from residency_map(layers, width)
+        yield legend()
+        yield Text("")
+    if record["counters"] is not None:
+        yield facts("Since the start", _counters(record))
+
+
+def _actors(record: Mapping[str, Any]) -> Table:
+    title = f"Deployment {record['id']} at {record['address']}"
+    table = Table(
+        "actor", "class", "node", "pid", "state", "health", title=title, title_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )  # fmt: skip
+    for actor in record["actors"]:
+        restarts = f", restarted {actor['restarts']} times" if actor["restarts"] else ""
+        cells = (
+            actor["role"], actor["kind"], actor["host"] or "none", str(actor["pid"] or "none"),
+            f"{actor['state'].lower()}{restarts}", _health(actor["health"]),
+        )  # fmt: skip
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _health(health: Mapping[str, Any]) -> str:
+    if "error" in health:
+        return f"NOT HEALTHY: {health['error']}"
+    parts = [str(health["state"])] if "state" in health else []
+    if "problem" in health:  # the store's
+        if health["problem"]:
+            return f"NOT HEALTHY: {health['problem']}"
+        parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
+    if "running" in health:
+        parts.append(f"{health['running']} requests running")
+    if "ndp" in health:
+        parts.append(f"NDP worker {health['ndp']}")
+    if "pairs" in health:
+        parts.append(f"{health['pairs']} pairs in {health['batches']} calls, {seconds(health['busy_s'])} busy")
+    return ", ".join(parts)
+
+
+def _counters(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total, plan = record["counters"], record["plan"] or {}
+    rows = [
+        ("policy", f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}") if plan else ("policy", "none"),
+        ("forwards", f"{max((layer['forwards'] for layer in total['layers']), default=0)}"),
+        ("expert hit rate", f"{total['hit_rate']:.1%} ({total['hits']} hits, {total['misses']} misses)"),
+        ("loaded", f"{size(total['bytes_loaded'])}, of it prefetched {size(total['bytes_loaded_prefetch'])}, "
+                   f"wasted {size(total['bytes_wasted'])}"),
+        ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
+        ("expert memory", f"{size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
+                          f"{total['slots']} slots for {total['experts']} experts"),
+    ]  # fmt: skip
+    if plan.get("ndp"):
+        trouble = f"; lost {total['ndp_losses']} times, refused {total['ndp_refusals']} calls"
+        failed = total["ndp_losses"] or total["ndp_refusals"]
+        rows.append(
+            ("NDP worker", f"{total['ndp_tokens']} (token, expert) pairs in {total['ndp_calls']} calls, waited for "
+                           f"{seconds(total['ndp_wait_s'])}{trouble if failed else ''}")
+        )  # fmt: skip
+    rows.append(("numbers are", str(total["executor"])))
+    return rows

@@ -1,0 +1,84 @@
+"""The registry of runtimes on this machine: private, gone at the end, never believed when stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tiermoe.cluster.registry import Entry, Registry
+from tiermoe.errors import RuntimeFailure
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path / "tiermoe")
+
+
+def _mine(deployment: str) -> Entry:
+    return Entry(deployment, "127.0.0.1:1", True, os.getpid(), psutil.Process().create_time())
+
+
+def _leave(registry: Registry, entry: Entry) -> Path:
+    """What a process that was killed leaves."""
+    registry.folder.mkdir(mode=0o700, exist_ok=True)
+    path = registry.folder / f"{entry.deployment}.json"
+    path.write_text(json.dumps(asdict(entry)))
+    return path
+
+
+def test_an_entry_is_private_and_goes_with_its_block(registry: Registry) -> None:
+    with registry.entered("aaaaaa", "10.0.0.5:6379", local=False) as entry:
+        (path,) = registry.folder.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(registry.folder.stat().st_mode) == 0o700
+        assert registry.entries() == [entry]
+        assert (entry.address, entry.local, entry.pid) == ("10.0.0.5:6379", False, os.getpid())
+    assert registry.entries() == []
+    assert not registry.folder.exists()
+
+
+def test_two_runtimes_side_by_side(registry: Registry) -> None:
+    with registry.entered("bbbbbb", "h:2", local=True), registry.entered("aaaaaa", "h:1", local=True):
+        assert [entry.deployment for entry in registry.entries()] == ["aaaaaa", "bbbbbb"]
+
+
+def test_stale_entries_are_ignored_and_removed(registry: Registry) -> None:
+    earlier = replace(_mine("cccccc"), started_s=_mine("cccccc").started_s - 60)  # its pid is another process's now
+    dead = replace(_mine("dddddd"), pid=2**22 + 1)  # over the kernel's largest
+    paths = [_leave(registry, earlier), _leave(registry, dead)]
+    assert registry.entries() == []
+    assert not any(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"deployment": "eeeeee"}', "\x00"])
+def test_what_is_no_entry_is_left_alone(registry: Registry, text: str) -> None:
+    path = _leave(registry, _mine("eeeeee"))
+    path.write_text(text)
+    assert registry.entries() == []
+    assert path.exists()
+
+
+def test_entries_of_wrong_types_do_not_count(registry: Registry) -> None:
+    _leave(registry, replace(_mine("ffffff"), pid="1"))  # type: ignore[arg-type]
+    assert registry.entries() == []
+
+
+def test_a_folder_that_others_may_write_is_neither_read_nor_used(registry: Registry) -> None:
+    _leave(registry, _mine("aaaaaa"))
+    registry.folder.chmod(0o777)
+    assert registry.entries() == []
+    with pytest.raises(RuntimeFailure, match="cannot list this runtime"), registry.entered("b", "h:1", local=True):
+        pytest.fail("entered")
+
+
+def test_a_link_is_not_followed(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    registry.folder.symlink_to(tmp_path / "other")
+    with pytest.raises(RuntimeFailure), registry.entered("b", "h:1", local=True):
+        pytest.fail("entered")
