@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, PolicySettings, PrefetchSettings
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.prepare import prepare
 
 
@@ -70,6 +72,38 @@ def logits(worker: GpuWorker, prompt: Sequence[int], attention: str) -> torch.Te
             return model(torch.tensor([list(prompt)])).logits
     finally:
         model.set_attn_implementation(batching)
+
+
+def struck_greedy(
+    worker: GpuWorker, prompt: Sequence[int], max_tokens: int, strike: Callable[[], None]
+) -> tuple[list[int], float]:
+    """One request during which `strike` is called, once it has eight tokens.
+
+    Returns:
+        The generated tokens, and the longest seconds between two events after the strike.
+    """
+    stream = worker.submit(GenerationRequest("r", tuple(prompt), SamplingParams(max_tokens=max_tokens)))
+    generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
+    struck = False
+    for event in stream:
+        generation.add(event)
+        now_s = time.monotonic()
+        if struck:
+            longest_s = max(longest_s, now_s - last_s)
+        last_s = now_s
+        if len(generation.token_ids) >= 8 and not struck:
+            struck = True
+            strike()
+    return generation.token_ids, longest_s
+
+
+def default_model_greedy(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """`reference_greedy` of the model that ships with the project, unmodified and in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
+    return reference_greedy(model, prompts, max_tokens)
 
 
 def reference_greedy(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from serving import greedy, prepared, reference_greedy, serving, settings
-from transformers import AutoModelForCausalLM
+from serving import default_model_greedy, greedy, prepared, serving, settings
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import KvSettings, LinkSettings
@@ -34,9 +33,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
-    return reference_greedy(model, prompts, TOKENS)
+    return default_model_greedy(prompts, TOKENS)
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])

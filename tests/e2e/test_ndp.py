@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from serving import greedy, reference_greedy
-from transformers import AutoModelForCausalLM
+from serving import default_model_greedy, greedy, struck_greedy
 
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
 from tiermoe.cluster.local import LocalWorker
@@ -29,9 +25,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
-    return reference_greedy(model, prompts, TOKENS)
+    return default_model_greedy(prompts, TOKENS)
 
 
 @contextmanager
@@ -93,19 +87,8 @@ def test_a_request_outlives_the_worker(
     strike: Callable[[LocalWorker], None], transport: str, prompts: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
     with _serving("context-ndp-full", transport=transport) as worker:
-        stream = worker.submit(GenerationRequest("r", prompts[0], SamplingParams(max_tokens=TOKENS)))
-        generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
-        struck = False
-        for event in stream:
-            generation.add(event)
-            now_s = time.monotonic()
-            if struck:
-                longest_s = max(longest_s, now_s - last_s)
-            last_s = now_s
-            if len(generation.token_ids) >= 8 and not struck:
-                struck = True
-                strike(worker)
-        assert generation.token_ids == expected[0]
+        tokens, longest_s = struck_greedy(worker, prompts[0], TOKENS, lambda: strike(worker))
+        assert tokens == expected[0]
         stats = worker.stats()
         assert stats.ndp_losses == 1
         assert longest_s < 4.0  # liveness within 1 s, recomputation within 1 s of it, and a busy machine

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from serving import greedy, prepared, reference_greedy, settings
+from serving import default_model_greedy, greedy, prepared, settings, struck_greedy
 from sharded import serving_group
-from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, ShardSettings
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
@@ -38,9 +34,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
-    return reference_greedy(model, prompts, TOKENS)
+    return default_model_greedy(prompts, TOKENS)
 
 
 def _settings(count: int, budget: float, prefetch: str, **more: Any) -> EngineSettings:
@@ -83,19 +77,8 @@ def test_a_request_outlives_a_shard(
     config = _settings(2, 0.125, "next-gate", link=LinkSettings(gbps=2.0, latency_us=10.0))
     with _processes(store, config) as worker:
         (process,) = worker.shard_processes
-        stream = worker.submit(GenerationRequest("r", prompts[0], SamplingParams(max_tokens=TOKENS)))
-        generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
-        struck = False
-        for event in stream:
-            generation.add(event)
-            now_s = time.monotonic()
-            if struck:
-                longest_s = max(longest_s, now_s - last_s)
-            last_s = now_s
-            if len(generation.token_ids) >= 8 and not struck:
-                struck = True
-                os.kill(process.pid, strike)
-        assert generation.token_ids == expected[0]
+        tokens, longest_s = struck_greedy(worker, prompts[0], TOKENS, lambda: os.kill(process.pid, strike))
+        assert tokens == expected[0]
         stats = worker.stats()
         assert stats.shard_losses == 1
         assert stats.shard_last_failure is not None
