@@ -23,10 +23,10 @@ from tiermoe.cluster.scratch import Scratch, users_of
 
 _DEADLINE_S = 20.0
 _SUBNET = "10.77.0"
-# /dev/shm and the folder are memory of this machine's own; nobody but its holder keeps them alive
+# /dev/shm and the folder are memory of the machine's own. Orphans, which come to the holder, are not to stay as zombies.
 _SET_UP = (
     'mount -t tmpfs -o size=2g tmpfs /dev/shm && mount -t tmpfs -o size=2g tmpfs "$1" && ip link set lo up '
-    "&& echo ready && exec cat"
+    "&& trap '' CHLD && echo ready && exec cat"
 )
 
 
