@@ -143,7 +143,7 @@ class Attachment:
         Raises:
             RuntimeFailure: it does not answer in time, or is dead.
         """
-        return self._lead(deployment).ask(method, deadline_s)
+        return self._lead(deployment).ask(method, deadline_s=deadline_s)
 
     def health(self, record: ActorRecord) -> dict[str, Any]:
         """An actor's own account of its state; `error` is in it where it does not answer."""

@@ -26,6 +26,7 @@ from ..actors.settings import (
     ShardSettings,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from .topology.local import cpus_of_actors, ndp_workers
 from .topology.settings import ClusterConfig, HardwareConfig
 from .yaml_file import explain, read_yaml
 
@@ -43,7 +44,7 @@ class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
     address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
-    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: threads + 1")
+    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: as many as the actors take")
     startup_deadline_s: float = Field(default=300.0, gt=0, description="seconds until every actor must be ready")
     object_store_bytes: int = Field(
         default=100_000_000, ge=80_000_000, description="Ray's shared memory; weights do not pass through it"
@@ -212,11 +213,13 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
         )
     cpus, threads = config.ray.num_cpus, config.worker_threads
-    needed = threads + 1 + (config.ndp.threads if policy.uses_ndp else 0)
+    needed = cpus_of_actors(config, policy)
     if config.ray.address is None and cpus is not None and cpus < needed:
-        ndp = f", the NDP worker's {config.ndp.threads}" if policy.uses_ndp else ""
+        shards, ndp = config.cluster.shards, ndp_workers(config, policy)
+        times = f" on each of {shards} GPUs" if shards > 1 else ""
+        near = f", {f'{ndp} NDP workers' if ndp > 1 else 'the NDP worker'}'s {config.ndp.threads}" if ndp else ""
         raise ConfigError(
-            f"ray.num_cpus is {cpus}, but the worker's {threads} threads{ndp} and the store need {needed}",
+            f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
         )
     return EngineSettings(

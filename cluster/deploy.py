@@ -1,59 +1,69 @@
-"""Where the actors run: places them on Ray, names them and ends them.
+"""A runtime's life: Ray, the plan, its actors, requests, the end.
 
-    scratch directory -> Ray (local, or joined) -> placement group -> ExpertStore -> NdpWorker -> GpuWorker -> ready
+    scratch directory -> Ray (local, or joined) -> plan (`topology`) -> groups (`placement`) -> actors (`crew`) -> ready
 
-The actor classes are plain classes; `ray.remote` is applied here. Their names begin with the deployment's id
-(`names.py`), so that others find them (`attach.py`). `Deployment` is a context manager, and leaving it, in whatever
-way, leaves no process, no shared memory and no file behind.
+Their names begin with the deployment's id (`names.py`), so that others find them (`attach.py`). `Deployment` is a
+context manager, and leaving it, in whatever way, leaves no process, no shared memory and no file behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..actors.engine.stats import EngineStats
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
 from .config import RunConfig
-from .endpoints import EndpointDirectory, Endpoints
+from .crew import Crew
 from .failures import as_failure
-from .lead import CONTROL, CONTROL_THREADS, Lead
-from .names import ENDPOINTS, LEAD, STORE, new_id
+from .lead import Lead
+from .names import new_id
+from .placement import DeploymentEnded, Placement
 from .quiet import without_ray_notices
 from .ray_session import head_address, join, leave, refuse_second, start_local, thread_limits
 from .scratch import Scratch
+from .topology.facts import facts_of_store
+from .topology.local import local_notes, local_ray
+from .topology.make import PlanResult, make_plan
+from .topology.nodes import nodes_from_ray
+from .topology.plan import Topology
+from .topology.spec import ModelFacts
+from .watcher import Watcher
 
 _CALL_DEADLINE_S = 30.0
 
 
+def say(line: str) -> None:
+    """A line for people, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class Deployment:
-    """One store and one worker on Ray, with an NDP worker where the policy uses one, ready inside the `with` block.
+    """A planned topology on Ray, ready inside the `with` block.
 
     Args:
-        config: which Ray, which deadlines.
-        settings: what the worker needs.
-        store_path: directory of the prepared expert store, visible to the node of the actors.
+        config: which Ray, what to place where, which deadlines.
+        settings: what the workers need.
+        store_path: folder of the prepared expert store, visible to this process and to every node that maps it.
         worker_class: class with the interface of `GpuWorker`; None: `GpuWorker`.
-        store_class: class with the interface of `ExpertStore`; None: `ExpertStore`.
+        store_class: class with the interface of `StoreWorker`; None: `StoreWorker`.
+        facts: sizes of the model; None: those of the store.
+        tell: given lines about what is waited for, and what came or went while serving.
+        on_ray: called once there is a Ray and before anything is placed on it.
 
     Attributes:
         id: what the names of its actors begin with.
-        plan: the worker's effective plan, once started.
+        planned: what runs where with how many bytes, and the prediction, once started.
+        plan: the lead's effective plan, once started.
         startup_s: seconds from the call to ready.
     """
 
@@ -65,21 +75,24 @@ class Deployment:
         *,
         worker_class: type | None = None,
         store_class: type | None = None,
+        facts: ModelFacts | None = None,
+        tell: Callable[[str], None] = say,
+        on_ray: Callable[[Deployment], None] | None = None,
     ) -> None:
         self.id = new_id()
         self._config = config
         self._settings = settings
         self._store_path = store_path
-        self._worker_class = worker_class
-        self._store_class = store_class
+        self._classes = (worker_class, store_class)
+        self._facts = facts
+        self._tell, self._on_ray = tell, on_ray
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
-        self._group: PlacementGroup | None = None
-        self._store: Any = None
-        self._lead = Lead(None)
-        self._directory: Any = None
-        self._ndp: Any = None
+        self._placement: Placement | None = None
+        self._crew: Crew | None = None
+        self._watcher: Watcher | None = None
+        self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
 
@@ -87,25 +100,29 @@ class Deployment:
         """Start everything.
 
         Raises:
-            RuntimeFailure: Ray or an actor did not start in time, or the cluster lacks the resources.
-            TierMoeError: what the store or the worker refused (bad store, budget too small, ...).
+            ConfigError: a node is short of a resource, or the budget does not fit: refused before anything is loaded.
+            DeploymentEnded: somebody ended it meanwhile.
+            RuntimeFailure: Ray or an actor did not start in time.
+            TierMoeError: what the store or a worker refused (bad store, budget too small, ...).
         """
         refuse_second()
         begin = time.monotonic()
         self._deadline_s = begin + self._config.ray.startup_deadline_s
         try:
+            facts = self._facts or facts_of_store(Path(self._store_path), self._config.model_dir)
             self._quiet.enter_context(without_ray_notices())
             self._start_ray()
+            if self._on_ray is not None:
+                self._on_ray(self)
+            self._plan(facts)
             self._place()
             self._start_actors()
         except BaseException as error:
+            failure = self._failure(error)
             self.close()
-            # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
-            ours = isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError)
-            if ours or not isinstance(error, Exception):
+            if failure is None:
                 raise
-            deadline_s = self._config.ray.startup_deadline_s
-            raise as_failure(error, "the runtime did not start", deadline_s, "ray.startup_deadline_s") from error
+            raise failure from error
         self.startup_s = time.monotonic() - begin
         return self
 
@@ -131,6 +148,22 @@ class Deployment:
         """HOST:PORT by which others join the Ray that this runs on."""
         return head_address()
 
+    @property
+    def planned(self) -> PlanResult:
+        """What runs where, with how many bytes, and the prediction.
+
+        Raises:
+            RuntimeFailure: not started.
+        """
+        if self._planned is None:
+            raise RuntimeFailure("the deployment is not started", "enter it first")
+        return self._planned
+
+    @property
+    def topology(self) -> Topology:
+        """The planned actors, as they were placed; workers that joined later are not in it."""
+        return self.planned.topology
+
     def watch(self) -> bool:
         """Whether the deployment goes on; False: somebody ended it in order (`Attachment.end`).
 
@@ -140,165 +173,120 @@ class Deployment:
         try:
             self._lead.alive()
         except RuntimeFailure:
-            if self._group is not None and placement_group_table(self._group)["state"] == "REMOVED":
+            if self._placement is not None and self._placement.ended:
                 return False
             raise
         return True
 
     def stats(self) -> EngineStats:
-        """The worker's counters."""
+        """The lead's counters."""
         return self._lead.ask("stats")
+
+    def shard_stats(self) -> list[dict[str, Any]]:
+        """Counters of every GPU, the lead's first."""
+        return self._lead.ask("shard_stats")
 
     def reset_stats(self) -> None:
         """Set the worker's counters to zero."""
         self._lead.ask("reset_stats")
 
     def health(self) -> dict[str, Any]:
-        """The worker's own account of its state."""
+        """The lead's own account of its state and of its peers."""
         return self._lead.ask("health")
 
-    def ndp_health(self) -> dict[str, Any]:
-        """The NDP worker's own account of its state.
+    def actor_health(self, role: str) -> dict[str, Any]:
+        """Another actor's own account of its state.
+
+        Args:
+            role: such as "ndp/0", "shard/1" or "store/0".
 
         Raises:
             RuntimeFailure: there is none, or it does not answer (Ray may be restarting it).
         """
-        if self._ndp is None:
-            raise RuntimeFailure("this deployment has no NDP worker", "choose a policy that uses one")
+        actor = self._crew.actors.get(role) if self._crew is not None else None
+        if actor is None:
+            raise RuntimeFailure(f"this deployment has no actor '{role}'", "see `tiermoe status` for those it has")
         try:
-            return ray.get(self._ndp.health.remote(), timeout=_CALL_DEADLINE_S)
+            return ray.get(actor.health.remote(), timeout=_CALL_DEADLINE_S)
         except ray.exceptions.RayError as error:
-            raise as_failure(error, "the NDP worker did not answer 'health'", _CALL_DEADLINE_S) from error
+            raise as_failure(error, f"'{role}' did not answer 'health'", _CALL_DEADLINE_S) from error
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """Chrome trace events that the worker recorded."""
+        """Chrome trace events that the lead recorded."""
         return self._lead.ask("trace_events")
 
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
-        actors = [self._lead.handle, self._ndp, self._store, self._directory]
-        self._lead, self._ndp, self._store, self._directory = Lead(None), None, None, None
-        group, self._group = self._group, None
+        watcher, self._watcher = self._watcher, None
+        crew, self._crew = self._crew, None
+        placement, self._placement = self._placement, None
         scratch, self._scratch = self._scratch, None
         try:
+            if watcher is not None:
+                watcher.close()
             if ray.is_initialized():
-                for actor in actors:
-                    if actor is not None:
-                        with contextlib.suppress(Exception):
-                            ray.kill(actor, no_restart=True)
-                if group is not None:
-                    with contextlib.suppress(Exception):
-                        remove_placement_group(group)
+                if crew is not None:
+                    crew.close()
+                if placement is not None:
+                    placement.release()
                 leave()
         finally:  # also when a second Ctrl-C cuts the above short
             self._quiet.close()
             if scratch is not None:
                 scratch.close()
 
+    @property
+    def _lead(self) -> Lead:
+        return self._crew.lead if self._crew is not None else Lead(None)
+
+    @property
+    def _local(self) -> bool:
+        return self._config.ray.address is None
+
     def _start_ray(self) -> None:
-        address = self._config.ray.address
-        if address is not None:
-            join(address, thread_limits(self._settings.threads))
+        threads = self._settings.threads
+        if self._config.ray.address is not None:
+            join(self._config.ray.address, thread_limits(threads))
             return
         self._scratch = Scratch()
+        given = local_ray(self._config, self._settings)
         start_local(
-            self._scratch,
-            self._config.ray.num_cpus or self._settings.threads + 1 + self._ndp_threads(),
-            {"ndp": 1} if self._settings.policy.uses_ndp else {},
-            self._config.ray.object_store_bytes,
-            self._settings.threads,
+            self._scratch, given.cpus, dict(given.resources), self._config.ray.object_store_bytes, threads
         )
+
+    def _plan(self, facts: ModelFacts) -> None:
+        """Decide what runs where on the nodes that there are."""
+        nodes = nodes_from_ray(ray.nodes())
+        where = "a Ray of its own" if self._local else f"the Ray at {self._config.ray.address}"
+        notes = local_notes(self._config, self._settings) if self._local else ()
+        self._planned = make_plan(self._config, self._settings, facts, nodes, where, notes)
 
     def _place(self) -> None:
-        """Reserve one node for worker and store together: they share the store's mapped files."""
-        wants_gpu = self._settings.device == "cuda" or (
-            self._settings.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
-        )
-        worker = {"CPU": float(self._settings.threads)} | ({"GPU": 1.0} if wants_gpu else {})
-        bundles = [worker, {"CPU": 1.0}]
-        wanted = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in sorted(worker)}
-        have = ray.cluster_resources()
-        if self._settings.policy.uses_ndp and have.get("ndp", 0.0) < 1:
-            raise RuntimeFailure(
-                f"policy '{self._settings.policy.name}' needs a node with the resource ndp, Ray has none",
-                "start that node with `ray start ... --resources '{\"ndp\": 1}'`, or choose another policy",
-            )
-        fits = all(have.get(key, 0.0) >= value for key, value in wanted.items())
-        self._group = placement_group(bundles, strategy="STRICT_PACK", name=self.id)
-        # a cluster that was joined may be busy, or grow: wait. A local Ray has what it has.
-        if (fits or self._config.ray.address is not None) and self._group.wait(timeout_seconds=self._left()):
-            return
-        if fits:
-            raise ray.exceptions.GetTimeoutError("placement group")
-        raise RuntimeFailure(
-            f"the actors need a node with {_amounts(wanted, wanted)}, Ray has {_amounts(have, wanted)} in all",
-            "lower threads, raise ray.num_cpus, use --device cpu, or join a larger cluster",
-        )
+        """Reserve what the plan says."""
+        self._placement = Placement(self.id, self.topology, self._local, self._tell)
+        self._placement.reserve(self._left)
 
     def _start_actors(self) -> None:
-        store_class, worker_class = self._classes()
-        self._store = self._actor(store_class, STORE, bundle=1, cpus=1, max_concurrency=2).remote(self._store_path)
-        view = ray.get(self._store.describe.remote(), timeout=self._left())
-        worker = self._actor(
-            worker_class,
-            LEAD,
-            bundle=0,
-            cpus=self._settings.threads,
-            max_concurrency=self._settings.kv.max_requests,
-            concurrency_groups={CONTROL: CONTROL_THREADS},
-        ).remote(self._settings, view, self._start_ndp() if self._settings.policy.uses_ndp else None)
-        self._lead = Lead(worker)
-        self.plan = ray.get(worker.start.remote(), timeout=self._left())
+        assert self._placement is not None
+        self._crew = Crew(
+            self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes
+        )
+        self.plan = self._crew.start(self._left)
+        self._watcher = Watcher.for_crew(self._crew, self._config, self.topology, self._tell)
 
-    def _start_ndp(self) -> Any:
-        """Start the NDP worker where the resource `ndp` is; the link by which the lead finds it, also restarted."""
-        from ..actors.links import NDP, PeerLink
-        from ..actors.ndp_worker import NdpWorker
-
-        settings = self._settings.ndp
-        name = f"{self.id}/{ENDPOINTS}"  # another deployment in the same cluster has its own
-        self._directory = ray.remote(num_cpus=0, name=name)(EndpointDirectory).remote()
-        local = self._config.ray.address is None
-        endpoints = Endpoints(name, "127.0.0.1" if local else None)
-        token = secrets.token_hex(32)
-        self._ndp = ray.remote(
-            name=f"{self.id}/{NDP}",
-            num_cpus=settings.threads,
-            resources={"ndp": 1},
-            max_restarts=-1,
-            max_concurrency=2,
-            runtime_env={"env_vars": thread_limits(1)} if not local else None,
-        )(NdpWorker).remote(settings, self._store_path, endpoints, token)
-        ray.get(self._ndp.health.remote(), timeout=self._left())
-        return PeerLink(endpoints, token)
-
-    def _ndp_threads(self) -> int:
-        return self._settings.ndp.threads if self._settings.policy.uses_ndp else 0
-
-    def _classes(self) -> tuple[type, type]:
-        """The classes to run; imported here so that only a deployment pays for them."""
-        store, worker = self._store_class, self._worker_class
-        if store is None:
-            from ..actors.expert_store import ExpertStore
-
-            store = ExpertStore
-        if worker is None:
-            from ..actors.gpu_worker import GpuWorker
-
-            worker = GpuWorker
-        return store, worker
-
-    def _actor(self, plain: type, role: str, *, bundle: int, cpus: int, **options: Any) -> Any:
-        assert self._group is not None
-        gpus = self._group.bundle_specs[bundle].get("GPU", 0)
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        name = f"{self.id}/{role}"
-        return ray.remote(name=name, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, **options)(plain)
+    def _failure(self, error: BaseException) -> TierMoeError | None:
+        """What to raise for an error of the start; None: that error as it is."""
+        if not isinstance(error, Exception):
+            return None
+        with contextlib.suppress(Exception):  # where Ray does not say, the error speaks for itself
+            if self._placement is not None and self._placement.ended:
+                return DeploymentEnded(f"deployment {self.id} was ended while it started", "start it again")
+        # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
+        if isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError):
+            return None
+        deadline_s = self._config.ray.startup_deadline_s
+        return as_failure(error, "the runtime did not start", deadline_s, "ray.startup_deadline_s")
 
     def _left(self) -> float:
         """Seconds until the start-up deadline; never zero, which Ray takes for `do not wait`."""
         return max(0.001, self._deadline_s - time.monotonic())
-
-
-def _amounts(resources: dict[str, float], keys: Iterable[str]) -> str:
-    return " and ".join(f"{resources.get(key, 0.0):g} {key}" for key in keys)

@@ -97,6 +97,10 @@ class Endpoints:
         """Enter this process; returns its generation."""
         return self._ask("register", name, address, os.getpid())
 
+    def enter(self, endpoint: Endpoint) -> int:
+        """Enter another process again, which a directory that was restarted has forgotten; its new generation."""
+        return self._ask("register", endpoint.name, endpoint.address, endpoint.pid)
+
     def lookup(self, name: str) -> str | None:
         """The address; None: nobody has this name."""
         found = self._ask("lookup", name)

@@ -59,14 +59,14 @@ class Lead:
         with contextlib.suppress(ray.exceptions.RayError):
             self._control("cancel", request_id, deadline_s=_GOODBYE_DEADLINE_S)
 
-    def ask(self, method: str, deadline_s: float = _CALL_DEADLINE_S) -> Any:
+    def ask(self, method: str, *args: Any, deadline_s: float = _CALL_DEADLINE_S) -> Any:
         """What a method of the worker returns.
 
         Raises:
             RuntimeFailure: it does not answer within `deadline_s`, or is dead.
         """
         try:
-            return self._control(method, deadline_s=deadline_s)
+            return self._control(method, *args, deadline_s=deadline_s)
         except ray.exceptions.RayError as error:
             raise as_failure(error, f"the worker did not answer '{method}'", deadline_s) from error
 

@@ -1,17 +1,27 @@
-"""How the actors of a deployment are called in Ray: `ID/ROLE`, in the namespace of `ray_session`."""
+"""How the actors of a deployment are called in Ray: `ID/ROLE`, in the namespace of `ray_session`.
+
+Its placement groups have such names too: `ID/GROUP`.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
 
-LEAD, STORE, ENDPOINTS = "lead", "store", "endpoints"  # besides `actors.links.NDP`
+from .topology.plan import PlannedActor
+
+LEAD, ENDPOINTS = "lead", "endpoints"
 _NAME = re.compile(r"(?P<id>[0-9a-f]{6})/(?P<role>[a-z]+(?:/[0-9]+)?)")
 
 
 def new_id() -> str:
     """A random id for a deployment: six hexadecimal digits."""
     return secrets.token_hex(3)
+
+
+def role_of(actor: PlannedActor) -> str:
+    """The second part of an actor's name; of shards, stores and NDP workers also what they register under."""
+    return {"lead": LEAD, "directory": ENDPOINTS}.get(actor.role, f"{actor.role}/{actor.index}")
 
 
 def split_name(name: str) -> tuple[str, str] | None:

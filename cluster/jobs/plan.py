@@ -6,60 +6,21 @@ configuration + sizes of the model + nodes -> topology -> prediction -> tables o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ...actors.settings import EngineSettings
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
 from ..report.topology import topology_tables
-from ..topology.estimate import Prediction, predict, resolve_hardware
 from ..topology.facts import facts_of_checkpoint, facts_of_store
-from ..topology.nodes import nodes_from_file, nodes_of_cluster, this_machine, usable_cores
-from ..topology.plan import Topology
-from ..topology.planner import STORE_CPUS, plan_topology
-from ..topology.spec import ClusterSpec, ModelFacts, NodeInfo, cluster_spec
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """A plan with all that it came from.
-
-    Attributes:
-        nodes_from: where the nodes come from, for people.
-        notes: the topology's and our own.
-    """
-
-    facts: ModelFacts
-    spec: ClusterSpec
-    topology: Topology
-    prediction: Prediction
-    nodes_from: str
-    notes: tuple[str, ...]
-
-
-def make_plan(config: RunConfig, nodes: Sequence[NodeInfo], nodes_from: str) -> PlanResult:
-    """Everything that `tiermoe plan` prints.
-
-    Raises:
-        TierMoeError: what is malformed, or which resource is short where.
-    """
-    settings = engine_settings(config)
-    facts = model_facts(config)
-    spec = cluster_spec(config, settings, facts, nodes)
-    topology = plan_topology(spec, facts, nodes)
-    hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
-    notes = list(topology.notes)
-    if facts.dense_estimated:
-        notes.append("dense bytes are computed from config.json: the weights are not here")
-    return PlanResult(
-        facts, spec, topology, predict(topology, spec, facts, hardware), nodes_from, tuple(notes)
-    )
+from ..topology.local import local_notes, local_ray, usable_cores
+from ..topology.make import make_plan
+from ..topology.nodes import nodes_from_file, nodes_of_cluster, this_machine
+from ..topology.spec import ModelFacts, NodeInfo
+from .runtime_options import NdpWorkers, Shards
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -80,27 +41,6 @@ def model_facts(config: RunConfig) -> ModelFacts:
     if store is not None and store.is_dir():
         return facts_of_store(store, model_dir)
     return facts_of_checkpoint(model_dir)
-
-
-def local_nodes(config: RunConfig, settings: EngineSettings) -> list[NodeInfo]:
-    """This machine as a local Ray would have it: with as many CPUs as the actors need, unless the file says."""
-    policy, cluster = settings.policy, config.cluster
-    ndp = settings.ndp.threads if policy.uses_ndp else 0
-    needed = settings.threads * cluster.shards + int(STORE_CPUS) + ndp
-    return this_machine(config.ray.num_cpus or needed, policy.uses_ndp)
-
-
-def as_record(result: PlanResult) -> dict[str, Any]:
-    """The plan as one JSON object."""
-    facts = result.facts
-    return {
-        "model": asdict(facts) | {"expert_bytes": facts.expert_bytes},
-        "spec": asdict(result.spec),
-        "nodes_from": result.nodes_from,
-        "topology": result.topology.as_dict(),
-        "prediction": result.prediction.as_dict(),
-        "notes": list(result.notes),
-    }
 
 
 def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeInfo], str]:
@@ -124,7 +64,7 @@ def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeI
             f"the configuration joins the Ray at {address}, whose nodes are not known here",
             "pass --live to ask it, or --nodes FILE",
         )
-    return local_nodes(config, engine_settings(config)), f"this machine, {usable_cores()} usable cores"
+    return this_machine(local_ray(config, engine_settings(config))), f"this machine, {usable_cores()} usable cores"
 
 
 def plan_command(
@@ -133,16 +73,21 @@ def plan_command(
     policy: Annotated[str | None, typer.Option(help="Name in configs/policies, or a YAML file. (next-gate)")] = None,
     budget: Annotated[str | None, typer.Option(help="Memory of each GPU for experts: 0.25, 25%, 8GB. (0.25)")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. (auto)")] = None,
+    shards: Shards = None,
+    ndp_workers: NdpWorkers = None,
     store: Annotated[str | None, typer.Option(help="Folder of an expert store, for exact sizes.")] = None,
     nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, as ray.nodes() names them.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what would run where, with how many bytes and how fast, and start nothing."""
-    options = {"model": model, "policy": policy, "budget": budget, "device": device, "store": store}
-    settings = load_run_config(config, options)
-    there, nodes_from = _nodes(settings, nodes, live)
-    record = as_record(make_plan(settings, there, nodes_from))
+    cluster = {"shards": shards, "ndp_workers": ndp_workers}
+    options = {"model": model, "policy": policy, "budget": budget, "device": device, "store": store, "cluster": cluster}
+    chosen = load_run_config(config, options)
+    there, nodes_from = _nodes(chosen, nodes, live)
+    settings = engine_settings(chosen)
+    notes = local_notes(chosen, settings) if chosen.ray.address is None and nodes is None else ()
+    record = make_plan(chosen, settings, model_facts(chosen), there, nodes_from, notes).as_dict()
     if as_json:
         print(json.dumps(record))
         return

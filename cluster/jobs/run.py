@@ -40,7 +40,9 @@ from .runtime_options import (
     NdpHardware,
     NdpPace,
     NdpThreads,
+    NdpWorkers,
     Policy,
+    Shards,
     Store,
     Threads,
     checked_config,
@@ -186,6 +188,8 @@ def run_command(
     ndp_threads: NdpThreads = None,
     ndp_hardware: NdpHardware = None,
     ndp_pace: NdpPace = None,
+    shards: Shards = None,
+    ndp_workers: NdpWorkers = None,
     store: Store = None,
     attach: Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` keeps: use it.")] = None,
     deployment: Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")] = None,
@@ -196,7 +200,7 @@ def run_command(
     options = runtime_options(
         model=model, policy=policy, budget=budget, device=device, dtype=dtype, threads=threads, store=store,
         link_gbps=link_gbps, link_latency_us=link_latency_us, ndp_threads=ndp_threads, ndp_hardware=ndp_hardware,
-        ndp_pace=ndp_pace,
+        ndp_pace=ndp_pace, shards=shards, ndp_workers=ndp_workers,
     )  # fmt: skip
     sampling = sampling_params(max_tokens, temperature, top_p, top_k, seed)
     report, text_out = Console(stderr=as_json), sys.stderr if as_json else sys.stdout

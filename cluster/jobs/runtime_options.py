@@ -14,7 +14,6 @@ from ...actors.settings import EngineSettings
 from ...actors.store_format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
-from ..topology.settings import ClusterConfig
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 
@@ -30,6 +29,8 @@ LinkLatency = Annotated[float | None, typer.Option(help="Emulated link latency; 
 NdpThreads = Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1)")]
 NdpHardware = Annotated[str | None, typer.Option(help="Modelled NDP device, configs/hardware. (paper-ndp)")]
 NdpPace = Annotated[bool | None, typer.Option(help="Answer no sooner than the modelled NDP device would.")]
+Shards = Annotated[int | None, typer.Option(help="GPUs, or CPU stand-ins, that share the experts. (1)")]
+NdpWorkers = Annotated[str | None, typer.Option(help="NDP workers, or per-node; for policies that use them. (1)")]
 Store = Annotated[str | None, typer.Option(help="Folder of the expert store. (in the cache)")]
 
 
@@ -40,12 +41,15 @@ def runtime_options(
     ndp_threads: int | None,
     ndp_hardware: str | None,
     ndp_pace: bool | None,
+    shards: int | None,
+    ndp_workers: str | None,
     **plain: str | int | None,
 ) -> dict[str, Any]:
     """The options by configuration key, nested for sections; None where not given."""
     return plain | {
         "link": {"gbps": link_gbps, "latency_us": link_latency_us},
         "ndp": {"threads": ndp_threads, "hardware": ndp_hardware, "pace": ndp_pace},
+        "cluster": {"shards": shards, "ndp_workers": ndp_workers},
     }
 
 
@@ -72,7 +76,8 @@ def refuse_runtime_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if isinstance(value, Mapping):
-            refuse_runtime_options({f"{name}-{key.replace('_', '-')}": inner for key, inner in value.items()})
+            prefix = "" if name == "cluster" else f"{name}-"
+            refuse_runtime_options({f"{prefix}{key.replace('_', '-')}": inner for key, inner in value.items()})
         elif value is not None and name != "model":
             raise RequestError(
                 f"--{name} is a matter of the runtime, which runs already", "leave it out, or run without --attach"
@@ -86,11 +91,6 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSetting
         TierMoeError: the first thing that is wrong, with its remedy.
     """
     settings = engine_settings(config, trace=trace)
-    if config.cluster != ClusterConfig():
-        raise ConfigError(
-            "the configuration's cluster section is only planned so far (`tiermoe plan`), not carried out",
-            "leave it out: one GPU worker, one store and one NDP worker are started",
-        )
     check_model_dir(config.model_dir)
     if config.device == "cuda" and config.ray.address is None and not any(map(os.path.exists, _GPU_FILES)):
         raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")

@@ -21,7 +21,9 @@ from .runtime_options import (
     NdpHardware,
     NdpPace,
     NdpThreads,
+    NdpWorkers,
     Policy,
+    Shards,
     Store,
     Threads,
     checked_config,
@@ -46,13 +48,15 @@ def up_command(
     ndp_threads: NdpThreads = None,
     ndp_hardware: NdpHardware = None,
     ndp_pace: NdpPace = None,
+    shards: Shards = None,
+    ndp_workers: NdpWorkers = None,
     store: Store = None,
 ) -> None:
     """Start a runtime and keep it until Ctrl-C or `tiermoe down`."""
     options = runtime_options(
         model=model, policy=policy, budget=budget, device=device, dtype=dtype, threads=threads, store=store,
         link_gbps=link_gbps, link_latency_us=link_latency_us, ndp_threads=ndp_threads, ndp_hardware=ndp_hardware,
-        ndp_pace=ndp_pace,
+        ndp_pace=ndp_pace, shards=shards, ndp_workers=ndp_workers,
     )  # fmt: skip
     chosen = checked_config(config, options)
     settings = checked_settings(chosen)

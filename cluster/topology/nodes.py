@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from ...actors.settings import Settings
 from ...errors import RuntimeFailure
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
+from .local import LocalRay
 from .plan import NODE_ID_LABEL
 from .spec import NodeInfo
 
@@ -71,25 +71,15 @@ def nodes_from_ray(records: Sequence[Mapping[str, Any]]) -> list[NodeInfo]:
     return sorted(nodes, key=lambda node: node.id)
 
 
-def this_machine(cpus: float, ndp: bool) -> list[NodeInfo]:
-    """The one node of a local Ray, as `cluster.deploy` starts it.
-
-    Args:
-        cpus: that Ray is told to have, whatever the machine has.
-        ndp: whether the policy uses an NDP worker.
-    """
+def this_machine(given: LocalRay) -> list[NodeInfo]:
+    """The one node of a local Ray, as `cluster.deploy` starts it."""
     resources = {
-        "CPU": float(cpus),
+        "CPU": float(given.cpus),
         "GPU": float(len(list(Path("/dev").glob(_GPU_DEVICES)))),
         "memory": float(psutil.virtual_memory().available),
+        **given.resources,
     }
-    resources |= {"ndp": 1.0} if ndp else {}
     return [NodeInfo("local", "127.0.0.1", True, {name: amount for name, amount in resources.items() if amount})]
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def nodes_of_cluster(address: str) -> list[NodeInfo]:

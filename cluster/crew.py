@@ -1,0 +1,183 @@
+"""The actors of one deployment: constructed here and nowhere else, as the plan says, side by side.
+
+    directory -> stores, shards, NDP workers -> the lead with its node's store -> all of them ready -> lead.start
+
+The actor classes are plain classes. Ray restarts all but the lead where they die, and they register anew. What it
+passes to a constructor again may not hold references, so workers get links (names in the directory), not handles.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from ..actors.links import PeerLink
+from ..actors.settings import EngineSettings
+from .endpoints import EndpointDirectory, Endpoints
+from .lead import CONTROL, CONTROL_THREADS, Lead
+from .names import ENDPOINTS, role_of
+from .placement import RESTART_ALWAYS, Placement, end
+from .ray_session import thread_limits
+from .topology.plan import PlannedActor, Topology
+
+_CONCURRENCY = 4  # control calls of the workers; what they compute arrives on their channels
+_STEP_S = 1.0
+
+
+class Crew:
+    """Lead, shards, stores, NDP workers and endpoint directory.
+
+    Args:
+        name: the deployment's id.
+        store_path: folder of the expert store, on every node that maps it.
+        local: whether all of them are on this machine.
+        worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
+
+    Attributes:
+        name: as given.
+        lead: once started.
+        directory: how to ask for addresses; None where nobody needs to.
+        actors: all handles but the lead's, by role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        topology: Topology,
+        placement: Placement,
+        settings: EngineSettings,
+        store_path: str,
+        local: bool,
+        worker_class: type | None = None,
+        store_class: type | None = None,
+    ) -> None:
+        self.name, self._topology, self._placement = name, topology, placement
+        self._settings, self._store_path, self._local = settings, store_path, local
+        self._worker_class, self._store_class = worker_class, store_class
+        self._token = secrets.token_hex(32)
+        self.directory: Endpoints | None = None
+        self.actors: dict[str, Any] = {}
+        self.lead = Lead(None)
+
+    def start(self, left: Callable[[], float]) -> dict[str, Any]:
+        """Start all and wait until they serve; the lead's effective plan.
+
+        Args:
+            left: seconds until the deadline.
+
+        Raises:
+            TierMoeError, RayError: what an actor refused or died of. DeploymentEnded: see `Placement`.
+        """
+        topology = self._topology
+        for planned in topology.having("directory"):
+            name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
+            self._keep(planned, EndpointDirectory)
+            self.directory = Endpoints(name, "127.0.0.1" if self._local else None)
+        views = [self._start_store(planned).describe.remote() for planned in topology.having("store")]
+        peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]
+        ready = [peer.health.remote() for peer in peers]
+        self._wait(views, left)
+        lead = self._start_lead(ray.get(views, timeout=left()))
+        self._wait(ready, left)  # before the lead, which connects to them
+        plan = lead.start.remote()
+        self._wait([plan], left)
+        return ray.get(plan)
+
+    def start_ndp(self, planned: PlannedActor) -> Any:
+        """One NDP worker's handle; it is not waited for."""
+        from ..actors.ndp_worker import NdpWorker
+
+        settings = self._settings.ndp
+        return self._keep(planned, NdpWorker, settings, self._store_path, self.directory, self._token, threads=1)
+
+    def dismiss(self, role: str) -> None:
+        """End one worker for good."""
+        actor = self.actors.pop(role, None)
+        if actor is not None:
+            end(actor)
+
+    def link(self, role: str) -> PeerLink:
+        """The way to a worker for the others, also after it was restarted."""
+        assert self.directory is not None
+        return PeerLink(self.directory, self._token, role)
+
+    def close(self) -> None:
+        """End all for good. Idempotent; never raises."""
+        lead, self.lead = self.lead.handle, Lead(None)
+        actors, self.actors = self.actors, {}
+        for actor in (lead, *actors.values()):
+            if actor is not None:
+                end(actor)
+
+    def _start_store(self, planned: PlannedActor) -> Any:
+        plain = self._store_class
+        if plain is None:
+            from ..actors.expert_store import ExpertStore
+
+            return self._keep(planned, ExpertStore, self._store_path, threads=1)
+        return self._keep(planned, plain, self._store_path, threads=1)
+
+    def _start_shard(self, planned: PlannedActor) -> Any:
+        from ..actors.shard_worker import ShardWorker
+
+        return self._keep(
+            planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token
+        )
+
+    def _start_lead(self, views: Sequence[Any]) -> Any:
+        worker = self._worker_class
+        if worker is None:
+            from ..actors.gpu_worker import GpuWorker
+
+            worker = GpuWorker
+        planned, stores = self._topology.lead, self._topology.having("store")
+        here = [view for view, store in zip(views, stores, strict=True) if store.node == planned.node]
+        # without a store on its node it maps the dense weights only
+        view = here[0] if here else replace(views[0], layers=())
+        arguments: list[Any] = [self._settings, view]
+        ndp, shards = self._links("ndp"), self._links("shard")
+        if ndp or shards:
+            arguments += [ndp[0] if ndp else None, shards]
+        lead = self._placement.make(
+            planned,
+            worker,
+            *arguments,
+            options={
+                "max_concurrency": self._settings.kv.max_requests,
+                "concurrency_groups": {CONTROL: CONTROL_THREADS},
+            },
+        )
+        self.lead = Lead(lead)
+        return lead
+
+    def _links(self, *roles: Any) -> list[PeerLink]:
+        return [self.link(role_of(planned)) for planned in self._topology.having(*roles)]
+
+    def _keep(self, planned: PlannedActor, plain: type, *args: Any, threads: int | None = None) -> Any:
+        """Start a worker that Ray restarts.
+
+        Args:
+            threads: of its arithmetic libraries, where that is not what the whole Ray was started with.
+        """
+        options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
+        if threads is not None and not self._local:  # a local Ray would have to start a process for an environment
+            options["runtime_env"] = {"env_vars": thread_limits(threads)}
+        handle = self._placement.make(planned, plain, *args, options=options)
+        self.actors[role_of(planned)] = handle
+        return handle
+
+    def _wait(self, refs: Sequence[Any], left: Callable[[], float]) -> None:
+        """Return when all have come; the first that fails is raised at once."""
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(left(), _STEP_S))
+            for ref in done:
+                ray.get(ref)
+            if not done:
+                self._placement.refuse_ended()
+                if left() <= 0.001:
+                    raise ray.exceptions.GetTimeoutError("actors")

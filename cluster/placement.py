@@ -1,0 +1,146 @@
+"""The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
+
+Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly bound
+to the node that was planned, so that Ray may restart them on another node with the same custom resource.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray._private import state as gcs  # what is free on each node, without a dashboard
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from ..errors import RuntimeFailure
+from .names import role_of
+from .topology.plan import PlannedActor, Topology
+
+RESTART_ALWAYS = -1
+_PATIENCE_S = 2.0  # resources of a run that has just ended are freed within
+_STEP_S = 1.0
+
+
+class DeploymentEnded(RuntimeFailure):
+    """Somebody ended the deployment in order while it was starting."""
+
+
+class Placement:
+    """Where the actors of one deployment go.
+
+    Args:
+        name: the deployment's id, with which all names begin.
+        local: whether this Ray has one node and nobody else's actors.
+        tell: given a line about what is waited for.
+    """
+
+    def __init__(self, name: str, topology: Topology, local: bool, tell: Callable[[str], None]) -> None:
+        self._name, self._topology, self._local, self._tell = name, topology, local, tell
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def reserve(self, left: Callable[[], float]) -> None:
+        """Make the groups and wait until they stand; one line says what for, if that takes long.
+
+        Args:
+            left: seconds until the deadline.
+
+        Raises:
+            GetTimeoutError: Ray's, at the deadline. DeploymentEnded: the groups were removed meanwhile.
+        """
+        for group in self._topology.groups:
+            selectors = [dict(selector) for selector in group.selectors]
+            self._groups[group.name] = placement_group(
+                [dict(bundle) for bundle in group.bundles],
+                strategy=group.strategy,
+                name=f"{self._name}/{group.name}",
+                bundle_label_selector=selectors if any(selectors) else None,  # type: ignore[arg-type]
+            )
+        patience_s = time.monotonic() + _PATIENCE_S
+        told = self._local
+        for group in self._groups.values():
+            while not group.wait(timeout_seconds=min(left(), _STEP_S)):
+                self.refuse_ended()
+                if left() <= 0.001:
+                    raise ray.exceptions.GetTimeoutError("placement group")
+                if not told and time.monotonic() > patience_s:
+                    told = True
+                    self._tell(f"waiting for {self._short(self._topology.actors) or 'the cluster to make room'}")
+        ungrouped = [actor for actor in self._topology.actors if actor.group is None]
+        if not told and (short := self._short(ungrouped)):
+            self._tell(f"waiting for {short}")
+
+    def make(self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """Start an actor where it was planned; its handle.
+
+        Args:
+            plain: its class.
+            args: of its constructor.
+            options: of Ray, besides name, resources and place.
+        """
+        resources = dict(actor.resources)
+        where: dict[str, Any] = {
+            "name": f"{self._name}/{role_of(actor)}",
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources or None,
+        }
+        if actor.group is not None:
+            where["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._groups[actor.group], placement_group_bundle_index=actor.bundle or 0
+            )
+        elif not self._local:
+            where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(actor.node, soft=True)
+        return ray.remote(**where, **(options or {}))(plain).remote(*args)
+
+    @property
+    def ended(self) -> bool:
+        """Whether somebody removed the groups: the deployment's end, in order (`Attachment.end`)."""
+        return any(placement_group_table(group)["state"] == "REMOVED" for group in self._groups.values())
+
+    def refuse_ended(self) -> None:
+        """Raise DeploymentEnded where somebody removed the groups."""
+        if self.ended:
+            raise DeploymentEnded("the deployment was ended while it started", "start it again")
+
+    def release(self) -> None:
+        """Free what was reserved; the actors in it end. Never raises."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            try:
+                remove_placement_group(group)
+            except Exception:  # noqa: S112 - Ray is gone, and the group with it
+                continue
+
+    def _short(self, actors: tuple[PlannedActor, ...] | list[PlannedActor]) -> str:
+        """What others hold of the nodes at the moment, so that these actors find no room; empty: nothing."""
+        wanted: dict[str, dict[str, float]] = {}
+        for actor in actors:
+            of_node = wanted.setdefault(actor.node, {})
+            for name, amount in actor.resources.items():
+                of_node[name] = of_node.get(name, 0.0) + amount
+        free = gcs.available_resources_per_node()
+        return "; ".join(
+            f"{amount:g} {name} on {self._address(node)}, which has {free[node].get(name, 0.0):g} free"
+            for node, needs in sorted(wanted.items())
+            for name, amount in sorted(needs.items())
+            if node in free and free[node].get(name, 0.0) < amount
+        )
+
+    def _address(self, node: str) -> str:
+        return next((load.address for load in self._topology.loads if load.node == node), node)
+
+
+def end(actor: Any) -> None:
+    """Kill an actor for good. Never raises."""
+    try:
+        ray.kill(actor, no_restart=True)
+    except Exception:  # noqa: S110 - it is dead, or Ray is gone
+        pass
