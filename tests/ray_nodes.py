@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,10 +86,16 @@ class RayNodes:
 
     def add(self, cpus: int, resources: Mapping[str, float] | None = None) -> Node:
         """One more machine, and a node on it that has joined."""
-        node = Node(self.machines.add(), cpus, resources or {})
-        self.start(node)
-        self.nodes.append(node)
+        (node,) = self.add_all((cpus, resources or {}))
         return node
+
+    def add_all(self, *offers: tuple[int, Mapping[str, float]]) -> list[Node]:
+        """Several at once, by the CPUs and resources of each."""
+        nodes = [Node(self.machines.add(), cpus, resources) for cpus, resources in offers]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.start, nodes))
+        self.nodes += nodes
+        return nodes
 
     def start(self, node: Node) -> None:
         """Start a node, for the first time or after its raylet was killed."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,21 @@ class RemoteRuntime:
         """The lead's counters."""
         return self._value(self._send("stats"), time.monotonic() + _ANSWER_DEADLINE_S)
 
-    def wait_until_healthy(self, deadline_s: float, also: Callable[[dict[str, Any]], bool] = lambda _: True) -> None:
+    def wait_until_healthy(self, deadline_s: float, wanted: Sequence[str] = ()) -> None:
         """Return once every peer of the lead is connected.
 
         Args:
-            also: what must be true of `health()` besides.
+            wanted: names of peers that must be among them.
 
         Raises:
             TimeoutError: it did not come to that.
         """
         end_s = time.monotonic() + deadline_s
-        while not (all(state == "connected" for state in peers(health := self.ask("health")).values()) and also(health)):
+        while True:
+            health = self.ask("health")
+            states = peers(health)
+            if set(states) >= set(wanted) and all(state == "connected" for state in states.values()):
+                return
             if time.monotonic() > end_s:
                 raise TimeoutError(f"after {deadline_s:g} s: {health}")
             time.sleep(_POLL_S)  # each look is a question to the lead

@@ -97,22 +97,27 @@ def struck_greedy(
     return generation.token_ids, longest_s
 
 
-def default_model_greedy(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+def default_model_greedy(
+    prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool = False
+) -> list[list[int]]:
     """`reference_greedy` of the model that ships with the project, unmodified and in fp32."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
-    return reference_greedy(model, prompts, max_tokens)
+    return reference_greedy(model, prompts, max_tokens, ignore_eos)
 
 
-def reference_greedy(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+def reference_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, ignore_eos: bool = False
+) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt alone."""
     out = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         tokens = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
+            **({"eos_token_id": None} if ignore_eos else {}),
+        )  # fmt: skip
         out.append(tokens[0, len(prompt) :].tolist())
     return out
