@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from ..proto.channel import ChannelServer, ServerOptions
@@ -21,6 +21,9 @@ from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, 
 from .expert_store import ExpertStore
 from .links import Directory, shard_name
 from .settings import EngineSettings, check_combination
+
+if TYPE_CHECKING:
+    from .engine.stats import LayerResidency
 
 
 class ShardWorker:
@@ -107,6 +110,10 @@ class ShardWorker:
             "late_commands": engine.late_commands,
             "resting_commands": engine.resting_commands,
         } | account(engine.stats()) | self._terms
+
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand on this device now; those of other shards are absent."""
+        return self.engine.residency()
 
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""

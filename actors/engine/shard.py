@@ -27,7 +27,7 @@ from .model import MoeBlock, build_blocks, compute_dtype
 from .pool import LayerWeights
 from .runner import ExpertRunner
 from .shards import owners
-from .stats import EngineStats
+from .stats import EngineStats, LayerResidency
 
 
 class ShardEngine:
@@ -100,6 +100,14 @@ class ShardEngine:
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), 0.0, total_s)
+
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand at this moment; from any thread."""
+        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self._experts
+        return [
+            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
+            for i in range(0, len(states), n)
+        ]
 
     def prefetch(self, command: PrefetchCommand) -> None:
         """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
