@@ -1,11 +1,12 @@
 """The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
 
-Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly bound
-to the node that was planned, so that Ray may restart them on another node with the same custom resource.
+Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly
+bound to the node that was planned, so that Ray may restart them on another node with the same custom resource.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -114,10 +115,8 @@ class Placement:
         """Free what was reserved; the actors in it end. Never raises."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
-            try:
+            with contextlib.suppress(Exception):  # Ray is gone, and the group with it
                 remove_placement_group(group)
-            except Exception:  # noqa: S112 - Ray is gone, and the group with it
-                continue
 
     def _short(self, actors: tuple[PlannedActor, ...] | list[PlannedActor]) -> str:
         """What others hold of the nodes at the moment, so that these actors find no room; empty: nothing."""
@@ -140,7 +139,5 @@ class Placement:
 
 def end(actor: Any) -> None:
     """Kill an actor for good. Never raises."""
-    try:
+    with contextlib.suppress(Exception):  # it is dead, or Ray is gone
         ray.kill(actor, no_restart=True)
-    except Exception:  # noqa: S110 - it is dead, or Ray is gone
-        pass

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
+
 UNPREFIXED = ("cluster",)  # sections whose command-line options do not begin with their name
 
 
