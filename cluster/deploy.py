@@ -246,13 +246,13 @@ class Deployment:
             cpus=self._settings.threads,
             max_concurrency=self._settings.kv.max_requests,
             concurrency_groups={CONTROL: CONTROL_THREADS},
-        ).remote(self._settings, view, self._start_ndp() if self._settings.policy.uses_ndp else None)
+        ).remote(self._settings, view, [self._start_ndp()] if self._settings.policy.uses_ndp else [])
         self._lead = Lead(worker)
         self.plan = ray.get(worker.start.remote(), timeout=self._left())
 
     def _start_ndp(self) -> Any:
         """Start the NDP worker where the resource `ndp` is; the link by which the lead finds it, also restarted."""
-        from ..actors.links import NDP, PeerLink
+        from ..actors.links import PeerLink, ndp_name
         from ..actors.ndp_worker import NdpWorker
 
         settings = self._settings.ndp
@@ -262,7 +262,7 @@ class Deployment:
         endpoints = Endpoints(name, "127.0.0.1" if local else None)
         token = secrets.token_hex(32)
         self._ndp = ray.remote(
-            name=f"{self.id}/{NDP}",
+            name=f"{self.id}/{ndp_name(0)}",
             num_cpus=settings.threads,
             resources={"ndp": 1},
             max_restarts=-1,
@@ -270,7 +270,7 @@ class Deployment:
             runtime_env={"env_vars": thread_limits(1)} if not local else None,
         )(NdpWorker).remote(settings, self._store_path, endpoints, token)
         ray.get(self._ndp.health.remote(), timeout=self._left())
-        return PeerLink(endpoints, token)
+        return PeerLink(endpoints, token, name=ndp_name(0))
 
     def _ndp_threads(self) -> int:
         return self._settings.ndp.threads if self._settings.policy.uses_ndp else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 
-LEAD, STORE, ENDPOINTS = "lead", "store", "endpoints"  # besides `actors.links.NDP`
+LEAD, STORE, ENDPOINTS = "lead", "store", "endpoints"  # besides those of `actors.links`
 _NAME = re.compile(r"(?P<id>[0-9a-f]{6})/(?P<role>[a-z]+(?:/[0-9]+)?)")
 
 

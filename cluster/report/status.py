@@ -58,8 +58,7 @@ def _health(health: Mapping[str, Any]) -> str:
         parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
     if "running" in health:
         parts.append(f"{health['running']} requests running")
-    if "ndp" in health:
-        parts.append(f"NDP worker {health['ndp']}")
+    parts += [f"{name} {state}" for name, state in sorted(health.items()) if "/" in name]  # the lead's peers
     if "pairs" in health:
         parts.append(f"{health['pairs']} pairs in {health['batches']} calls, {seconds(health['busy_s'])} busy")
     return ", ".join(parts)
