@@ -4,6 +4,7 @@ Channel in, kernels on its own slots, channel out:
 
     ExpertBatch (rows, expert ids, weights) -> loads, kernels -> ExpertResult (a sum per row)
     PrefetchCommand (posted)                -> loads behind its own demand
+    PlacementCommand (keys)                 -> holds these experts
 
 A plain class; `cluster` makes it a process. It serves as soon as it is constructed, since that is all that Ray does
 when it restarts a killed one. The story of a batch is in `engine/shard.py`.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from ..proto.channel import ChannelServer, ServerOptions
-from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PrefetchCommand
+from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
 from .expert_store import ExpertStore
 from .links import Directory, shard_name
 from .settings import EngineSettings, check_combination
@@ -89,6 +90,9 @@ class ShardWorker:
             return self.engine.run(message)
         if isinstance(message, PrefetchCommand):
             self.engine.prefetch(message)
+            return None
+        if isinstance(message, PlacementCommand):
+            self.engine.place(message)
             return None
         if isinstance(message, HealthRequest):
             self.engine.greet()

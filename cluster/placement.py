@@ -78,12 +78,14 @@ class Placement:
         if not told and (short := self._short(ungrouped)):
             self._tell(f"waiting for {short}")
 
-    def make(self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
+    def make(
+        self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None, **named: Any
+    ) -> Any:
         """Start an actor where it was planned; its handle.
 
         Args:
             plain: its class.
-            args: of its constructor.
+            args, named: of its constructor.
             options: of Ray, besides name, resources and place.
         """
         resources = dict(actor.resources)
@@ -99,7 +101,7 @@ class Placement:
             )
         elif not self._local:
             where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(actor.node, soft=True)
-        return ray.remote(**where, **(options or {}))(plain).remote(*args)
+        return ray.remote(**where, **(options or {}))(plain).remote(*args, **named)
 
     @property
     def ended(self) -> bool:

@@ -39,7 +39,7 @@ def _generate(runtime: Deployment, name: str, prompt: tuple[int, ...], kill_at: 
 
 def test_the_plan_names_the_worker(runtime: Deployment) -> None:
     assert runtime.plan["ndp"]["transport"] == "shm"
-    assert runtime.health()["ndp"] == "connected"
+    assert runtime.health()["ndp/0"] == "connected"
 
 
 def test_killed_in_the_middle_of_a_request(runtime: Deployment) -> None:
@@ -50,7 +50,7 @@ def test_killed_in_the_middle_of_a_request(runtime: Deployment) -> None:
     stats = runtime.stats()
     assert stats.ndp_losses == 1
     end_s = time.monotonic() + _REJOIN_S
-    while runtime.health()["ndp"] != "connected":  # each answer of the worker is a round trip; the bound is above
+    while runtime.health()["ndp/0"] != "connected":  # each answer of the worker is a round trip; the bound is above
         assert time.monotonic() < end_s, "the NDP worker did not come back"
     assert runtime.actor_health("ndp/0")["pid"] != first
     before = runtime.stats().total().ndp_tokens
