@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import RuntimeFailure, UnsupportedModelError
+from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
 from .expert_store import StoreView, open_views
 from .links import PeerLink
@@ -24,7 +24,7 @@ class GpuWorker:
     Args:
         settings: what to run and within which budget.
         view: the expert store, as described by an `ExpertStore` of the same node.
-        ndp: how to reach the NDP worker; needed where the policy uses one.
+        ndp: how to reach the NDP workers that there are from the start; needed where the policy uses them.
         shards: how to reach the shards 1..G-1 of the expert cache; as many as the settings say.
 
     Construction is cheap; `start` loads.
@@ -34,10 +34,10 @@ class GpuWorker:
         self,
         settings: EngineSettings,
         view: StoreView,
-        ndp: PeerLink | None = None,
+        ndp: Sequence[PeerLink] = (),
         shards: Sequence[PeerLink] = (),
     ) -> None:
-        self._settings, self._view, self._ndp, self._shards = settings, view, ndp, tuple(shards)
+        self._settings, self._view, self._ndp, self._shards = settings, view, tuple(ndp), tuple(shards)
         self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
@@ -77,7 +77,7 @@ class GpuWorker:
             pinned = all(layers_pinned)
         top_k = experts_per_token(self._model.config)
         tables = None
-        if settings.policy.uses_ndp:
+        if settings.policy.replica_widths:
             replicas = describe_replicas(self._view.path, verify="stamp")
             tables = None if replicas is None else read_tables(replicas)
         self._engine = ExpertEngine(
@@ -101,16 +101,16 @@ class GpuWorker:
         return self._plan
 
     def health(self) -> dict[str, Any]:
-        """Whether the worker serves; raises RuntimeFailure when its loop died."""
+        """Whether the worker serves, and by name ("ndp/0", "shard/1") which of its peers are "connected" or "lost".
+
+        Raises:
+            RuntimeFailure: its loop died.
+        """
         if self._batcher is None:
             return {"state": "created"}
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
-        remote = self._engine.remote
-        peers = {} if remote is None else {"ndp": "connected" if remote.available else "lost"}
-        if self._engine.shards is not None:
-            named = self._engine.shards.peers.items()
-            peers |= {name: "connected" if peer.available else "lost" for name, peer in named}
+        peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -138,6 +138,21 @@ class GpuWorker:
         stream = self._batcher.streams.find(request_id)
         return stream is not None and self._batcher.cancel(stream)
 
+    def add_ndp(self, link: PeerLink) -> None:
+        """One more NDP worker: once it is reached, its share of the experts is its own from the next forward on.
+
+        Returns at once; from any thread, also while requests run. Nothing for one that is known by its name.
+
+        Raises:
+            RuntimeFailure: not started. ConfigError: the policy uses no NDP worker.
+        """
+        if self._engine is None:
+            raise RuntimeFailure("the worker is not started", "call start first")
+        if self._engine.ndp is None:
+            name = self._settings.policy.name
+            raise ConfigError(f"policy {name} uses no NDP worker", "choose one that does, such as context-ndp-full")
+        self._engine.ndp.add(link)
+
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
         return self._engine.stats()
@@ -152,6 +167,13 @@ class GpuWorker:
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
         return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
+
+    def ndp_stats(self) -> list[dict[str, Any]]:
+        """Each NDP worker's account of itself (`worker` is its name), since it started; none where none is used.
+
+        A worker that is lost or late has that as its `state` and no counters.
+        """
+        return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
 
     def residency(self) -> Any:
         """Where the experts of each layer stand now (a `LayerResidency` each); also while requests run.

@@ -7,12 +7,20 @@ from typing import Any, Protocol
 
 from .settings import NdpSettings, ShardSettings
 
-NDP = "ndp/0"  # the name under which the NDP worker is registered
+
+def ndp_name(index: int) -> str:
+    """The name under which NDP worker 0..N-1 is registered."""
+    return f"ndp/{index}"
 
 
 def shard_name(index: int) -> str:
     """The name under which shard 1..G-1 is registered."""
     return f"shard/{index}"
+
+
+def store_name(index: int) -> str:
+    """The name under which the expert store of node 0..S-1 is registered."""
+    return f"store/{index}"
 
 
 class Directory(Protocol):
@@ -50,7 +58,7 @@ class PeerLink:
 
     directory: Directory
     token: str | None = field(default=None, repr=False)
-    name: str = NDP
+    name: str = field(kw_only=True)
 
     def address(self) -> str | None:
         """Where the worker is now; None when it has not said so."""

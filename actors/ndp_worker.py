@@ -23,7 +23,7 @@ from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from .expert_store import ExpertStore, open_views
-from .links import NDP, Directory
+from .links import Directory, ndp_name
 from .policies.cost import FULL_BITS, NdpProfile, Work, batch_cost
 from .replica_store import describe_replicas, open_replicas
 from .settings import NdpSettings
@@ -41,6 +41,7 @@ class NdpWorker:
         token: what a client must show; None: only this machine may connect.
         verify: how thoroughly the files are verified, see `ExpertStore`.
         options: of the channel server; its host and token are those above.
+        index: number among the NDP workers, 0..N-1. Every one maps all experts, so any can compute any.
 
     Raises:
         StoreError: the store or its replicas are of no use. ConfigError: the hardware profile is.
@@ -54,8 +55,9 @@ class NdpWorker:
         token: str | None = None,
         verify: Literal["full", "stamp"] = "stamp",
         options: ServerOptions | None = None,
+        index: int = 0,
     ) -> None:
-        self._settings = settings
+        self._settings, self._index = settings, index
         try:
             self._profile = NdpProfile.from_dict(settings.hardware)
         except ValueError as error:
@@ -73,7 +75,7 @@ class NdpWorker:
         self._busy_s = 0.0
         options = replace(options or ServerOptions(), host=directory.host(), token=token)
         self._server = ChannelServer(self.handle, options)
-        directory.register(NDP, self._server.address)
+        directory.register(ndp_name(index), self._server.address)
 
     @property
     def address(self) -> str:
@@ -96,6 +98,7 @@ class NdpWorker:
         """What it holds and has done."""
         return {
             "state": "serving",
+            "index": self._index,
             "address": self.address,
             "pid": os.getpid(),
             "profile": self._profile.name,

@@ -38,20 +38,22 @@ class PrefetchSettings(Settings):
 
 
 class PlacementSettings(Settings):
-    """Which experts belong to the device and which to the NDP worker.
+    """Which experts belong to the GPUs and which to the NDP workers.
 
-    cache: none belongs to the NDP worker, the cache decides. context: after a sequence's prefill its most important
+    cache: none belongs to an NDP worker, the caches decide. context: after a sequence's prefill its most important
     experts, fixed for its decode. static: the most popular ones of the calibration text, for good. monde: in every
     layer those with the most tokens, as far as moving them pays.
     """
 
     kind: Literal["cache", "context", "static", "monde"] = "cache"
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
-    hot_per_layer: int | None = Field(default=None, ge=0, description="experts; none: as many as the budget holds")
+    hot_per_layer: int | None = Field(
+        default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold"
+    )
 
 
 class PrecisionSettings(Settings):
-    """On which replicas the NDP worker computes.
+    """On which replicas the NDP workers compute.
 
     full: on the store's own weights. uniform: all experts at `bits`. prefix-split: `bits` on average, where the loss
     table says that they gain most, never more for a less important expert.
@@ -103,7 +105,7 @@ class PolicySettings(Settings):
 
     @property
     def uses_ndp(self) -> bool:
-        """Whether experts are computed by an NDP worker."""
+        """Whether experts are computed by NDP workers."""
         return self.placement.kind != "cache"
 
     @property
@@ -113,7 +115,7 @@ class PolicySettings(Settings):
 
 
 class NdpSettings(Settings):
-    """The NDP worker and the channel to it."""
+    """The NDP workers, all alike, and the channels to them."""
 
     threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
     group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
@@ -169,11 +171,11 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards and a policy that uses an NDP worker.
+        ConfigError: several shards and placement monde.
     """
-    if settings.shards.count > 1 and settings.policy.uses_ndp:
+    if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(
-            f"policy '{settings.policy.name}' places experts on an NDP worker, which works with one GPU, "
-            f"not with {settings.shards.count} shards",
-            "use one shard, or a policy that needs no NDP worker, such as next-gate",
+            f"policy '{settings.policy.name}' weighs the link of one GPU, whose content it must know in every layer, "
+            f"against near-data execution; there are to be {settings.shards.count} GPUs",
+            "use one shard, or a placement with a hot set, such as context-ndp-full",
         )

@@ -4,6 +4,7 @@ Channel in, kernels on its own slots, channel out:
 
     ExpertBatch (rows, expert ids, weights) -> loads, kernels -> ExpertResult (a sum per row)
     PrefetchCommand (posted)                -> loads behind its own demand
+    PlacementCommand (keys)                 -> holds these experts
 
 A plain class; `cluster` makes it a process. It serves as soon as it is constructed, since that is all that Ray does
 when it restarts a killed one. The story of a batch is in `engine/shard.py`.
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from ..proto.channel import ChannelServer, ServerOptions
-from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PrefetchCommand
+from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
 from .expert_store import ExpertStore
 from .links import Directory, shard_name
 from .settings import EngineSettings, check_combination
+
+if TYPE_CHECKING:
+    from .engine.stats import LayerResidency
 
 
 class ShardWorker:
@@ -87,6 +91,9 @@ class ShardWorker:
         if isinstance(message, PrefetchCommand):
             self.engine.prefetch(message)
             return None
+        if isinstance(message, PlacementCommand):
+            self.engine.place(message)
+            return None
         if isinstance(message, HealthRequest):
             self.engine.greet()
             return HealthReport("shard", self.health())
@@ -107,6 +114,10 @@ class ShardWorker:
             "late_commands": engine.late_commands,
             "resting_commands": engine.resting_commands,
         } | account(engine.stats()) | self._terms
+
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand on this device now; those of other shards are absent."""
+        return self.engine.residency()
 
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
-from ray.util.placement_group import get_placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..errors import ConfigError, RuntimeFailure, TierMoeError
 from .failures import as_failure
 from .lead import Lead
-from .names import LEAD, split_name
+from .names import ENDPOINTS, LEAD, split_name
 from .quiet import without_ray_notices
 from .ray_session import join, leave, refuse_second
 
@@ -115,6 +115,12 @@ class Attachment:
         """The actors of all living deployments."""
         return actor_records(list(gcs.actors().values()))
 
+    def deployments(self) -> list[str]:
+        """Ids of the living deployments, by name; also of those that have reserved or wait for room only."""
+        groups = [entry for entry in placement_group_table().values() if entry["state"] != "REMOVED"]
+        waiting = {parts[0] for entry in groups if (parts := split_name(str(entry["name"]))) is not None}
+        return sorted({record.deployment for record in self.actors()} | waiting)
+
     def choose(self, deployment: str | None) -> str:
         """The id of the deployment that is meant.
 
@@ -122,7 +128,7 @@ class Attachment:
             RuntimeFailure: there is none, or none with this id.
             ConfigError: there are several and none was named.
         """
-        ids = sorted({record.deployment for record in self.actors()})
+        ids = self.deployments()
         if deployment is not None and deployment in ids:
             return deployment
         if not ids:
@@ -147,19 +153,27 @@ class Attachment:
 
     def health(self, record: ActorRecord) -> dict[str, Any]:
         """An actor's own account of its state; `error` is in it where it does not answer."""
-        name = f"{record.deployment}/{record.role}"
         try:
             if record.role == LEAD:
                 return self.ask(record.deployment, "health")
-            handle = ray.get_actor(name)
-            if not hasattr(handle, "health"):
-                return {}
-            answer = ray.get(handle.health.remote(), timeout=_ANSWER_DEADLINE_S)
+            if record.role == ENDPOINTS:
+                return {"state": f"{len(self.ask_actor(record.deployment, record.role, 'entries'))} endpoints"}
+            answer = self.ask_actor(record.deployment, record.role, "health")
             return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
         except TierMoeError as error:
             return {"error": error.what}
-        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: its name is gone by now
-            return {"error": as_failure(error, f"'{name}' did not answer", _ANSWER_DEADLINE_S).what}
+
+    def ask_actor(self, deployment: str, role: str, method: str) -> Any:
+        """What a method of another actor than the lead returns.
+
+        Raises:
+            RuntimeFailure: it does not answer in time, or is dead.
+        """
+        try:
+            handle = ray.get_actor(f"{deployment}/{role}")
+            return ray.get(getattr(handle, method).remote(), timeout=_ANSWER_DEADLINE_S)
+        except (ray.exceptions.RayError, ValueError, AttributeError) as error:  # ValueError: its name is gone by now
+            raise as_failure(error, f"'{deployment}/{role}' did not answer", _ANSWER_DEADLINE_S) from error
 
     def generate(self, deployment: str, request: GenerationRequest, deadline_s: float) -> Iterator[TokenEvent]:
         """As `Deployment.generate`, from a deployment of another process."""
@@ -172,8 +186,11 @@ class Attachment:
             RuntimeFailure: some are not dead after 20 s.
         """
         # first: its state tells the process that holds the deployment that this is no accident
-        with contextlib.suppress(ValueError):  # it is removed already
-            remove_placement_group(get_placement_group(deployment))
+        for entry in placement_group_table().values():
+            parts = split_name(str(entry["name"]))
+            if parts is not None and parts[0] == deployment and entry["state"] != "REMOVED":
+                with contextlib.suppress(ValueError):  # it is removed already
+                    remove_placement_group(get_placement_group(str(entry["name"])))
         end_s = time.monotonic() + _END_DEADLINE_S
         while living := [r for r in self.actors() if r.deployment == deployment and r.state not in _GONE]:
             if time.monotonic() > end_s:

@@ -44,7 +44,7 @@ class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
     address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
-    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: as many as the actors take")
+    num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: what the actors take")
     startup_deadline_s: float = Field(default=300.0, gt=0, description="seconds until every actor must be ready")
     object_store_bytes: int = Field(
         default=100_000_000, ge=80_000_000, description="Ray's shared memory; weights do not pass through it"

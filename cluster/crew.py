@@ -92,7 +92,9 @@ class Crew:
         from ..actors.ndp_worker import NdpWorker
 
         settings = self._settings.ndp
-        return self._keep(planned, NdpWorker, settings, self._store_path, self.directory, self._token, threads=1)
+        return self._keep(
+            planned, NdpWorker, settings, self._store_path, self.directory, self._token, index=planned.index, threads=1
+        )
 
     def dismiss(self, role: str) -> None:
         """End one worker for good."""
@@ -138,14 +140,13 @@ class Crew:
         here = [view for view, store in zip(views, stores, strict=True) if store.node == planned.node]
         # without a store on its node it maps the dense weights only
         view = here[0] if here else replace(views[0], layers=())
-        arguments: list[Any] = [self._settings, view]
-        ndp, shards = self._links("ndp"), self._links("shard")
-        if ndp or shards:
-            arguments += [ndp[0] if ndp else None, shards]
+        peers = {"ndp": self._links("ndp"), "shards": self._links("shard")}
         lead = self._placement.make(
             planned,
             worker,
-            *arguments,
+            self._settings,
+            view,
+            **{kind: links for kind, links in peers.items() if links},
             options={
                 "max_concurrency": self._settings.kv.max_requests,
                 "concurrency_groups": {CONTROL: CONTROL_THREADS},
@@ -157,7 +158,7 @@ class Crew:
     def _links(self, *roles: Any) -> list[PeerLink]:
         return [self.link(role_of(planned)) for planned in self._topology.having(*roles)]
 
-    def _keep(self, planned: PlannedActor, plain: type, *args: Any, threads: int | None = None) -> Any:
+    def _keep(self, planned: PlannedActor, plain: type, *args: Any, threads: int | None = None, **named: Any) -> Any:
         """Start a worker that Ray restarts.
 
         Args:
@@ -166,7 +167,7 @@ class Crew:
         options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
         if threads is not None and not self._local:  # a local Ray would have to start a process for an environment
             options["runtime_env"] = {"env_vars": thread_limits(threads)}
-        handle = self._placement.make(planned, plain, *args, options=options)
+        handle = self._placement.make(planned, plain, *args, options=options, **named)
         self.actors[role_of(planned)] = handle
         return handle
 

@@ -34,9 +34,9 @@ from .scratch import Scratch
 from .topology.facts import facts_of_store
 from .topology.local import local_notes, local_ray
 from .topology.make import PlanResult, make_plan
-from .topology.nodes import nodes_from_ray
+from .topology.nodes import nodes_from_ray, this_machine
 from .topology.plan import Topology
-from .topology.spec import ModelFacts
+from .topology.spec import ModelFacts, wants_gpu
 from .watcher import Watcher
 
 _CALL_DEADLINE_S = 30.0
@@ -110,6 +110,7 @@ class Deployment:
         self._deadline_s = begin + self._config.ray.startup_deadline_s
         try:
             facts = self._facts or facts_of_store(Path(self._store_path), self._config.model_dir)
+            self._refuse_early(facts)
             self._quiet.enter_context(without_ray_notices())
             self._start_ray()
             if self._on_ray is not None:
@@ -253,6 +254,13 @@ class Deployment:
         start_local(
             self._scratch, given.cpus, dict(given.resources), self._config.ray.object_store_bytes, threads
         )
+
+    def _refuse_early(self, facts: ModelFacts) -> None:
+        """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
+        if self._local:
+            nodes = this_machine(local_ray(self._config, self._settings))
+            if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
+                make_plan(self._config, self._settings, facts, nodes, "this machine")
 
     def _plan(self, facts: ModelFacts) -> None:
         """Decide what runs where on the nodes that there are."""

@@ -1,4 +1,4 @@
-"""A lead in this process, its NDP worker and its other shards in children, without Ray: for benchmarks and tests."""
+"""A lead in this process, its NDP workers and its other shards in children, without Ray: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ class LocalWorker(GpuWorker):
     Args:
         settings: what to run.
         store: folder of the expert store.
+        ndp_workers: how many, where the policy uses them.
 
     Attributes:
-        ndp: the NDP worker's process; None where the policy uses none.
+        ndp_processes: those of the NDP workers; none where the policy uses none.
         shard_processes: those of the shards 1..G-1.
     """
 
-    def __init__(self, settings: EngineSettings, store: Path) -> None:
-        self.ndp = WorkerProcess(Role.ndp(settings.ndp), store) if settings.policy.uses_ndp else None
+    def __init__(self, settings: EngineSettings, store: Path, ndp_workers: int = 1) -> None:
+        near_data = range(ndp_workers if settings.policy.uses_ndp else 0)
+        self.ndp_processes = [WorkerProcess(Role.ndp(settings.ndp, i), store) for i in near_data]
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
         super().__init__(
             settings,
             ExpertStore(str(store), verify="stamp").describe(),
-            self.ndp.link if self.ndp is not None else None,
+            [process.link for process in self.ndp_processes],
             [process.link for process in self.shard_processes],
         )
 
@@ -55,4 +57,4 @@ class LocalWorker(GpuWorker):
 
     @property
     def _children(self) -> list[WorkerProcess]:
-        return [*([self.ndp] if self.ndp is not None else []), *self.shard_processes]
+        return [*self.ndp_processes, *self.shard_processes]

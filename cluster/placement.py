@@ -1,11 +1,12 @@
 """The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
 
-Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly bound
-to the node that was planned, so that Ray may restart them on another node with the same custom resource.
+Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly
+bound to the node that was planned, so that Ray may restart them on another node with the same custom resource.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,12 +78,14 @@ class Placement:
         if not told and (short := self._short(ungrouped)):
             self._tell(f"waiting for {short}")
 
-    def make(self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
+    def make(
+        self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None, **named: Any
+    ) -> Any:
         """Start an actor where it was planned; its handle.
 
         Args:
             plain: its class.
-            args: of its constructor.
+            args, named: of its constructor.
             options: of Ray, besides name, resources and place.
         """
         resources = dict(actor.resources)
@@ -98,7 +101,7 @@ class Placement:
             )
         elif not self._local:
             where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(actor.node, soft=True)
-        return ray.remote(**where, **(options or {}))(plain).remote(*args)
+        return ray.remote(**where, **(options or {}))(plain).remote(*args, **named)
 
     @property
     def ended(self) -> bool:
@@ -114,10 +117,8 @@ class Placement:
         """Free what was reserved; the actors in it end. Never raises."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
-            try:
+            with contextlib.suppress(Exception):  # Ray is gone, and the group with it
                 remove_placement_group(group)
-            except Exception:  # noqa: S112 - Ray is gone, and the group with it
-                continue
 
     def _short(self, actors: tuple[PlannedActor, ...] | list[PlannedActor]) -> str:
         """What others hold of the nodes at the moment, so that these actors find no room; empty: nothing."""
@@ -140,7 +141,5 @@ class Placement:
 
 def end(actor: Any) -> None:
     """Kill an actor for good. Never raises."""
-    try:
+    with contextlib.suppress(Exception):  # it is dead, or Ray is gone
         ray.kill(actor, no_restart=True)
-    except Exception:  # noqa: S110 - it is dead, or Ray is gone
-        pass

@@ -100,6 +100,14 @@ class Registry:
                 found.append(entry)
         return found
 
+    def withdraw(self, deployment: str) -> None:
+        """Take an entry out before its process is asked to end, which so learns that the end is in order."""
+        self._remove(self._path(deployment))
+
+    def lists(self, deployment: str) -> bool:
+        """Whether the entry is there."""
+        return self._path(deployment).is_file()
+
     def _path(self, deployment: str) -> Path:
         return self.folder / f"{deployment}.json"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from ..actors.links import NDP, Noticeboard, PeerLink, shard_name
+from ..actors.links import Noticeboard, PeerLink, ndp_name, shard_name
 from ..actors.settings import EngineSettings, NdpSettings
 from ..errors import RuntimeFailure
 
@@ -40,9 +40,9 @@ class Role:
     settings: dict[str, Any]
 
     @staticmethod
-    def ndp(settings: NdpSettings) -> Role:
-        """The NDP worker; its kernels bring threads of their own."""
-        return Role("ndp", 0, 1, settings.model_dump())
+    def ndp(settings: NdpSettings, index: int = 0) -> Role:
+        """NDP worker `index`, 0..N-1; its kernels bring threads of their own."""
+        return Role("ndp", index, 1, settings.model_dump())
 
     @staticmethod
     def shard(settings: EngineSettings, index: int) -> Role:
@@ -52,12 +52,12 @@ class Role:
     @property
     def name(self) -> str:
         """Under which it registers."""
-        return NDP if self.kind == "ndp" else shard_name(self.index)
+        return ndp_name(self.index) if self.kind == "ndp" else shard_name(self.index)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return "NDP worker" if self.kind == "ndp" else f"shard {self.index}"
+        return f"NDP worker {self.index}" if self.kind == "ndp" else f"shard {self.index}"
 
 
 class WorkerProcess:
@@ -182,11 +182,12 @@ def _worker(request: dict[str, Any]) -> Any:
     if request["kind"] == "ndp":
         from ..actors.ndp_worker import NdpWorker
 
-        return NdpWorker(NdpSettings(**request["settings"]), request["store"], Noticeboard())
+        settings = NdpSettings(**request["settings"])
+        return NdpWorker(settings, request["store"], Noticeboard(), index=request["index"])
     from ..actors.shard_worker import ShardWorker
 
-    settings, index = EngineSettings(**request["settings"]), request["index"]
-    return ShardWorker(settings, index, request["store"], Noticeboard(), gpu=index)
+    index = request["index"]
+    return ShardWorker(EngineSettings(**request["settings"]), index, request["store"], Noticeboard(), gpu=index)
 
 
 def main() -> None:

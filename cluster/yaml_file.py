@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
+UNPREFIXED = ("cluster",)  # sections whose command-line options do not begin with their name
+
 
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice: the second would silently win."""
@@ -72,7 +74,8 @@ def explain(
     if finding["type"] == "missing":
         return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
     path = loc[: len(field)]
-    option = f"--{'-'.join(path).replace('_', '-')}"
+    named = path[1:] if len(path) > 1 and path[0] in UNPREFIXED else path
+    option = f"--{'-'.join(named).replace('_', '-')}"
     where = option if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
     message = str(finding["msg"])
     return ConfigError(f"{where} is {finding['input']!r}", message[:1].lower() + message[1:])

@@ -32,6 +32,7 @@ from .messages import (
     HealthReport,
     HealthRequest,
     Message,
+    PlacementCommand,
     PrefetchCommand,
     StoreReply,
     StoreRequest,
@@ -120,26 +121,26 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
 
 
 @functools.lru_cache(maxsize=_REMEMBERED, typed=True)
-def _batch_body(layer: int, activation: str) -> bytes:
-    return pb.ExpertBatch(layer=layer, activation=activation).SerializeToString()
+def _batch_body(layer: int, activation: str, decode: bool) -> bytes:
+    return pb.ExpertBatch(layer=layer, activation=activation, decode=decode).SerializeToString()
 
 
-def _parse_batch(body: bytes) -> tuple[int, str]:
+def _parse_batch(body: bytes) -> tuple[int, str, bool]:
     header = pb.ExpertBatch.FromString(body)
-    return header.layer, header.activation
+    return header.layer, header.activation, header.decode
 
 
 _batch_header = functools.lru_cache(maxsize=_REMEMBERED)(_parse_batch)
 
 
 def _expert_batch(m: ExpertBatch) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return _batch_body(m.layer, m.activation), (
+    return _batch_body(m.layer, m.activation, m.decode), (
         m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden,
     )  # fmt: skip
 
 
 def _to_expert_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
-    layer, activation = _batch_header(body) if len(body) <= _MOST_REMEMBERED_BYTES else _parse_batch(body)
+    layer, activation, decode = _batch_header(body) if len(body) <= _MOST_REMEMBERED_BYTES else _parse_batch(body)
     _below("layer", layer, limits.layers)
     experts, bits, starts, rows, weights, hidden = arrays
     fault = _ring.batch_fault(experts, bits, starts, rows, hidden.shape[0], limits.experts)
@@ -147,7 +148,7 @@ def _to_expert_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch
         raise malformed(_BATCH_FAULTS[fault])
     _finite("weights", weights)
     _finite("hidden", hidden)
-    return ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation)
+    return ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
 
 
 _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf writes them
@@ -187,6 +188,17 @@ def _to_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> PrefetchCommand
         _ids("keys", arrays[0], limits.layers * limits.experts),
         _finite("priorities", arrays[1]),
     )
+
+
+def _placement(m: PlacementCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+    body = pb.PlacementCommand(keep_others=m.keep_others, preload=m.preload)
+    return body.SerializeToString(), (m.keys,)
+
+
+def _to_placement(body: bytes, arrays: Arrays, limits: Limits) -> PlacementCommand:
+    command = pb.PlacementCommand.FromString(body)
+    keys = _ids("keys", arrays[0], limits.layers * limits.experts)
+    return PlacementCommand(keys, command.keep_others, command.preload)
 
 
 def _context(m: Context) -> tuple[bytes, tuple[NDArray[Any], ...]]:
@@ -290,6 +302,7 @@ _ENCODERS: dict[type, tuple[int, Callable[[Any], tuple[bytes, tuple[NDArray[Any]
     ExpertBatch: (pb.KIND_EXPERT_BATCH, _expert_batch),
     ExpertResult: (pb.KIND_EXPERT_RESULT, _expert_result),
     PrefetchCommand: (pb.KIND_PREFETCH_COMMAND, _prefetch),
+    PlacementCommand: (pb.KIND_PLACEMENT_COMMAND, _placement),
     Context: (pb.KIND_CONTEXT, _context),
     HealthRequest: (pb.KIND_HEALTH_REQUEST, _empty),
     HealthReport: (pb.KIND_HEALTH_REPORT, _health_report),
@@ -302,6 +315,7 @@ _DECODERS: dict[int, Callable[[bytes, Arrays, Limits], Message]] = {
     pb.KIND_EXPERT_BATCH: _to_expert_batch,
     pb.KIND_EXPERT_RESULT: _to_expert_result,
     pb.KIND_PREFETCH_COMMAND: _to_prefetch,
+    pb.KIND_PLACEMENT_COMMAND: _to_placement,
     pb.KIND_CONTEXT: _to_context,
     pb.KIND_HEALTH_REQUEST: _to_health_request,
     pb.KIND_HEALTH_REPORT: _to_health_report,

@@ -47,6 +47,7 @@ _RULES: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
     pb.KIND_EXPERT_RESULT: ((F32, ("T", "H")),),
     pb.KIND_PREFETCH_COMMAND: ((I32, ("N",)), (F32, ("N",))),
+    pb.KIND_PLACEMENT_COMMAND: ((I32, ("N",)),),
     pb.KIND_CONTEXT: ((I64, ("S",)), (F32, ("S", "D")), (F32, ("S", "E"))),
     pb.KIND_STORE_REQUEST: ((I32, ("N",)),),
     pb.KIND_STORE_REPLY: ((I32, ("N",)),),

@@ -30,6 +30,7 @@ class ExpertBatch:
         weights: [P] routing weight of each pair.
         hidden: [T, H] float32, float16 or bfloat16 (uint16).
         activation: name of the experts' activation, which only the lead's model knows.
+        decode: whether the forward is known to hold no row of any prompt.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class ExpertBatch:
     weights: NDArray[np.float32]
     hidden: NDArray[Any]
     activation: str = "silu"
+    decode: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,21 @@ class PrefetchCommand:
     layer: int
     keys: NDArray[np.int32]
     priorities: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementCommand:
+    """Experts that a shard is to hold until the next such command; answered when their loads are under way.
+
+    Attributes:
+        keys: [N], layer * experts of a layer + expert, most urgent first.
+        keep_others: other experts may stay where there is room, for a prompt that is using them.
+        preload: answer when they are there; they count as loaded before the first request.
+    """
+
+    keys: NDArray[np.int32]
+    keep_others: bool
+    preload: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +166,7 @@ Message = (
     ExpertBatch
     | ExpertResult
     | PrefetchCommand
+    | PlacementCommand
     | Context
     | HealthRequest
     | HealthReport

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tiermoe.actors.expert_store import StoreView, open_views
+from tiermoe.actors.links import ndp_name
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
@@ -43,7 +44,7 @@ class FakeChannel:
 
     def _answer(self, message: Message) -> Message:
         if isinstance(message, HealthRequest):
-            return HealthReport("ndp", {})
+            return HealthReport("ndp", {"index": self._link.index})
         assert isinstance(message, ExpertBatch)
         if self._link.dies_at is not None and len(self._link.batches) == self._link.dies_at:
             self.alive = False
@@ -64,7 +65,8 @@ class FakeLink:
         up: whether a new channel can be had.
     """
 
-    def __init__(self, view: StoreView) -> None:
+    def __init__(self, view: StoreView, index: int = 0) -> None:
+        self.index, self.name = index, ndp_name(index)
         self._layers = open_views(view)
         self.batches: list[ExpertBatch] = []
         self.dies_at: int | None = None

@@ -13,7 +13,13 @@ from ray import cloudpickle
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.actors.settings import EngineSettings
+from tiermoe.cluster.topology.spec import ModelFacts
 from tiermoe.errors import BudgetError, StoreError
+
+FAKE_FACTS = ModelFacts(
+    name="fake", layers=2, experts=8, top_k=2, hidden=8, intermediate=16, gates=2, expert_elements=384,
+    dense_elements=512, kv_elements=4, item_bytes=4, source="the tests",
+)  # fmt: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
 

@@ -58,10 +58,15 @@ def describe(
 
 def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
     """Where cold experts run and on which replicas; None where no NDP worker takes part."""
-    policy = settings.policy
-    if engine.remote is None:
+    policy, pool = settings.policy, engine.ndp
+    if pool is None:
         return None
+    workers = [
+        {"worker": peer.name, "experts": pool.experts_of(peer.name), "transport": peer.transport}
+        for peer in pool.members
+    ]
     return {
+        "workers": workers,
         "placement": policy.placement.kind,
         "alpha": policy.placement.alpha,
         "hot_per_layer": engine.hot_per_layer,
@@ -69,7 +74,7 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "bits": policy.precision.bits,
         "group_size": settings.ndp.group_size if policy.precision.kind != "full" else None,
         "threads": settings.ndp.threads,
-        "transport": engine.remote.transport,
+        "transport": ", ".join(sorted({str(worker["transport"]) for worker in workers})),
         "hardware": settings.ndp.hardware.get("name"),
         "paced": settings.ndp.pace,
     }

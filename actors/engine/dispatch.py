@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,14 @@ class Errand:
     """What one peer was asked to compute for a layer.
 
     call: under way; None where the peer was lost since the plan was made. blocked_s: seconds that a shard waited for
-    copies, once it has answered.
+    copies, once it has answered. recomputed: its experts were loaded and computed here instead.
     """
 
     peer: RemoteExperts
     keys: list[int]
     call: RemoteCall | None
     blocked_s: float = 0.0
+    recomputed: bool = False
 
 
 class Dispatcher:
@@ -40,7 +41,7 @@ class Dispatcher:
     Where peers compute, their sums are added in the order of the plan.
 
     Args:
-        peers: NDP worker and shards by the name that `Remote.peer` gives them.
+        peer_named: finds the NDP worker or shard that `Remote.peer` names.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class Dispatcher:
         cache: ExpertCache,
         experts_per_layer: int,
         planner: LoadOnMiss,
-        peers: Mapping[str, RemoteExperts] | None = None,
+        peer_named: Callable[[str], RemoteExperts],
     ) -> None:
         self._cache, self._experts = cache, experts_per_layer
         self._runner = ExpertRunner(cache, planner)
-        self._peers = peers or {}
+        self._peer_named = peer_named
 
     def send(
         self, layer: int, plan: LayerPlan, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor
@@ -65,8 +66,9 @@ class Dispatcher:
             parts.setdefault(remote.peer, []).append(remote)
         errands = []
         for name, part in parts.items():
-            peer = self._peers[name]
-            call = peer.send(layer, routing, [(place[r.key - base], r.bits) for r in part], hidden, weights)
+            peer = self._peer_named(name)
+            wanted = [(place[r.key - base], r.bits) for r in part]
+            call = peer.send(layer, routing, wanted, hidden, weights, self._cache.decode_only)
             errands.append(Errand(peer, [r.key for r in part], call))
         return errands
 
@@ -129,6 +131,8 @@ class Dispatcher:
         if answer is not None and peer.kind == "shard":
             errand.blocked_s = answer.paced_s - answer.measured_s
         stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)
+        if answer is not None and peer.kind == "ndp":
+            self._cache.stats.count_worker(peer.name, call.experts, call.pairs)
         return None if answer is None else (call.rows, torch.tensor(answer.partial))  # a copy: it is read-only
 
     def _recompute(
@@ -142,6 +146,7 @@ class Dispatcher:
         y: torch.Tensor,
     ) -> None:
         """The peer is lost or late: load its experts and run them here, in full precision."""
+        errand.recomputed = True
         again = self._runner.start(layer, errand.keys)
         self._runner.run(layer, again, spans, hidden, routing.pairs, routing.top_k, kernel, y)
         pairs = sum(spans[key][1] - spans[key][0] for key in errand.keys)

@@ -11,7 +11,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..expert_store import LayerArrays
-from ..links import NDP, PeerLink
+from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
@@ -21,16 +21,17 @@ from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer, NextGate
 from .model import DTYPES, MoeBlock
+from .ndp_pool import NdpPool
 from .operator import attach, detach
-from .placer import Placer
+from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
 from .pool import LayerWeights, SlotPool
 from .remote import RemoteExperts
 from .sequences import SequenceRows
-from .shards import ShardPlacer, Shards, owners
+from .shards import Shards, owners
 from .stats import EngineStats, LayerResidency, LayerStats
 
-_NDP_START_S = 60.0  # seconds to reach the NDP worker, which is started before the lead
+_NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
 
 
 def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
@@ -72,13 +73,13 @@ class ExpertEngine:
         top_k: experts per token.
         device: where the pool lives.
         dtype: of the slots and of the compute.
-        ndp: how to reach the NDP worker; needed where the policy uses one.
+        ndp: how to reach the NDP workers; needed where the policy uses them.
         tables: of the store's replicas; None where it has none.
         shards: how to reach the shards 1..G-1; as many as the settings say.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
-        RuntimeFailure: preloading failed, or the NDP worker or a shard was not reached. Whatever is raised, no thread
+        RuntimeFailure: preloading failed, or an NDP worker or a shard was not reached. Whatever is raised, no thread
             stays.
     """
 
@@ -91,7 +92,7 @@ class ExpertEngine:
         top_k: int,
         device: Device,
         dtype: torch.dtype,
-        ndp: PeerLink | None = None,
+        ndp: Sequence[PeerLink] = (),
         tables: ReplicaTables | None = None,
         shards: Sequence[PeerLink] = (),
     ) -> None:
@@ -104,17 +105,21 @@ class ExpertEngine:
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
-        self.remote: RemoteExperts | None = None
+        self.ndp: NdpPool | None = None
         self.shards: Shards | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
-            if policy.uses_ndp:
-                self._start_ndp(settings, shape, blocks, planner, ndp, tables)
             if settings.shards.count > 1 or shards:
                 self.shards = Shards(settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats)
-                self._placer = ShardPlacer(self.cache, planner, shape.num_experts, self.shards)
-                self.shards.start()
+                self._placer = GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
+            if policy.uses_ndp:
+                self.ndp = self._make_ndp(settings, shape, blocks, ndp)
+                self._placer = make_placer(
+                    settings, self.cache, planner, shape, self.shards, self.ndp,
+                    kernel_for(self.cache.pool, blocks[0]), tables,
+                )  # fmt: skip
+            self._connect()
             self._attach_layers(blocks, settings, planner)
             if policy.preload == "all":
                 self.cache.preload(mine)
@@ -122,31 +127,32 @@ class ExpertEngine:
             self.close()
             raise
 
-    def _start_ndp(
-        self,
-        settings: EngineSettings,
-        shape: ExpertShape,
-        blocks: Sequence[MoeBlock],
-        planner: LoadOnMiss,
-        ndp: PeerLink | None,
-        tables: ReplicaTables | None,
-    ) -> None:
+    def _make_ndp(
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]
+    ) -> NdpPool:
         policy = settings.policy
         activation = refuse_unsuitable(policy, shape, blocks)
-        if ndp is None:
+        if not links:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
-        remote = RemoteExperts("ndp", "the NDP worker", ndp, settings.ndp, activation, self._stats)
-        self._placer = make_placer(
-            settings, self.cache, planner, shape, lambda: remote.available,
-            kernel_for(self.cache.pool, blocks[0]), tables,
-        )  # fmt: skip
-        self.remote = remote
-        remote.start(_NDP_START_S)
-        self.cache.preload(self._placer.preload)
+        each = [self.slot_bytes] * self._stats.experts  # all alike, as their replicas are
+        return NdpPool(links, settings.ndp, activation, self._stats, each)
+
+    def _connect(self) -> None:
+        """Reach every peer, then load what the placement wants to be there."""
+        if self.shards is not None:
+            self.shards.start()
+        if self.ndp is not None:
+            self.ndp.start(_NDP_START_S)
+        if self._placer is not None:
+            self._placer.preload()
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""
         self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
+        if self.ndp is not None:
+            self.ndp.refresh()
+        if self.shards is not None:
+            self.shards.refresh()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
 
@@ -156,10 +162,7 @@ class ExpertEngine:
             self._placer.end_sequence(name)
 
     def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings, planner: LoadOnMiss) -> None:
-        peers = dict(self.shards.peers) if self.shards is not None else {}
-        if self.remote is not None:
-            peers[NDP] = self.remote
-        dispatcher = Dispatcher(self.cache, self.experts, planner, peers)
+        dispatcher = Dispatcher(self.cache, self.experts, planner, lambda name: self.peers[name])
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
@@ -183,8 +186,14 @@ class ExpertEngine:
         return gates
 
     @property
+    def peers(self) -> dict[str, RemoteExperts]:
+        """The other processes that compute experts, by name."""
+        shards = self.shards.peers if self.shards is not None else {}
+        return (self.ndp.peers if self.ndp is not None else {}) | shards
+
+    @property
     def hot_per_layer(self) -> int | None:
-        """Experts of each layer that the placement keeps on the device; None where it keeps none by number."""
+        """Experts of each layer that the placement keeps on the GPUs; None where it keeps none by number."""
         return None if self._placer is None else self._placer.hot_per_layer
 
     def stats(self) -> EngineStats:
@@ -205,13 +214,14 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = 0
+        self._stats.ndp_workers.clear()
         self.cache.uses[:] = [0] * len(self.cache.uses)
         self.timeline.clear()
 
     def close(self) -> None:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
-        if self.remote is not None:
-            self.remote.close()
+        if self.ndp is not None:
+            self.ndp.close()
         if self.shards is not None:
             self.shards.close()
         self.cache.close()

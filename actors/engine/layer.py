@@ -38,7 +38,7 @@ class MoeLayer:
     Args:
         index: MoE layer, counted from 0 over layers with experts.
         kernel: runs experts on the cache's slots. post: the module's norm after each expert, if it has one.
-        placer: sends experts to the NDP worker or to other shards; None where every expert runs here.
+        placer: sends experts to NDP workers or to other shards; None where every expert runs here.
         shards: the other shards, told of prefetches; None where there are none.
         next_gates: later layers to prefetch for, nearest first; empty for no prefetch.
 
@@ -81,6 +81,8 @@ class MoeLayer:
         cache.poll()  # view
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
+        if self._shards is not None:
+            self._shards.at(self.index)
         if self._placer is None:
             plan = self._planner.plan(needed, cache.residency, cache.eviction)
         else:
@@ -96,6 +98,8 @@ class MoeLayer:
         except BaseException:
             cache.abandon()
             raise
+        if self._placer is not None and any(e.recomputed for e in errands):
+            self._placer.displaced()
         stats.io_path_s += max(stats.blocked_io_s - blocked_s, *(e.blocked_s for e in errands), 0.0)
         if self._check:
             cache.check_integrity()

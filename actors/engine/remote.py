@@ -2,7 +2,7 @@
 
     send (returns at once) -> the layer computes its own experts -> result
 
-A peer is the NDP worker or another shard.
+A peer is an NDP worker or another shard.
 
 A worker that is killed fails its calls within a second (the channel's liveness); the layer then computes those
 experts itself. A thread looks the peer's address up and connects again, so a restarted worker rejoins.
@@ -56,6 +56,9 @@ class RemoteExperts:
         activation: name of the experts' activation, which an NDP worker cannot know.
         stats: told of losses.
         expected: what its account of itself must say, so that both sides mean the same.
+
+    Attributes:
+        connections: how often it was connected; one that is connected anew has forgotten what it was told.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class RemoteExperts:
         stats: EngineStats,
         expected: Mapping[str, Any] | None = None,
     ) -> None:
-        self.kind, self.label = kind, label
+        self.kind, self.label, self.name = kind, label, link.name
+        self.connections = 0
         self._link, self._settings, self._expected = link, settings, expected or {}
         self._activation, self._stats = activation, stats
         self._channel: Any = None
@@ -78,14 +82,17 @@ class RemoteExperts:
         self._problem = "it registered no address"
         self._thread = threading.Thread(target=self._keep_connected, name=f"tiermoe-{kind}-link", daemon=True)
 
-    def start(self, deadline_s: float) -> None:
-        """Connect for the first time.
+    def begin(self) -> None:
+        """Look for the worker from now on; returns at once."""
+        self._wanted.set()
+        self._thread.start()
+
+    def wait_for_the_first(self, deadline_s: float) -> None:
+        """Wait for the first connection, after `begin`.
 
         Raises:
             RuntimeFailure: there was no worker to be reached within `deadline_s` seconds.
         """
-        self._wanted.set()
-        self._thread.start()
         if not self.wait_until_found(deadline_s):
             raise RuntimeFailure(
                 f"{self.label} was not reached within {deadline_s:g} s ({self._problem})",
@@ -121,12 +128,14 @@ class RemoteExperts:
         experts: Sequence[tuple[int, int]],
         hidden: torch.Tensor,
         weights: torch.Tensor,
+        decode: bool,
     ) -> RemoteCall | None:
         """Send some experts of a layer with the rows that they need.
 
         Args:
             experts: (place in `routing.experts`, bits of the replica or 0) of each.
             hidden: [T, H]. weights: [T, K].
+            decode: whether the forward is known to hold no row of any prompt.
 
         Returns:
             The call under way; None when the worker is not there.
@@ -152,6 +161,7 @@ class RemoteExperts:
             weights=weights.detach().float().cpu().numpy().ravel()[chosen],
             hidden=states.detach().float().contiguous().cpu().numpy(),
             activation=self._activation,
+            decode=decode,
         )
         sent_s = time.perf_counter()
         try:
@@ -169,6 +179,30 @@ class RemoteExperts:
             return answer
 
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)
+
+    def ask(self, message: Message, deadline_s: float | None = None) -> Callable[[], bool] | None:
+        """Send what is to be done; what it returns waits, and says whether that was done. None: the peer is not there.
+
+        What is asked before a batch is done before that batch. deadline_s: None for that of the settings.
+        """
+        channel = self._channel
+        if channel is None:
+            return None
+        try:
+            pending = channel.submit(message, deadline_s or self._settings.deadline_s)
+        except RuntimeFailure as failure:
+            self._failed(channel, failure)
+            return None
+
+        def done() -> bool:
+            try:
+                pending.result()
+            except RuntimeFailure as failure:
+                self._failed(channel, failure)
+                return False
+            return True
+
+        return done
 
     def post(self, message: Message) -> bool:
         """Send what needs no answer; False when the peer is not there or has no room for it now."""
@@ -193,6 +227,11 @@ class RemoteExperts:
             self._problem = str(failure)
             return None
         return answer if isinstance(answer, HealthReport) else None
+
+    def account(self, deadline_s: float) -> dict[str, Any]:
+        """The details of its report; of one that is lost or late only that, as its `state`."""
+        report = self.report(deadline_s)
+        return {"state": "late" if self.available else "lost"} if report is None else dict(report.details)
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
@@ -231,6 +270,7 @@ class RemoteExperts:
                 time.sleep(_LOOK_S)
                 continue
             self._wanted.clear()
+            self.connections += 1
             self._channel = channel
             self._found.set()
 

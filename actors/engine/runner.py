@@ -22,10 +22,14 @@ class ExpertRunner:
     def __init__(self, cache: ExpertCache, planner: LoadOnMiss) -> None:
         self._cache, self._planner = cache, planner
 
-    def start(self, layer: int, keys: Sequence[int]) -> LayerPlan:
-        """Plan these experts of a layer, count them, and issue their first loads."""
+    def start(self, layer: int, keys: Sequence[int], keep: frozenset[int] = frozenset()) -> LayerPlan:
+        """Plan these experts of a layer, count them, and issue their first loads.
+
+        Args:
+            keep: residents that should stay while any other can give way.
+        """
         cache = self._cache
-        plan = self._planner.plan(keys, cache.residency, cache.eviction)
+        plan = self._planner.plan(keys, cache.residency, cache.eviction, keep)
         cache.begin(layer, plan)
         if plan.loads:
             cache.issue([load for load in plan.loads if not load.after])

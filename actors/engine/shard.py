@@ -15,7 +15,7 @@ import torch
 
 from ...errors import StoreError
 from ...kernels.expert_ffn import ExpertKernel
-from ...proto.messages import ExpertBatch, ExpertResult, PrefetchCommand
+from ...proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
 from ..expert_store import StoreView, open_views
 from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
@@ -27,7 +27,7 @@ from .model import MoeBlock, build_blocks, compute_dtype
 from .pool import LayerWeights
 from .runner import ExpertRunner
 from .shards import owners
-from .stats import EngineStats
+from .stats import EngineStats, LayerResidency
 
 
 class ShardEngine:
@@ -66,6 +66,7 @@ class ShardEngine:
         self._runner = ExpertRunner(self.cache, LoadOnMiss())
         self._lock = threading.Lock()
         self._iteration, self._layer = -1, -1  # the newest iteration heard of, and the last layer that ran in it
+        self._keep: frozenset[int] = frozenset()  # what the lead's placement holds here
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
         try:
@@ -86,6 +87,7 @@ class ShardEngine:
         """
         with self._lock, torch.no_grad():
             self._refuse_foreign(batch)
+            self.cache.decode_only = batch.decode
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]
             blocked_s = stats.blocked_io_s
@@ -100,6 +102,14 @@ class ShardEngine:
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), 0.0, total_s)
+
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand at this moment; from any thread."""
+        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self._experts
+        return [
+            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
+            for i in range(0, len(states), n)
+        ]
 
     def prefetch(self, command: PrefetchCommand) -> None:
         """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
@@ -119,6 +129,24 @@ class ShardEngine:
             else:
                 self.cache.poll()
                 self.cache.prefetch(keys)
+
+    def place(self, command: PlacementCommand) -> None:
+        """Hold these experts: load those that are absent, first of all, and let prompts take other slots before theirs.
+
+        Raises:
+            StoreError: the command is for another store. RuntimeFailure: a preload's copy failed.
+        """
+        cache, keys = self.cache, command.keys.tolist()
+        with self._lock:
+            if max(keys, default=0) >= cache.residency.keys:
+                raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
+            self._keep = frozenset(keys)
+            cache.poll()
+            if command.preload:
+                cache.flush()  # of what another lead may have left
+                cache.preload(keys)
+            else:
+                cache.migrate(keys, keep_others=command.keep_others)
 
     def greet(self) -> None:
         """A lead begins: what another one counted is no measure of its commands."""
@@ -144,7 +172,7 @@ class ShardEngine:
         experts, starts = batch.experts.tolist(), batch.starts.tolist()
         keys = [base + e for e in experts]
         cache.drop_stale(layer, keys)
-        plan = self._runner.start(layer, keys)
+        plan = self._runner.start(layer, keys, self._keep)
         hidden = _tensor(batch.hidden).to(device=device, dtype=self._dtype)  # [T, H]
         weights = _tensor(batch.weights).to(device)  # [P]
         rows = None if len(hidden) == 1 else _tensor(batch.rows).to(device=device, dtype=torch.int64)  # [P]

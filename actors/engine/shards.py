@@ -8,26 +8,22 @@ a few rows, and a copy of them costs less than mapping device memory of another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from ...errors import ConfigError
-from ...proto.messages import PrefetchCommand
+from ...errors import ConfigError, RuntimeFailure
+from ...proto.messages import PlacementCommand, PrefetchCommand
 from ..links import PeerLink, shard_name
-from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from ..policies.sharding import shard_of
 from ..settings import ShardSettings
-from .cache import ExpertCache
-from .placer import Placer
 from .remote import RemoteExperts
-from .routing import Routing
 from .stats import EngineStats
 
 _START_S = 30.0  # seconds to reach a shard, which is started before the lead
 _REPORT_S = 5.0
+_PRELOAD_S = 600.0  # for a shard's copies, after all those of a large model
 
 
 def owners(layers: int, experts: int, settings: ShardSettings) -> list[int]:
@@ -84,7 +80,10 @@ class Shards:
             for i, link in enumerate(links, start=1)
         }
         by_index = [None, *self.peers.items()]
-        self._owner = [by_index[i] for i in owners(layers, experts, settings)]
+        self._owners = owners(layers, experts, settings)
+        self._owner = [by_index[i] for i in self._owners]
+        self._placed: dict[str, list[int]] = {}  # what each is to hold, where the placement keeps a hot set
+        self._told: dict[str, int] = {}  # the connection over which each was told so
         self._iteration, self._layer = 0, -1
 
     def start(self) -> None:
@@ -94,13 +93,25 @@ class Shards:
             RuntimeFailure: one was not reached.
         """
         for peer in self.peers.values():
-            peer.start(_START_S)
+            peer.begin()
+        for peer in self.peers.values():
+            peer.wait_for_the_first(_START_S)
+
+    def refresh(self) -> None:
+        """A forward begins: a shard that is new on its connection holds nothing yet of what it is to hold."""
+        fresh = [name for name in self._placed if self._told[name] != self.peers[name].connections]
+        if fresh:
+            self._tell([name for name in fresh if self.peers[name].available], keep_others=True, preload=False)()
 
     def at(self, layer: int) -> None:
         """The forward is at this layer; layers rise within a forward, so a lower one begins the next iteration."""
         if layer <= self._layer:
             self._iteration += 1
         self._layer = layer
+
+    def owner_of(self, key: int) -> int:
+        """The shard that owns an expert, 0 for the lead, there or not."""
+        return self._owners[key]
 
     def peer_of(self, key: int) -> tuple[str, RemoteExperts] | None:
         """The shard that computes an expert; None: the lead, as its owner or because its owner is lost."""
@@ -118,31 +129,64 @@ class Shards:
             priorities = np.arange(len(wanted), 0, -1, dtype=np.float32)
             peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities))
 
+    def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
+        """Have each shard hold its experts of these until it is told others; loads that are no prefetch.
+
+        A shard that is lost is told when it is back (`refresh`).
+
+        Args:
+            keys: of all shards, most urgent first; the lead's are its own matter.
+            keep_others: let other experts stay where there is room, for a prefill that is using them.
+
+        Returns:
+            What waits until all have begun, before the next batch is sent.
+        """
+        self._placed = self._by_owner(keys)
+        return self._tell(list(self._placed), keep_others=keep_others, preload=False)
+
+    def preload(self, keys: Sequence[int]) -> Callable[[], None]:
+        """As `place`, before the first request; what it returns waits until the experts are there.
+
+        It raises RuntimeFailure if a shard did not load them.
+        """
+        self._placed = self._by_owner(keys)
+        asked = self._tell(list(self._placed), keep_others=False, preload=True)
+
+        def loaded() -> None:
+            if not asked():
+                raise RuntimeFailure("a shard did not load its hot experts", "see its log, or use fewer shards")
+
+        return loaded
+
+    def _by_owner(self, keys: Sequence[int]) -> dict[str, list[int]]:
+        """The keys of each shard, in this order."""
+        out: dict[str, list[int]] = {name: [] for name in self.peers}
+        for key in keys:
+            owner = self._owner[key]
+            if owner is not None:
+                out[owner[0]].append(key)
+        return out
+
+    def _tell(self, names: Sequence[str], *, keep_others: bool, preload: bool) -> Callable[[], bool]:
+        """Send what `_placed` says; what it returns waits, and says whether all of them did it."""
+        answers = []
+        for name in names:
+            peer = self.peers[name]
+            self._told[name] = peer.connections
+            command = PlacementCommand(np.array(self._placed[name], np.int32), keep_others, preload)
+            answers.append(peer.ask(command, _PRELOAD_S if preload else None))
+
+        def done() -> bool:
+            each = [answer is not None and answer() for answer in answers]  # all are waited for
+            return all(each)
+
+        return done
+
     def reports(self) -> list[dict[str, Any]]:
         """Each shard's account of itself and its counters; of one that is lost or late only its name and that."""
-        out = []
-        for name, peer in self.peers.items():
-            report = peer.report(_REPORT_S)
-            found = {"state": "late" if peer.available else "lost"} if report is None else dict(report.details)
-            out.append({"shard": name} | found)
-        return out
+        return [{"shard": name} | peer.account(_REPORT_S) for name, peer in self.peers.items()]
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
         for peer in self.peers.values():
             peer.close()
-
-
-class ShardPlacer(Placer):
-    """Every expert to its owner; those of a lost shard to the lead, until it is back."""
-
-    def __init__(self, cache: ExpertCache, planner: LoadOnMiss, experts: int, shards: Shards) -> None:
-        super().__init__(cache, planner, experts, lambda: True)
-        self._shards = shards
-
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
-        self._shards.at(layer)
-        found = [(key, self._shards.peer_of(key)) for key in needed]
-        return self._split(needed, [Remote(key, 0, peer[0]) for key, peer in found if peer is not None])

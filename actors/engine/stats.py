@@ -16,7 +16,7 @@ class LayerStats:
 
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
     later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
-    what the NDP worker or another shard computes is neither.
+    what an NDP worker or another shard computes is neither.
     Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
     """
 
@@ -35,12 +35,12 @@ class LayerStats:
     forwards: int = 0
     waves: int = 0  # passes over a layer's experts; equals forwards when the working set fits
     ndp_calls: int = 0
-    ndp_experts: int = 0  # experts computed by the NDP worker, per forward
-    ndp_tokens: int = 0  # (token, expert) pairs that it computed
-    ndp_wait_s: float = 0.0  # seconds the compute waited for its answers
-    ndp_measured_s: float = 0.0  # seconds its kernels took
-    ndp_modelled_s: float = 0.0  # seconds the modelled device would have taken
-    ndp_recomputed: int = 0  # pairs recomputed here because the worker was lost or late
+    ndp_experts: int = 0  # experts computed by NDP workers, per forward
+    ndp_tokens: int = 0  # (token, expert) pairs that they computed
+    ndp_wait_s: float = 0.0  # seconds the compute waited for their answers
+    ndp_measured_s: float = 0.0  # seconds their kernels took, summed over workers
+    ndp_modelled_s: float = 0.0  # seconds the modelled devices would have taken, summed alike
+    ndp_recomputed: int = 0  # pairs recomputed here because a worker was lost or late
     shard_calls: int = 0
     shard_experts: int = 0  # experts computed by other shards, per forward
     shard_tokens: int = 0  # (token, expert) pairs that they computed
@@ -81,6 +81,15 @@ class LayerStats:
         return self.bytes_loaded_demand + self.bytes_loaded_prefetch + self.bytes_loaded_migration
 
 
+@dataclass
+class WorkerStats:
+    """What one NDP worker computed since the counters were reset; the sum over workers is in the layers' counters."""
+
+    calls: int = 0
+    experts: int = 0  # per forward
+    pairs: int = 0  # (token, expert)
+
+
 @dataclass(frozen=True)
 class LayerResidency:
     """Where the experts of one MoE layer stand, by expert.
@@ -107,9 +116,10 @@ class EngineStats:
     loads_in_flight: int = 0
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
     migrations: int = 0  # sequences whose prefill decided a placement
-    ndp_losses: int = 0  # times that the NDP worker was lost
-    ndp_refusals: int = 0  # calls that it refused; computed here
-    ndp_last_failure: str | None = None  # why it was lost or refused, the last time
+    ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
+    ndp_losses: int = 0  # times that an NDP worker was lost
+    ndp_refusals: int = 0  # calls that one refused; computed here
+    ndp_last_failure: str | None = None  # why one was lost or refused, the last time
     shard_losses: int = 0  # times that another shard was lost
     shard_refusals: int = 0  # calls that one refused or failed; computed here
     shard_last_failure: str | None = None
@@ -123,6 +133,13 @@ class EngineStats:
             for name, value in asdict(layer).items():
                 setattr(out, name, getattr(out, name) + value)
         return out
+
+    def count_worker(self, name: str, experts: int, pairs: int) -> None:
+        """An NDP worker answered."""
+        found = self.ndp_workers.setdefault(name, WorkerStats())
+        found.calls += 1
+        found.experts += experts
+        found.pairs += pairs
 
     def count_loss(self, kind: PeerKind, why: str) -> None:
         """A peer was lost."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .cost import SplitCosts
+from .places import Places
 
 
 class RoutingCounts:
@@ -58,24 +58,6 @@ def importance(counts: RoutingCounts, alpha: float) -> NDArray[np.float64]:
     return alpha * _shares(counts.P) + (1.0 - alpha) * _shares(counts.W)
 
 
-@dataclass(frozen=True, slots=True)
-class Migration:
-    """Experts that change places, per layer.
-
-    Args:
-        enters: to be brought to the GPU, most important first.
-        leaves: to leave it, least important first. Fewer than `enters` only where there were free places.
-    """
-
-    enters: tuple[tuple[int, ...], ...]
-    leaves: tuple[tuple[int, ...], ...]
-
-    @property
-    def loads(self) -> int:
-        """Experts that have to be loaded, over all layers."""
-        return sum(map(len, self.enters))
-
-
 class HotSet:
     """Prefill-guided placement: the K most important experts of each layer live on the GPU (section 4.1).
 
@@ -87,33 +69,32 @@ class HotSet:
     older sequences have left undone. With one active sequence H_l becomes exactly topK(S). `release` moves nothing:
     what ended sequences had is only replaced when another one comes.
 
+    Several GPUs: the rule holds for each on its own, over the experts that belong to it and with its own K (`Places`).
+    (The paper has one GPU; with one this is its rule.)
+
     Ties go to the lower number and not to what is hot already: what is hot must not depend on sequences that have
     ended, or a lossy preset would answer the same prompt differently after another one.
 
-    Cost: `admit` O(L E (n + log E)) for n active sequences; about as much state as n routing tables. The sum is taken
-    anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
+    Cost: `admit` O(L E (n + G + log E)) for n active sequences; about as much state as n routing tables. The sum is
+    taken anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
 
     Args:
-        layers: L, MoE layers.
-        experts: E, per layer.
-        hot_per_layer: K, places on the GPU per layer.
+        places: K of each GPU in each layer.
         alpha: share of activation counts in S; the paper takes 0.5.
 
     Raises:
-        ValueError: K is outside [0, E] or alpha outside [0, 1].
+        ValueError: alpha is outside [0, 1].
     """
 
-    def __init__(self, layers: int, experts: int, hot_per_layer: int, alpha: float) -> None:
-        if not 0 <= hot_per_layer <= experts:
-            raise ValueError(f"hot_per_layer is {hot_per_layer}; give 0 to {experts}, the experts of a layer")
+    def __init__(self, places: Places, alpha: float) -> None:
         _check_alpha(alpha)
-        self.hot_per_layer, self.alpha = hot_per_layer, alpha
-        self._shape = (layers, experts)
+        self.places, self.alpha = places, alpha
+        self._shape = (places.layers, places.experts)
         self._active: dict[str, NDArray[np.float64]] = {}
-        self._hot: list[frozenset[int]] = [frozenset()] * layers
+        self._hot: list[frozenset[int]] = [frozenset()] * places.layers
         self._rank()
 
-    def admit(self, name: str, counts: RoutingCounts) -> Migration:
+    def admit(self, name: str, counts: RoutingCounts) -> None:
         """The prefill of `name` has ended: make it active (or replace its S, if it is) and move what that changes.
 
         Raises:
@@ -124,8 +105,7 @@ class HotSet:
         incoming = importance(counts, self.alpha)
         self._active[name] = incoming
         self._rank()
-        moves = [self._move(layer, own) for layer, own in enumerate(_descending(incoming))]
-        return Migration(tuple(enters for enters, _ in moves), tuple(leaves for _, leaves in moves))
+        self._hot = [self._moved(layer, own.tolist()) for layer, own in enumerate(_descending(incoming))]
 
     def release(self, name: str) -> None:
         """Sequence `name` has ended; nothing migrates. KeyError if it is not active."""
@@ -133,7 +113,7 @@ class HotSet:
         self._rank()
 
     def hot(self, layer: int) -> frozenset[int]:
-        """H_l, the experts of this layer that are on the GPU."""
+        """H_l, the experts of this layer that are on a GPU."""
         return self._hot[layer]
 
     def order(self, layer: int) -> list[int]:
@@ -151,33 +131,35 @@ class HotSet:
             total += scores
         self._order = _descending(total)  # [L, E]
 
-    def _move(self, layer: int, own: NDArray[np.intp]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        places, hot = self.hot_per_layer, self._hot[layer]
-        order = self.order(layer)
-        limit = len(set(own[:places].tolist()) - hot)
-        enters = [e for e in order[:places] if e not in hot][:limit]
-        free = places - len(hot)
-        leaves = [e for e in reversed(order) if e in hot][: max(0, len(enters) - free)]
-        self._hot[layer] = (hot - set(leaves)) | set(enters)
-        return tuple(enters), tuple(leaves)
+    def _moved(self, layer: int, own: Sequence[int]) -> frozenset[int]:
+        """H_l after an admission; own: the experts by descending importance to the incoming sequence."""
+        hot, order, places = self._hot[layer], self.order(layer), self.places
+        best, wanted = places.first(layer, order), set(places.first(layer, own)) - hot
+        out = set(hot)
+        owner = places.owner[layer].tolist()
+        for gpu, count in enumerate(places.count[layer].tolist()):
+            limit = sum(owner[e] == gpu for e in wanted)
+            enters = [e for e in best if owner[e] == gpu and e not in hot][:limit]
+            here = [e for e in reversed(order) if owner[e] == gpu and e in hot]
+            out -= set(here[: max(0, len(enters) - (count - len(here)))])
+            out |= set(enters)
+        return frozenset(out)
 
 
-def static_hot(popularity: ArrayLike, hot_per_layer: int) -> list[frozenset[int]]:
+def static_hot(popularity: ArrayLike, places: Places) -> list[frozenset[int]]:
     """The most popular experts of each layer, for good: what Fiddler places. Ties go to the lower number.
 
     Args:
         popularity: [L, E], selections counted over a calibration text.
-        hot_per_layer: K, places on the GPU per layer.
+        places: of each GPU in each layer.
 
     Raises:
-        ValueError: the popularity is not [L, E] or not finite, or K is outside [0, E].
+        ValueError: the popularity is not [L, E], or not finite.
     """
     table = np.asarray(popularity, np.float64)
-    if table.ndim != 2 or not np.isfinite(table).all():
-        raise ValueError(f"popularity must be finite numbers [layers, experts], not {list(table.shape)}")
-    if not 0 <= hot_per_layer <= table.shape[1]:
-        raise ValueError(f"hot_per_layer is {hot_per_layer}; give 0 to {table.shape[1]}, the experts of a layer")
-    return [frozenset(row[:hot_per_layer].tolist()) for row in _descending(table)]
+    if table.shape != places.owner.shape or not np.isfinite(table).all():
+        raise ValueError(f"popularity must be finite numbers {list(places.owner.shape)}, not {list(table.shape)}")
+    return [frozenset(places.first(layer, row.tolist())) for layer, row in enumerate(_descending(table))]
 
 
 def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts) -> list[bool]:

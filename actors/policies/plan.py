@@ -36,7 +36,7 @@ class Remote:
 
     key: int
     bits: int
-    peer: str = "ndp/0"
+    peer: str
 
 
 @dataclass(frozen=True, slots=True)

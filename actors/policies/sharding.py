@@ -7,7 +7,7 @@ with another.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 Ownership = Literal["layer-expert", "expert"]
@@ -65,3 +65,28 @@ def spread_by_bytes(nbytes: Sequence[int], workers: int) -> tuple[int, ...]:
         heapq.heapreplace(held, (total + item, worker))
         owners.append(worker)
     return tuple(owners)
+
+
+def reassigned(owners: Sequence[int], nbytes: Sequence[int], living: Collection[int]) -> tuple[int, ...]:
+    """`owners` with what belongs to the lost workers given to the living ones, by bytes as in `spread_by_bytes`.
+
+    What a living worker owns stays with it.
+
+    Args:
+        owners: worker of each item.
+        nbytes: of each item.
+        living: workers that are there.
+
+    Raises:
+        ValueError: there is none, or items and sizes differ in number.
+    """
+    workers = sorted(set(living))
+    lost = [i for i, owner in enumerate(owners) if owner not in workers]
+    sizes = dict(enumerate(nbytes))
+    if len(owners) != len(sizes):
+        raise ValueError(f"{len(owners)} items, but sizes of {len(sizes)}")
+    heirs = spread_by_bytes([sizes[i] for i in lost], len(workers))
+    out = list(owners)
+    for item, heir in zip(lost, heirs, strict=True):
+        out[item] = workers[heir]
+    return tuple(out)

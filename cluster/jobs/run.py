@@ -10,6 +10,7 @@ import sys
 import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -27,6 +28,8 @@ from ..ray_auth import adopt_mode
 from ..report.plan import plan_table
 from ..report.summary import summary_table
 from ..report.timeline import check_writable, write_timeline
+from ..report.topology import placed_tables
+from ..topology.make import PlanResult
 from ..versions import versions
 from .guest import GuestJob, run_as_guest, stream_text
 from .runtime_options import (
@@ -71,6 +74,7 @@ class RunResult:
     """What came out of a run."""
 
     plan: dict[str, Any]
+    planned: PlanResult
     generation: Generation
     text: str
     stats: EngineStats
@@ -114,13 +118,14 @@ def run(job: RunJob, text_out: TextIO, report: Console) -> RunResult:
     store = prepared_for(config, job.settings, progress=notices.is_terminal)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
-            deployment = stack.enter_context(Deployment(config, job.settings, str(store)))
-        report.print(plan_table(deployment.plan))
+            tell = partial(notices.print, markup=False, soft_wrap=True)
+            deployment = stack.enter_context(Deployment(config, job.settings, str(store), tell=tell))
+        report.print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
         generation, text = stream_text(deployment.generate, job.tokenizer, job.prompt, request_of(job), text_out)
         stats = deployment.stats()
         if job.trace is not None:
             write_timeline(job.trace, deployment.trace_events())
-    return RunResult(deployment.plan, generation, text, stats, deployment.startup_s)
+    return RunResult(deployment.plan, deployment.planned, generation, text, stats, deployment.startup_s)
 
 
 def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:
@@ -142,6 +147,7 @@ def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:
         "sampling": asdict(job.sampling),
         **result.stats.as_dict(),
         "plan": plan,
+        "topology": result.planned.as_dict(),
         "versions": versions(),
     }
 

@@ -14,6 +14,7 @@ from ...actors.settings import EngineSettings
 from ...actors.store_format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
+from ..yaml_file import UNPREFIXED
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 
@@ -76,7 +77,7 @@ def refuse_runtime_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if isinstance(value, Mapping):
-            prefix = "" if name == "cluster" else f"{name}-"
+            prefix = "" if name in UNPREFIXED else f"{name}-"
             refuse_runtime_options({f"{prefix}{key.replace('_', '-')}": inner for key, inner in value.items()})
         elif value is not None and name != "model":
             raise RequestError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -16,6 +17,9 @@ from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ..ray_auth import adopt_mode
 from ..registry import Entry, Registry
 from ..report.status import status_tables
+
+if TYPE_CHECKING:
+    from ..attach import Attachment
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT of a Ray; default: of `tiermoe up` on this machine.")]
 Deployment = Annotated[str | None, typer.Option(help="Id of one deployment.")]
@@ -67,12 +71,50 @@ def deployments_at(address: str) -> list[dict[str, Any]]:
             record = records.setdefault(actor.deployment, {"id": actor.deployment, "address": address, "actors": []})
             health = attachment.health(actor) if actor.state == "ALIVE" else {}
             record["actors"].append({k: v for k, v in asdict(actor).items() if k != "deployment"} | {"health": health})
-        for name, record in records.items():
-            for key, method in (("plan", "plan"), ("residency", "residency"), ("counters", "stats")):
+        for name in attachment.deployments():  # also those that have no actor yet
+            record = records.setdefault(name, {"id": name, "address": address, "actors": []})
+            for key, method in (("plan", "plan"), ("counters", "stats")):
                 record[key] = None
                 with contextlib.suppress(TierMoeError):  # the lead's row says that it does not answer
                     record[key] = _plain(attachment.ask(name, method))
+            record["gpus"] = _gpus(attachment, name)
+            record["residency"] = merged_residency([gpu["residency"] for gpu in record["gpus"]])
     return list(records.values())
+
+
+def _gpus(attachment: Attachment, deployment: str) -> list[dict[str, Any]]:
+    """Counters and residency of each GPU, the lead's first; residency is None where it does not answer."""
+    try:
+        gpus = [dict(gpu) for gpu in attachment.ask(deployment, "shard_stats")]
+    except TierMoeError:
+        return []  # the lead's row says that it does not answer
+    for number, gpu in enumerate(gpus):
+        gpu["residency"] = None
+        with contextlib.suppress(TierMoeError):
+            gpu["residency"] = _plain(
+                attachment.ask(deployment, "residency")
+                if number == 0
+                else attachment.ask_actor(deployment, str(gpu["shard"]), "residency")
+            )
+    return gpus
+
+
+def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost).
+
+    Args:
+        gpus: layers of each, with states and uses by expert; None: it does not answer.
+    """
+    known = [layers for layers in gpus if layers is not None]
+    if not known:
+        return None
+    return [
+        {
+            "states": [max(states) for states in zip(*(layer["states"] for layer in at), strict=True)],
+            "uses": [sum(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
+        }
+        for at in zip(*known, strict=True)
+    ]
 
 
 def down_command(address: Address = None, deployment: Deployment = None) -> None:
@@ -101,6 +143,7 @@ def down_command(address: Address = None, deployment: Deployment = None) -> None
 def _end_here(entry: Entry) -> None:
     """Ask the process that keeps it to end in order, and wait until it has."""
     if (process := entry.process()) is not None:
+        Registry().withdraw(entry.deployment)
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     end_s = time.monotonic() + _END_S
@@ -120,7 +163,7 @@ def _end_there(address: str, deployment: str | None) -> None:
     from ..attach import Attachment
 
     with Attachment(address) as attachment:
-        ids = {actor.deployment for actor in attachment.actors()}
+        ids = attachment.deployments()
         if not ids or (deployment is not None and deployment not in ids):
             what = f"deployment '{deployment}'" if deployment is not None else "deployment"
             print(f"no {what} runs at {address}: nothing to end")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ..ray_auth import adopt_mode
-from ..registry import Registry
+from ..registry import Entry, Registry
 from ..report.plan import plan_table
+from ..report.topology import placed_tables
 from .runtime_options import (
     Budget,
     Config,
@@ -31,6 +34,9 @@ from .runtime_options import (
     prepared_for,
     runtime_options,
 )
+
+if TYPE_CHECKING:
+    from ..deploy import Deployment
 
 _WATCH_S = 2.0
 
@@ -65,18 +71,37 @@ def up_command(
     if chosen.ray.address is not None:
         adopt_mode(chosen.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
+    from ..placement import DeploymentEnded
 
-    with ExitStack() as stack:
-        with notices.status("starting Ray and loading the model ..."):
-            deployment = stack.enter_context(Deployment(chosen, settings, str(folder)))
-        stack.enter_context(Registry().entered(deployment.id, deployment.address, chosen.ray.address is None))
-        out.print(plan_table(deployment.plan))
-        where = f"--address {deployment.address}"
-        out.print(f"deployment {deployment.id} is ready at {deployment.address} ({deployment.startup_s:.1f} s)")
-        out.print(f"use it:    tiermoe run PROMPT --attach {deployment.address}", soft_wrap=True)
-        out.print(f"watch it:  tiermoe status {where}", soft_wrap=True)
-        out.print("end it:    Ctrl-C here, or tiermoe down", soft_wrap=True)
-        out.file.flush()
-        while deployment.watch():
-            time.sleep(_WATCH_S)
+    local = chosen.ray.address is None
+    tell = partial(notices.print, markup=False, soft_wrap=True)
+    entries: list[Entry] = []
+    with ExitStack() as listed:  # `status` and `down` find the runtime as soon as it has a Ray
+        deployment = Deployment(
+            chosen, settings, str(folder), tell=tell,
+            on_ray=lambda it: entries.append(listed.enter_context(Registry().entered(it.id, it.address, local))),
+        )  # fmt: skip
+        try:
+            with ExitStack() as stack:
+                with notices.status("starting Ray and loading the model ..."):
+                    stack.enter_context(deployment)
+                _announce(deployment, out)
+                while deployment.watch():
+                    time.sleep(_WATCH_S)
+        except DeploymentEnded:
+            pass
+        except SystemExit:  # of SIGTERM: `down` withdraws the entry before it sends one
+            if not entries or Registry().lists(deployment.id):
+                raise
     out.print(f"deployment {deployment.id} was ended by `tiermoe down`")
+
+
+def _announce(deployment: Deployment, out: Console) -> None:
+    """The plan, and what can be done with the runtime."""
+    out.print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
+    address = deployment.address
+    out.print(f"deployment {deployment.id} is ready at {address} ({deployment.startup_s:.1f} s)")
+    out.print(f"use it:    tiermoe run PROMPT --attach {address}", soft_wrap=True)
+    out.print(f"watch it:  tiermoe status --address {address}", soft_wrap=True)
+    out.print("end it:    Ctrl-C here, or tiermoe down", soft_wrap=True)
+    out.file.flush()

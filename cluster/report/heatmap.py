@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-_ABSENT, _LOADING, _RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
-_MARKS = {_ABSENT: "·", _LOADING: "~", _RESIDENT: "█"}
-_STYLES = {_ABSENT: "dim", _LOADING: "yellow", _RESIDENT: ""}
+_ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
+_MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
+_STYLES = {_ABSENT: "dim", _LOADING: "yellow", RESIDENT: ""}
 _HOTNESS = ("blue", "cyan", "green", "yellow", "red")  # a resident's share of the most used expert's uses
 _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident, where a cell is several
 
@@ -34,7 +34,7 @@ def residency_map(layers: Sequence[tuple[Sequence[int], Sequence[int]]], width: 
         line = Text(f"L{number}".ljust(label + 1), no_wrap=True)
         for start in range(0, len(states), each):
             line.append(*_cell(states[start : start + each], uses[start : start + each], most))
-        line.append(f" {sum(state == _RESIDENT for state in states)}/{len(states)}")
+        line.append(f" {sum(state == RESIDENT for state in states)}/{len(states)}")
         lines.append(line)
     return lines
 
@@ -49,13 +49,13 @@ def legend() -> Text:
 
 
 def _cell(states: Sequence[int], uses: Sequence[int], most: int) -> tuple[str, str]:
-    resident = sum(state == _RESIDENT for state in states)
+    resident = sum(state == RESIDENT for state in states)
     if len(states) == 1 and not resident:
         return _MARKS[states[0]], _STYLES[states[0]]
     if not resident:
         state = _LOADING if _LOADING in states else _ABSENT
         return _MARKS[state], _STYLES[state]
-    hot = max(use for state, use in zip(states, uses, strict=True) if state == _RESIDENT)
+    hot = max(use for state, use in zip(states, uses, strict=True) if state == RESIDENT)
     colour = _HOTNESS[min(len(_HOTNESS) - 1, hot * len(_HOTNESS) // (most + 1))]
     # rounded up: a cell with one resident of many is not empty
     return _SHARES[-(-resident * (len(_SHARES) - 1) // len(states))], colour

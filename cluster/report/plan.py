@@ -66,7 +66,8 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
         "prefix-split": f"at {ndp['bits'] or 0:g} bits on average",
     }[ndp["precision"]]
     hot = f", all but {ndp['hot_per_layer']} experts a layer" if ndp["hot_per_layer"] is not None else ""
-    threads = f"{ndp['threads']} thread{'s' if ndp['threads'] != 1 else ''}"
+    each = f"{len(ndp['workers'])} workers with " if len(ndp["workers"]) > 1 else ""
+    threads = f"{each}{ndp['threads']} thread{'s' if ndp['threads'] != 1 else ''}"
     paced = f"paced as {ndp['hardware']}" if ndp["paced"] else f"modelled as {ndp['hardware']}"
     return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {ndp['transport']}, {paced}"
 

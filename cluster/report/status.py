@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .heatmap import legend, residency_map
+from .heatmap import RESIDENT, legend, residency_map
 from .tables import facts, seconds, size
 
 
@@ -24,12 +24,14 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
     yield _actors(record)
     if record["residency"] is not None:
         layers = [(layer["states"], layer["uses"]) for layer in record["residency"]]
-        yield Text("Residency, by layer and expert", style="italic")
+        yield Text("Residency, by layer and expert, on all GPUs", style="italic")
         yield from residency_map(layers, width)
         yield legend()
         yield Text("")
     if record["counters"] is not None:
         yield facts("Since the start", _counters(record))
+    if len(record.get("gpus", ())) > 1:
+        yield _gpus(record["gpus"])
 
 
 def _actors(record: Mapping[str, Any]) -> Table:
@@ -48,6 +50,28 @@ def _actors(record: Mapping[str, Any]) -> Table:
     return table
 
 
+def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Table:
+    """Counters of each GPU; the lead's are those since the last reset, a shard's those since it started."""
+    table = Table(
+        "GPU", "state", "resident", "hit rate", "loaded", "link busy", "blocked", "memory", title="GPUs",
+        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for gpu in gpus:
+        cells = [str(gpu["shard"]), str(gpu["state"])]
+        layers = gpu.get("residency")
+        resident = None if layers is None else sum(state == RESIDENT for layer in layers for state in layer["states"])
+        if "hits" in gpu:
+            asked = gpu["hits"] + gpu["misses"]
+            cells += [
+                f"{'?' if resident is None else resident} in {gpu['slots']} slots",
+                f"{gpu['hits'] / asked:.1%} of {asked}" if asked else "nothing asked",
+                size(gpu["bytes_loaded"]), seconds(gpu["total_io_s"]), seconds(gpu["blocked_io_s"]),
+                f"{size(gpu['expert_bytes_peak'])} of {size(gpu['expert_budget_bytes'])}",
+            ]  # fmt: skip
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
 def _health(health: Mapping[str, Any]) -> str:
     if "error" in health:
         return f"NOT HEALTHY: {health['error']}"
@@ -58,8 +82,7 @@ def _health(health: Mapping[str, Any]) -> str:
         parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
     if "running" in health:
         parts.append(f"{health['running']} requests running")
-    if "ndp" in health:
-        parts.append(f"NDP worker {health['ndp']}")
+    parts += [f"{name} {state}" for name, state in health.items() if "/" in name or name == "ndp"]
     if "pairs" in health:
         parts.append(f"{health['pairs']} pairs in {health['batches']} calls, {seconds(health['busy_s'])} busy")
     return ", ".join(parts)

@@ -18,12 +18,33 @@ def topology_tables(record: Mapping[str, Any]) -> list[Table]:
     """Tables of what `tiermoe plan --json` prints.
 
     Args:
-        record: as `cluster.jobs.plan.as_record` makes it.
+        record: as `topology.make.PlanResult.as_dict` makes it.
     """
     topology = record["topology"]
-    tables = [_summary(record), _actors(topology["actors"]), _nodes(topology["loads"])]
+    tables = [_summary(record), _actors(topology["actors"], "Actors", scheduled=True), _nodes(topology["loads"])]
+    return [*tables, _prediction(record["prediction"]), *_notes(record)]
+
+
+def placed_tables(record: Mapping[str, Any]) -> list[Table]:
+    """The same plan carried out, in short: each actor with its node and bytes, and what was predicted.
+
+    Args:
+        record: as `topology.make.PlanResult.as_dict` makes it.
+    """
+    addresses = {load["node"]: load["address"] for load in record["topology"]["loads"]}
+    actors = [actor | {"node": addresses.get(actor["node"], actor["node"])} for actor in record["topology"]["actors"]]
+    prediction = record["prediction"]
+    predicted = facts("Predicted, not measured", [
+        ("decode", f"{prediction['tokens_per_s']:.4g} tokens/s for one request on {prediction['hardware']['name']}, "
+                   f"bound by {prediction['bound_by']}; {size(prediction['bytes_loaded_per_token'])} loaded a token"),
+    ])  # fmt: skip
+    placed = _actors(actors, f"Topology on {record['nodes_from']}", scheduled=False)
+    return [placed, predicted, *_notes(record)]
+
+
+def _notes(record: Mapping[str, Any]) -> list[Table]:
     notes = [("note", str(note)) for note in record["notes"]]
-    return [*tables, _prediction(record["prediction"]), *([facts("Notes", notes)] if notes else [])]
+    return [facts("Notes", notes)] if notes else []
 
 
 def _summary(record: Mapping[str, Any]) -> Table:
@@ -44,12 +65,13 @@ def _summary(record: Mapping[str, Any]) -> Table:
     ])  # fmt: skip
 
 
-def _actors(actors: Iterable[Mapping[str, Any]]) -> Table:
-    table = _grid("Actors", "actor", "node", "reserves", "experts", "bytes", "scheduled")
+def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool) -> Table:
+    table = _grid(title, "actor", "node", "reserves", "experts", "bytes", *(["scheduled"] if scheduled else []))
     for actor in actors:
         nbytes = ", ".join(f"{size(actor['nbytes'][kind])} {kind}" for kind in _KINDS if actor["nbytes"][kind])
         how = f"group {actor['group']}, bundle {actor['bundle']}" if actor["group"] else "alone"
-        _add(table, actor["name"], actor["node"], _amounts(actor["resources"]), str(actor["experts"]), nbytes, how)
+        cells = actor["name"], actor["node"], _amounts(actor["resources"]), str(actor["experts"]), nbytes
+        _add(table, *cells, *([how] if scheduled else []))
     return table
 
 

@@ -30,6 +30,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_HEALTH_REPORT: _ClassVar[Kind]
     KIND_STORE_REQUEST: _ClassVar[Kind]
     KIND_STORE_REPLY: _ClassVar[Kind]
+    KIND_PLACEMENT_COMMAND: _ClassVar[Kind]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -48,6 +49,7 @@ KIND_HEALTH_REQUEST: Kind
 KIND_HEALTH_REPORT: Kind
 KIND_STORE_REQUEST: Kind
 KIND_STORE_REPLY: Kind
+KIND_PLACEMENT_COMMAND: Kind
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "byte_length")
@@ -80,12 +82,14 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., what: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class ExpertBatch(_message.Message):
-    __slots__ = ("layer", "activation")
+    __slots__ = ("layer", "activation", "decode")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
     layer: int
     activation: str
-    def __init__(self, layer: _Optional[int] = ..., activation: _Optional[str] = ...) -> None: ...
+    decode: bool
+    def __init__(self, layer: _Optional[int] = ..., activation: _Optional[str] = ..., decode: _Optional[bool] = ...) -> None: ...
 
 class ExpertResult(_message.Message):
     __slots__ = ("measured_s", "modelled_s", "paced_s")
@@ -104,6 +108,14 @@ class PrefetchCommand(_message.Message):
     iteration: int
     layer: int
     def __init__(self, iteration: _Optional[int] = ..., layer: _Optional[int] = ...) -> None: ...
+
+class PlacementCommand(_message.Message):
+    __slots__ = ("keep_others", "preload")
+    KEEP_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    PRELOAD_FIELD_NUMBER: _ClassVar[int]
+    keep_others: bool
+    preload: bool
+    def __init__(self, keep_others: _Optional[bool] = ..., preload: _Optional[bool] = ...) -> None: ...
 
 class Context(_message.Message):
     __slots__ = ("iteration", "layer")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fakes import FakeStore, FakeWorker, StuckWorker
+from fakes import FAKE_FACTS, FakeStore, FakeWorker, StuckWorker
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
@@ -29,8 +29,11 @@ class Announced(Deployment):
 def main() -> None:
     worker = StuckWorker if sys.argv[1] == "start" else FakeWorker
     config = RunConfig(threads=1, ray=RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None))
+    deployment = Announced(
+        config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS
+    )
     try:
-        with Announced(config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore) as runtime:
+        with deployment as runtime:
             print("READY", flush=True)
             length = 5 if sys.argv[1] == "join" else 1_000_000_000
             for event in runtime.generate(GenerationRequest("r", (1,), SamplingParams(max_tokens=length))):

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeStore, FakeWorker, RefusingWorker, StuckWorker
+from fakes import FAKE_FACTS, FakeStore, FakeWorker, RefusingWorker, StuckWorker
 
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
-from tiermoe.errors import BudgetError, RuntimeFailure, StoreError
+from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, StoreError
 
 
 def _deployment(store: str = "store", worker: type = FakeWorker, **config: Any) -> Deployment:
     run = RunConfig(threads=1, **config)
-    return Deployment(run, engine_settings(run), store, worker_class=worker, store_class=FakeStore)
+    settings = engine_settings(run)
+    return Deployment(run, settings, store, worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +110,8 @@ class TestStartUp:
 
     @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU to find")
     def test_missing_resources_are_named_at_once(self) -> None:
-        have = "2 CPU and 1 GPU, Ray has 2 CPU and 0 GPU"
-        with pytest.raises(RuntimeFailure, match=have), _deployment(device="cuda"):
+        short = r"the lead fits on no node: node \w+ \(GPU: needs 1, has 0 free of 0, short of 1\)"
+        with pytest.raises(ConfigError, match=short), _deployment(device="cuda"):
             pytest.fail("started")
 
     def test_deadline(self) -> None:

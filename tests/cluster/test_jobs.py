@@ -113,7 +113,7 @@ def test_a_stopped_job_leaves_nothing(cluster: Cluster) -> None:
     status = cluster.run(_TIERMOE, "status", "--address", cluster.address, "--json")
     assert status.returncode == 0, status.stderr
     (deployment,) = json.loads(status.stdout)["deployments"]
-    assert {actor["role"]: actor["state"] for actor in deployment["actors"]} == {"lead": "ALIVE", "store": "ALIVE"}
+    assert {actor["role"]: actor["state"] for actor in deployment["actors"]} == {"lead": "ALIVE", "store/0": "ALIVE"}
     actors = [psutil.Process(actor["pid"]) for actor in deployment["actors"]]
     (driver,) = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[1:3] == [_TIERMOE, "up"]]
 

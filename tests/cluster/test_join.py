@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes import FAKE_FACTS
 
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
@@ -69,5 +70,6 @@ def test_another_authentication_mode_is_one_line_at_once(address: str) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
 def test_an_address_without_ray_fails_at_once(address: str) -> None:
     config = RunConfig(threads=1, ray=RaySettings(address=address))
-    with pytest.raises(RuntimeFailure, match=f"'{address}'"), Deployment(config, engine_settings(config), "store"):
+    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
+    with pytest.raises(RuntimeFailure, match=f"'{address}'"), deployment:
         pytest.fail("started")

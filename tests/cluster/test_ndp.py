@@ -33,26 +33,26 @@ def _generate(runtime: Deployment, name: str, prompt: tuple[int, ...], kill_at: 
         generation.add(event)
         if kill_at is not None and len(generation.token_ids) >= kill_at:
             kill_at = None
-            os.kill(runtime.ndp_health()["pid"], signal.SIGKILL)
+            os.kill(runtime.actor_health("ndp/0")["pid"], signal.SIGKILL)
     return generation.token_ids
 
 
 def test_the_plan_names_the_worker(runtime: Deployment) -> None:
     assert runtime.plan["ndp"]["transport"] == "shm"
-    assert runtime.health()["ndp"] == "connected"
+    assert runtime.health()["ndp/0"] == "connected"
 
 
 def test_killed_in_the_middle_of_a_request(runtime: Deployment) -> None:
     prompt = heldout_prompts(load_run_config(None).model_dir, 1, 32)[0]
     undisturbed = _generate(runtime, "a", prompt)
-    first = runtime.ndp_health()["pid"]
+    first = runtime.actor_health("ndp/0")["pid"]
     assert _generate(runtime, "b", prompt, kill_at=10) == undisturbed
     stats = runtime.stats()
     assert stats.ndp_losses == 1
     end_s = time.monotonic() + _REJOIN_S
-    while runtime.health()["ndp"] != "connected":  # each answer of the worker is a round trip; the bound is above
+    while runtime.health()["ndp/0"] != "connected":  # each answer of the worker is a round trip; the bound is above
         assert time.monotonic() < end_s, "the NDP worker did not come back"
-    assert runtime.ndp_health()["pid"] != first
+    assert runtime.actor_health("ndp/0")["pid"] != first
     before = runtime.stats().total().ndp_tokens
     assert _generate(runtime, "c", prompt) == undisturbed
     assert runtime.stats().total().ndp_tokens > before

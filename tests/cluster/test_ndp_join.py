@@ -56,6 +56,6 @@ def test_the_worker_goes_where_the_resource_is(tmp_path: Path) -> None:
 def test_a_cluster_without_the_resource_is_refused(tmp_path: Path) -> None:
     with _head() as address:
         done = _run(address, tmp_path)
-        assert done.returncode == 1
-        assert "needs a node with the resource ndp" in done.stderr
+        assert done.returncode == 2
+        assert "policy 'context-ndp-full' needs 1 of the resource ndp, the nodes have none" in done.stderr
         assert "Traceback" not in done.stderr

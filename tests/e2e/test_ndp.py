@@ -57,7 +57,7 @@ def test_full_precision_gives_the_tokens_of_the_model(
         assert stats.ndp_losses == 0
         assert stats.expert_bytes_peak <= stats.expert_budget_bytes
         if transport != "auto":
-            assert worker.engine.remote.transport == transport
+            assert worker.engine.peers["ndp/0"].transport == transport
 
 
 def test_quantized_replicas_serve_and_are_labelled(prompts: list[tuple[int, ...]]) -> None:
@@ -72,13 +72,11 @@ def test_quantized_replicas_serve_and_are_labelled(prompts: list[tuple[int, ...]
 
 
 def _kill(worker: LocalWorker) -> None:
-    assert worker.ndp is not None
-    os.kill(worker.ndp.pid, signal.SIGKILL)
+    os.kill(worker.ndp_processes[0].pid, signal.SIGKILL)
 
 
 def _stop(worker: LocalWorker) -> None:
-    assert worker.ndp is not None
-    os.kill(worker.ndp.pid, signal.SIGSTOP)
+    os.kill(worker.ndp_processes[0].pid, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("strike", [_kill, _stop])
@@ -92,8 +90,8 @@ def test_a_request_outlives_the_worker(
         stats = worker.stats()
         assert stats.ndp_losses == 1
         assert longest_s < 4.0  # liveness within 1 s, recomputation within 1 s of it, and a busy machine
-        worker.ndp.restart()  # type: ignore[union-attr]
-        assert worker.engine.remote.wait_until_found(20.0)
+        worker.ndp_processes[0].restart()
+        assert worker.engine.peers["ndp/0"].wait_until_found(20.0)
         before = stats.total().ndp_tokens
         assert greedy(worker, prompts[1:2], TOKENS) == expected[1:2]
         assert worker.stats().total().ndp_tokens > before  # it rejoined

@@ -26,6 +26,7 @@ from tiermoe.proto.messages import (
     HealthReport,
     HealthRequest,
     Message,
+    PlacementCommand,
     PrefetchCommand,
     StoreReply,
     StoreRequest,
@@ -46,9 +47,11 @@ def _message(data: bytes) -> Message:
 
 MESSAGES: list[Message] = [
     batch(),
+    replace(batch(), decode=True),
     replace(batch(), hidden=np.ones((2, 8), np.float16)),
     replace(batch(), hidden=np.full((2, 8), 0x3F80, np.uint16)),
     ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0),
+    PlacementCommand(np.array([3, 0, 127], np.int32), True, False),
     PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32)),
     Context(5, 2, np.array([2**40], np.int64), np.ones((1, 3), _F32), np.ones((1, 16), _F32)),
     HealthRequest(),
@@ -158,6 +161,7 @@ REFUSED: list[tuple[str, Message]] = [
     ("layer out of range", replace(batch(), layer=8)),
     ("time below 0", ExpertResult(np.ones((1, 1), _F32), -1.0, 0.0, 0.0)),
     ("time that is none", ExpertResult(np.ones((1, 1), _F32), 0.0, float("nan"), 0.0)),
+    ("hot key out of range", PlacementCommand(np.array([-1], _i32), False, True)),
     ("key out of range", PrefetchCommand(0, 0, np.array([128], _i32), np.ones(1, _F32))),
     ("too many experts", Context(0, 0, np.ones(1, np.int64), np.ones((1, 1), _F32), np.ones((1, 17), _F32))),
     ("infinite weights", StoreReply(0, np.array([0], _i32), {"w": np.full((1, 1), np.inf, _F32)})),

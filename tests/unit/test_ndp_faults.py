@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 @contextmanager
 def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
     policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
-    worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), link)
+    worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), [link])
     try:
         worker.start()
         yield worker
@@ -58,7 +58,7 @@ def expected(store: ExpertStore) -> list[list[int]]:
     board = Noticeboard()
     ndp = NdpWorker(_NDP, store.describe().path, board)
     try:
-        with _serving(store, PeerLink(board)) as worker:
+        with _serving(store, PeerLink(board, name="ndp/0")) as worker:
             return greedy(worker, [_PROMPT], _NEW)
     finally:
         ndp.close()
@@ -75,7 +75,9 @@ def test_one_bad_message(
     server = ServerOptions(faults=injector if side == "reply" else None)
     ndp = NdpWorker(_NDP, store.describe().path, board, options=server)
     try:
-        link = _FaultyLink(board, transport=transport, faults=injector if side == "request" else None)
+        link = _FaultyLink(
+            board, name="ndp/0", transport=transport, faults=injector if side == "request" else None
+        )
         with _serving(store, link) as worker:
             assert greedy(worker, [_PROMPT], _NEW) == expected
             assert injector.sent > 4  # the fault was met

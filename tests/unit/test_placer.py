@@ -57,7 +57,7 @@ def _serving(store: ExpertStore, link: FakeLink, policy: PolicySettings, budget:
     config = settings(budget, policy=policy)
     hardware = {**vars(load_hardware("paper-ndp"))}
     config = config.model_copy(update={"ndp": config.ndp.model_copy(update={"hardware": hardware, "deadline_s": 2.0})})
-    worker = GpuWorker(config, store.describe(), link)  # type: ignore[arg-type]
+    worker = GpuWorker(config, store.describe(), [link])  # type: ignore[list-item]
     try:
         worker.start()
         link.batches.clear()
@@ -178,7 +178,7 @@ def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expe
         assert stats.total().ndp_recomputed > 0
         assert len(link.batches) == 3
         link.up.set()
-        assert worker.engine.remote.wait_until_found(10.0)
+        assert worker.engine.peers["ndp/0"].wait_until_found(10.0)
         assert greedy(worker, _PROMPTS[1:], _NEW) == expected[1:]
         assert len(link.batches) > 3
         worker.engine.cache.check_integrity()

@@ -239,8 +239,8 @@ def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> No
     view = olmoe.store.describe()
     with pytest.raises(ConfigError, match="besides the lead"):
         GpuWorker(_settings(2), view).start()
-    ndp = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context"))
-    with pytest.raises(ConfigError, match="NDP worker"):
+    ndp = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="monde"))
+    with pytest.raises(ConfigError, match="link of one GPU"):
         GpuWorker(settings(0.5, policy=ndp, shards=ShardSettings(count=2)), view).start()
     for index in (0, 2):
         with pytest.raises(ConfigError, match="no shard worker"):

@@ -97,11 +97,12 @@ def test_names() -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"budget": "1"}, "--budget"), ({"link_gbps": 2.0}, "--link-gbps"), ({"ndp_pace": True}, "--ndp-pace")],
+    [({"budget": "1"}, "--budget"), ({"link_gbps": 2.0}, "--link-gbps"), ({"ndp_pace": True}, "--ndp-pace"),
+     ({"shards": 2}, "--shards")],
 )
 def test_a_guest_may_not_change_the_runtime(given: dict[str, Any], named: str) -> None:
     nothing: dict[str, Any] = dict.fromkeys(
-        ("link_gbps", "link_latency_us", "ndp_threads", "ndp_hardware", "ndp_pace", "budget")
+        ("link_gbps", "link_latency_us", "ndp_threads", "ndp_hardware", "ndp_pace", "shards", "ndp_workers", "budget")
     )
     refuse_runtime_options(runtime_options(**nothing) | {"model": "checkpoint"})
     with pytest.raises(RequestError, match=f"{named} is a matter of the runtime"):

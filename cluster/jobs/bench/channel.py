@@ -21,7 +21,7 @@ from ....proto.channel import Channel, ChannelOptions, Limits, open_channel
 from ....proto.messages import ExpertBatch, ExpertResult
 from ...config import RaySettings, RunConfig, engine_settings
 from ...deploy import Deployment
-from .channel_peer import BARE_ECHO, EchoWorker, NoStore
+from .channel_peer import BARE_ECHO, NO_MODEL, EchoWorker, NoStore
 from .harness import Bar, Case, Measures, Report, interleaved, ratio, rows_of
 
 WIDTH, TOP_K = 2048, 8
@@ -49,7 +49,9 @@ def bench_channel(repeats: int, progress: Progress | None) -> Report:
     with contextlib.ExitStack() as stack:
         config = RunConfig(threads=1, ray=RaySettings(num_cpus=2))
         runtime = stack.enter_context(
-            Deployment(config, engine_settings(config), "", worker_class=EchoWorker, store_class=NoStore)
+            Deployment(
+                config, engine_settings(config), "", worker_class=EchoWorker, store_class=NoStore, facts=NO_MODEL
+            )
         )
         if ours is not None:  # after Ray, whose processes would inherit it
             before = os.sched_getaffinity(0)

@@ -18,8 +18,15 @@ import grpc
 from ....proto import grpc_wire
 from ....proto.channel import ChannelServer, Limits
 from ....proto.messages import ExpertBatch, ExpertResult, Message
+from ...topology.spec import ModelFacts
 
 BARE_ECHO = "/bench/Echo"
+
+
+NO_MODEL = ModelFacts(
+    name="none", layers=1, experts=4, top_k=1, hidden=1, intermediate=1, gates=2, expert_elements=3, dense_elements=1,
+    kv_elements=1, item_bytes=4, source="this benchmark",
+)  # fmt: skip
 
 
 class EchoWorker:
