@@ -100,7 +100,8 @@ class RayNodes:
     def start(self, node: Node) -> None:
         """Start a node, for the first time or after its raylet was killed."""
         head = not self.nodes or node is self.nodes[0]
-        where = ["--head", f"--port={self._port}", "--include-dashboard=false"] if head else [f"--address={self.address}"]
+        as_head = ["--head", f"--port={self._port}", "--include-dashboard=false"]
+        where = as_head if head else [f"--address={self.address}"]
         command = [
             _RAY, "start", *where, f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}",
             f"--resources={json.dumps(dict(node.resources))}", f"--temp-dir={node.machine.folder}",

@@ -33,6 +33,9 @@ class RemoteRuntime:
     """A driver on a node's machine, and the deployment that it was told to start.
 
     Every wait has a deadline and ends in TimeoutError. A driver that ends answers every question with ConnectionError.
+
+    Attributes:
+        started: plan, topology and startup_s of the deployment.
     """
 
     def __init__(self, node: Node) -> None:
@@ -46,6 +49,7 @@ class RemoteRuntime:
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.started: dict[str, Any] = {}
 
     def start(self, store: Path, **options: Any) -> dict[str, Any]:
         """Deploy; what the driver says of plan and topology.
@@ -54,7 +58,8 @@ class RemoteRuntime:
             RemoteError: it was refused, or failed.
         """
         answers = self._send("start", options=options, store=str(store))
-        return self._value(answers, time.monotonic() + _START_DEADLINE_S)
+        self.started = self._value(answers, time.monotonic() + _START_DEADLINE_S)
+        return self.started
 
     def generate(
         self, prompt: Sequence[int], max_tokens: int, deadline_s: float = _ANSWER_DEADLINE_S, **sampling: Any
@@ -75,9 +80,9 @@ class RemoteRuntime:
         """All of a request's tokens."""
         return [token for piece in self.generate(prompt, max_tokens, **sampling) for token in piece]
 
-    def ask(self, method: str) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the deployment returns."""
-        return self._value(self._send("ask", method=method), time.monotonic() + _ANSWER_DEADLINE_S)
+        return self._value(self._send("ask", method=method, arguments=arguments), time.monotonic() + _ANSWER_DEADLINE_S)
 
     def stats(self) -> dict[str, Any]:
         """The lead's counters."""

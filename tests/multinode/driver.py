@@ -61,8 +61,8 @@ class Driver:
     def stats(self, tell: Callable[..., None]) -> dict[str, Any]:
         return self._running.stats().as_dict()
 
-    def ask(self, tell: Callable[..., None], method: str) -> Any:
-        return getattr(self._running, method)()
+    def ask(self, tell: Callable[..., None], method: str, arguments: list[Any]) -> Any:
+        return getattr(self._running, method)(*arguments)
 
     def close(self, tell: Callable[..., None]) -> None:
         deployment, self._deployment = self._deployment, None
