@@ -208,12 +208,12 @@ class LoopbackMachine:
         return list(argv)
 
     def processes(self) -> list[psutil.Process]:
-        """Those of Ray: their command lines name the address."""
+        """The raylet with this address and what it has started."""
         found = []
         for process in users_of(self.folder):
             with contextlib.suppress(psutil.Error):
-                if any(word.endswith(f"={self.address}") for word in process.cmdline()):
-                    found.append(process)
+                if f"--node_ip_address={self.address}" in process.cmdline():
+                    found += [process, *process.children(recursive=True)]
         return found
 
 
@@ -224,7 +224,7 @@ class Loopback:
 
     def __init__(self) -> None:
         self._scratch = Scratch()
-        self._count = 0
+        self._count = 1  # Ray puts another address in the place of 127.0.0.1
 
     def add(self) -> LoopbackMachine:
         self._count += 1

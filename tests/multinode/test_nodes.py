@@ -23,7 +23,7 @@ from serving import default_model_greedy, prepared
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 
-PROMPTS, PROMPT_TOKENS, TOKENS = 4, 48, 32
+PROMPTS, PROMPT_TOKENS, TOKENS = 5, 48, 32
 LONG = 160  # tokens of a request that something happens to
 CUT_S = 3.0
 RECOVER_S = 60.0
@@ -37,7 +37,7 @@ class Place:
     """Three nodes, a program on the first that deploys there, and what the model says without any of it.
 
     Attributes:
-        long: what the first prompt gives with `LONG` tokens.
+        long: what the last prompt gives with `LONG` tokens.
     """
 
     nodes: RayNodes
@@ -77,7 +77,7 @@ class Place:
         """The tokens of a long request during which something happens, after its eighth."""
         tokens: list[int] = []
         struck = False
-        for piece in self.runtime.generate(self.prompts[0], LONG, ignore_eos=True):
+        for piece in self.runtime.generate(self.prompts[-1], LONG, ignore_eos=True):
             tokens += piece
             if len(tokens) >= 8 and not struck:
                 struck = True
@@ -107,7 +107,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         runtime = stack.enter_context(closing(RemoteRuntime(nodes.head)))
         nodes.add_all((2, {}), (2, {"store": 1, "ndp": 1}))
         expected = default_model_greedy(prompts, TOKENS)
-        (long,) = default_model_greedy(prompts[:1], LONG, ignore_eos=True)
+        (long,) = default_model_greedy(prompts[-1:], LONG, ignore_eos=True)
         yield Place(nodes, runtime, store, prompts, expected, long)
 
 
