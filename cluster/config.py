@@ -24,6 +24,7 @@ from ..actors.settings import (
     PolicySettings,
     Settings,
     ShardSettings,
+    check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
 from .topology.local import cpus_of_actors, ndp_workers
@@ -198,14 +199,17 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
     """What the worker needs, with policy and budget resolved and checked against each other.
 
     Raises:
-        ConfigError: unknown policy, fewer CPUs than threads, or a setting of a local Ray for one that is joined.
+        ConfigError: unknown policy, one that does not go with several GPUs, fewer CPUs than threads, or a setting of a
+            local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
     policy, budget = load_policy(config.policy), parse_budget(config.budget)
-    if policy.preload == "all" and isinstance(budget, float) and budget < 1:
+    gpus = config.cluster.shards
+    if policy.preload == "all" and isinstance(budget, float) and budget * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
+        where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
         raise BudgetError(
-            f"policy '{policy.name}' keeps every expert on the device, but the budget is {budget:.4g} of them",
-            "pass --budget 1.0, or choose a policy that loads on demand",
+            f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
+            f"pass --budget {math.ceil(1e4 / gpus) / 1e4}, or choose a policy that loads on demand",
         )
     local_only = sorted({"num_cpus", "object_store_bytes"} & config.ray.model_fields_set)
     if config.ray.address is not None and local_only:
@@ -222,7 +226,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
         )
-    return EngineSettings(
+    settings = EngineSettings(
         policy=policy,
         budget=budget,
         device=config.device,
@@ -238,6 +242,8 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         integrity_checks=config.integrity_checks,
         trace=trace,
     )
+    check_combination(settings)
+    return settings
 
 
 def check_model_dir(path: Path) -> None:

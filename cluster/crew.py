@@ -105,7 +105,7 @@ class Crew:
     def link(self, role: str) -> PeerLink:
         """The way to a worker for the others, also after it was restarted."""
         assert self.directory is not None
-        return PeerLink(self.directory, self._token, role)
+        return PeerLink(self.directory, self._token, name=role)
 
     def close(self) -> None:
         """End all for good. Idempotent; never raises."""

@@ -6,8 +6,8 @@ import torch
 
 from . import _cpu
 from .expert_ffn import ExpertKernel, Group, Operands
+from .packed_ffn import ACTIVATIONS
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # Activation in expert_ffn.hpp
 MAX_ROWS = 8  # rows of one expert above which blocked GEMMs win
 
 
@@ -16,7 +16,7 @@ class CpuKernel:
 
     Args:
         operands: fp32 pool on the CPU, contiguous, G = 2, no biases.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `packed_ffn.ACTIVATIONS`.
         large: runs the experts that have more than `MAX_ROWS` rows. Each expert's own rows decide, so that
             its result does not depend on which others happen to run in the same call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,7 +45,7 @@ def make_cache(
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
-            "use --budget 1.0 or another policy",
+            f"use --budget {math.ceil(1e4 * owned / keys) / 1e4} or another policy",
         )
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],

@@ -12,9 +12,7 @@ _LEVELS = 4  # of the search: n4, n3, n2, n1
 _ROUNDING = 1e-9  # n (average - 1) may fall this short of a whole number by float arithmetic alone
 
 
-def prefix_split(
-    losses: ArrayLike, widths: Sequence[int], average: float, weights: ArrayLike | None = None
-) -> list[int]:
+def prefix_split(losses: ArrayLike, widths: Sequence[int], average: float) -> list[int]:
     """PREFIXSPLIT of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 4.2.
 
     Symbols: experts i = 1..n in descending importance; L_i(b) = `losses`; Delta_i(b) = L_i(1) - L_i(b), the gain over
@@ -32,7 +30,6 @@ def prefix_split(
         losses: float [n, W], the loss of each expert at each width.
         widths: the W widths, ascending by 1; at most 4.
         average: in bits, between the lowest and the highest width; n average need not be whole.
-        weights: float [n], not negative, how much each expert's loss counts. None: all alike, the paper's rule.
 
     Returns:
         The width of each expert, [n], never ascending.
@@ -48,8 +45,6 @@ def prefix_split(
     if table.shape != (count, len(widths)) or not np.isfinite(table).all():
         raise ValueError(f"losses must be finite numbers [{count}, {len(widths)}], not {list(table.shape)}")
     gains = table[:, :1] - table  # Delta [n, W]; column 0 is zero
-    if weights is not None:
-        gains = gains * _checked_weights(weights, count)[:, None]
     increments = math.floor(count * (average - widths[0]) + _ROUNDING)
     counts = _search(_prefix_sums(gains), increments, len(widths))
     above = [widths[0] + step for step in (3, 2, 1)]
@@ -99,10 +94,3 @@ def _check_widths(widths: Sequence[int], average: float) -> None:
         raise ValueError(f"widths are {list(widths)}; give up to four that follow each other, as 1, 2, 3, 4")
     if not widths[0] <= average <= widths[-1]:
         raise ValueError(f"the average width is {average}; give {widths[0]} to {widths[-1]} bits")
-
-
-def _checked_weights(weights: ArrayLike, count: int) -> NDArray[np.float64]:
-    out = np.asarray(weights, np.float64)
-    if out.shape != (count,) or not np.isfinite(out).all() or (out < 0).any():
-        raise ValueError(f"weights must be {count} finite numbers that are not negative, not {list(out.shape)}")
-    return out

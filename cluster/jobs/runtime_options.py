@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ...actors.budget import budget_bytes
+from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings
 from ...actors.store_format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
@@ -120,16 +122,19 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     A dtype that only the worker's device decides is taken for the smaller one, and the worker has the last word.
 
     Raises:
-        BudgetError: it holds no expert, or not all of them where the policy keeps all.
+        BudgetError: it holds no expert, or not all that a GPU owns where the policy keeps all.
     """
     manifest = read_manifest(store)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
     slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
-    experts = len(manifest.layers) * manifest.experts.num_experts
+    layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
+    experts = layers * each
     held = budget_bytes(settings.budget, slot_bytes, experts)
-    if settings.policy.preload == "all" and held < experts * slot_bytes:
+    most = max(owned_experts(layers, each, shards.count, shards.ownership))
+    if settings.policy.preload == "all" and held < most * slot_bytes:
+        where = "" if shards.count == 1 else f" on the fullest of {shards.count} GPUs"
         raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts resident, {experts * slot_bytes} bytes in {dtype}; "
+            f"policy '{settings.policy.name}' keeps all experts resident, {most * slot_bytes} bytes in {dtype}{where}; "
             f"the budget is {held}",
-            "pass --budget 1.0, or choose a policy that loads on demand",
+            f"pass --budget {math.ceil(1e4 * most / experts) / 1e4}, or choose a policy that loads on demand",
         )

@@ -82,7 +82,7 @@ def _health(health: Mapping[str, Any]) -> str:
         parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
     if "running" in health:
         parts.append(f"{health['running']} requests running")
-    parts += [f"{name} {state}" for name, state in health.items() if "/" in name or name == "ndp"]
+    parts += [f"{name} {state}" for name, state in sorted(health.items()) if "/" in name]  # the lead's peers
     if "pairs" in health:
         parts.append(f"{health['pairs']} pairs in {health['batches']} calls, {seconds(health['busy_s'])} busy")
     return ", ".join(parts)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tiermoe.kernels import _cpu
-from tiermoe.kernels.cpu_ffn import ACTIVATIONS, MAX_ROWS, CpuKernel
+from tiermoe.kernels.cpu_ffn import MAX_ROWS, CpuKernel
 from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
+from tiermoe.kernels.packed_ffn import ACTIVATIONS
 
 REFERENCE = {
     "silu": nn.functional.silu,

@@ -23,6 +23,7 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
+from tiermoe.cluster.topology.settings import ClusterConfig
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
 
@@ -173,6 +174,20 @@ def test_all_resident_wants_the_whole_budget() -> None:
     with pytest.raises(BudgetError, match=r"--budget 1\.0"):
         engine_settings(RunConfig(policy="all-resident"))
     assert engine_settings(RunConfig(policy="all-resident", budget="100%")).budget == 1.0
+
+
+@pytest.mark.parametrize(("gpus", "enough"), [(2, 0.5), (3, 1 / 3), (4, 0.25)])
+def test_all_resident_on_several_gpus_wants_a_part_on_each(gpus: int, enough: float) -> None:
+    shards = ClusterConfig(shards=gpus)
+    assert engine_settings(RunConfig(policy="all-resident", budget=enough, cluster=shards)).shards.count == gpus
+    with pytest.raises(BudgetError, match=rf"on {gpus} GPUs, but the budget of each is .*--budget 0\.\d+"):
+        engine_settings(RunConfig(policy="all-resident", budget=enough - 0.01, cluster=shards))
+
+
+def test_monde_wants_one_gpu() -> None:
+    with pytest.raises(ConfigError, match="there are to be 2 GPUs"):
+        engine_settings(RunConfig(policy="monde", cluster=ClusterConfig(shards=2)))
+    assert engine_settings(RunConfig(policy="context-ndp-full", cluster=ClusterConfig(shards=2))).shards.count == 2
 
 
 @pytest.mark.parametrize(("present", "missing"), [((), "config.json"), (("config.json",), "tokenizer.json")])

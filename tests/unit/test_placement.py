@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.policies.cost import SplitCosts
 from tiermoe.actors.policies.placement import HotSet, RoutingCounts, importance, monde_split, static_hot
+from tiermoe.actors.policies.places import Places
+from tiermoe.actors.policies.sharding import shard_of
 
 E = 4
 
@@ -22,6 +25,11 @@ def counts(*rows: list[int]) -> RoutingCounts:
     out.P[:] = rows
     out.W[:] = np.asarray(rows) / 2
     return out
+
+
+def hot_set(layers: int, per_layer: int, alpha: float = 0.5) -> HotSet:
+    """On one GPU."""
+    return HotSet(Places.fit(np.zeros((layers, E)), [layers * E], per_layer), alpha)
 
 
 class TestRoutingCounts:
@@ -72,69 +80,78 @@ class TestImportance:
 
 class TestHotSet:
     def test_the_first_sequence_fills_it(self) -> None:
-        hot = HotSet(2, E, 2, 0.5)
+        hot = hot_set(2, 2)
         assert hot.hot(0) == frozenset()
-        moved = hot.admit("a", counts([1, 5, 0, 4], [0, 0, 7, 1]))
-        assert moved.enters == ((1, 3), (2, 3))
-        assert moved.leaves == ((), ())
-        assert moved.loads == 4
+        hot.admit("a", counts([1, 5, 0, 4], [0, 0, 7, 1]))
         assert (hot.hot(0), hot.hot(1)) == ({1, 3}, {2, 3})
         assert hot.order(0) == [1, 3, 0, 2]
         assert hot.active == ("a",)
 
     def test_the_next_sequence_alone_gets_its_own_top(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
+        hot = hot_set(1, 2)
         hot.admit("a", counts([4, 3, 2, 1]))
         hot.release("a")
         assert hot.hot(0) == {0, 1}  # nothing moves at release
-        moved = hot.admit("b", counts([1, 2, 3, 4]))
-        assert (moved.enters, moved.leaves) == (((3, 2),), ((0, 1),))
+        hot.admit("b", counts([1, 2, 3, 4]))
         assert hot.hot(0) == {2, 3}
 
     def test_two_sequences_share_by_the_sum(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
+        hot = hot_set(1, 2)
         hot.admit("a", counts([6, 4, 0, 0]))
-        moved = hot.admit("b", counts([0, 0, 9, 1]))  # sums 0.6 0.4 0.9 0.1
-        assert (moved.enters, moved.leaves) == (((2,),), ((1,),))
+        hot.admit("b", counts([0, 0, 9, 1]))  # sums 0.6 0.4 0.9 0.1
         assert hot.hot(0) == {0, 2}
         assert hot.order(0) == [2, 0, 1, 3]
 
     def test_content_with_what_is_hot_moves_nothing(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
+        hot = hot_set(1, 2)
         hot.admit("a", counts([6, 4, 0, 0]))
-        assert hot.admit("b", counts([1, 9, 0, 0])).loads == 0
+        hot.admit("b", counts([1, 9, 0, 0]))
+        assert hot.hot(0) == {0, 1}
 
     def test_a_sequence_does_not_mend_what_a_release_left(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
+        hot = hot_set(1, 2)
         hot.admit("a", counts([50, 50, 0, 0]))
         hot.admit("b", counts([0, 0, 52, 48]))  # sums .5 .5 .52 .48: 2 enters, 1 leaves
         assert hot.hot(0) == {0, 2}
         hot.release("a")  # now {2, 3} would be best
         assert hot.hot(0) == {0, 2}
-        assert hot.admit("c", counts([40, 0, 60, 0])).loads == 0  # its top 2 are hot already
+        hot.admit("c", counts([40, 0, 60, 0]))  # its top 2 are hot already
         assert hot.hot(0) == {0, 2}
 
     def test_admitting_again_replaces(self) -> None:
-        hot = HotSet(1, E, 1, 0.5)
+        hot = hot_set(1, 1)
         hot.admit("a", counts([1, 0, 0, 0]))
-        moved = hot.admit("a", counts([0, 0, 0, 1]))
-        assert (moved.enters, moved.leaves) == (((3,),), ((0,),))
+        hot.admit("a", counts([0, 0, 0, 1]))
+        assert hot.hot(0) == {3}
         assert hot.order(0) == [3, 0, 1, 2]
         assert hot.active == ("a",)
 
     def test_ties_go_to_the_lower_number(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
-        assert hot.admit("a", counts([0, 1, 1, 1])).enters == ((1, 2),)
+        hot = hot_set(1, 2)
+        hot.admit("a", counts([0, 1, 1, 1]))
+        assert hot.hot(0) == {1, 2}
 
     @pytest.mark.parametrize("places", [0, E])
     def test_none_and_all(self, places: int) -> None:
-        hot = HotSet(1, E, places, 0.5)
-        assert hot.admit("a", counts([1, 2, 3, 4])).loads == places
-        assert hot.admit("b", counts([4, 3, 2, 1])).loads == 0
-        assert hot.hot(0) == set(range(places))
+        hot = hot_set(1, places)
+        for rows in ([1, 2, 3, 4], [4, 3, 2, 1]):
+            hot.admit("a", counts(rows))
+            assert hot.hot(0) == set(range(places))
+
+    def test_each_gpu_ranks_its_own(self) -> None:
+        hot = HotSet(Places(np.array([[0, 1, 0, 1]]), np.array([[1, 1]])), 0.5)
+        hot.admit("a", counts([5, 1, 4, 2]))  # 0 and 2 are the most important, and both on GPU 0
+        assert hot.hot(0) == {0, 3}
+        hot.admit("b", counts([0, 0, 8, 1]))  # sums .42 .08 1.22 .28
+        assert hot.hot(0) == {2, 3}
+
+    def test_a_gpu_without_places_keeps_nothing(self) -> None:
+        hot = HotSet(Places(np.array([[0, 1, 0, 1]]), np.array([[2, 0]])), 0.5)
+        hot.admit("a", counts([1, 9, 1, 9]))
+        assert hot.hot(0) == {0, 2}
 
     def test_refusals_change_nothing(self) -> None:
-        hot = HotSet(1, E, 2, 0.5)
+        hot = hot_set(1, 2)
         bad = counts([1, 2, 3, 4])
         bad.W[0, 0] = np.inf
         for wrong in (bad, RoutingCounts(2, E)):
@@ -143,10 +160,61 @@ class TestHotSet:
         assert hot.active == ()
         with pytest.raises(KeyError):
             hot.release("a")
-        with pytest.raises(ValueError, match="hot_per_layer is 5; give 0 to 4"):
-            HotSet(1, E, 5, 0.5)
         with pytest.raises(ValueError, match="alpha is 2"):
-            HotSet(1, E, 1, 2)
+            hot_set(1, 1, 2)
+
+
+class TestPlaces:
+    def test_one_gpu_gets_what_fits(self) -> None:
+        assert Places.fit(np.zeros((3, E)), [7], None).count.tolist() == [[2]] * 3
+        assert Places.fit(np.zeros((2, E)), [99], None).per_layer == E
+        assert Places.fit(np.zeros((2, E)), [1], None).per_layer == 0
+
+    def test_each_gpu_gets_what_fits_into_its_own_slots(self) -> None:
+        owner = [[0, 1, 0], [1, 0, 1]]  # 3 experts, layer-expert
+        assert Places.fit(owner, [4, 2], None).count.tolist() == [[2, 1], [1, 1]]
+
+    def test_a_number_is_dealt_out_in_turn(self) -> None:
+        owner = np.arange(3 * 5).reshape(3, 5) % 2
+        assert Places.fit(owner, [9, 9], 3).count.tolist() == [[2, 1], [1, 2], [2, 1]]
+        assert Places.fit(owner, [9, 9], 5).count.tolist() == [[3, 2], [2, 3], [3, 2]]
+        lopsided = [[0, 0, 0, 1]] * 2
+        assert Places.fit(lopsided, [6, 2], 3).count.tolist() == [[2, 1], [2, 1]]  # GPU 1 owns no second one
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"3 hot experts in 2 layers take 6 slots; the budget holds 5"):
+            Places.fit(np.zeros((2, E)), [5], 3)
+        with pytest.raises(ValueError, match=r"take 3 slots on GPU 1; the budget holds 2"):
+            Places.fit(np.arange(8).reshape(2, E) % 2, [9, 2], 3)
+        with pytest.raises(ValueError, match="hot_per_layer is 5; give 0 to 4"):
+            Places.fit(np.zeros((2, E)), [99], 5)
+
+    def test_the_first_of_each_gpu_in_the_order_given(self) -> None:
+        places = Places(np.array([[0, 1, 0, 1]]), np.array([[1, 2]]))
+        assert places.first(0, [2, 0, 3, 1]) == [2, 3, 1]
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        layers=st.integers(1, 5), experts=st.integers(1, 9), gpus=st.integers(1, 4),
+        rule=st.sampled_from(["layer-expert", "expert"]), budget=st.integers(0, 50), data=st.data(),
+    )  # fmt: skip
+    def test_no_gpu_gets_more_than_its_slots(
+        self, layers: int, experts: int, gpus: int, rule: Any, budget: int, data: st.DataObject
+    ) -> None:
+        owner = np.array([[shard_of(a, e, experts, gpus, rule) for e in range(experts)] for a in range(layers)])
+        slots = [min(budget, int((owner == gpu).sum())) for gpu in range(gpus)]
+        per_layer = data.draw(st.none() | st.integers(0, experts))
+        try:
+            places = Places.fit(owner, slots, per_layer)
+        except ValueError:
+            assert per_layer is not None
+            return
+        assert (places.count.sum(axis=0) <= slots).all()
+        order = data.draw(st.permutations(range(experts)))
+        for layer in range(layers):
+            first = places.first(layer, order)
+            assert np.bincount(owner[layer][first], minlength=gpus).tolist() == places.count[layer].tolist()
+            assert per_layer is None or len(first) == per_layer
 
 
 TABLE = st.lists(st.lists(st.integers(0, 9), min_size=E, max_size=E), min_size=2, max_size=2)
@@ -162,7 +230,7 @@ def top(table: NDArray[np.float64], layer: int, places: int) -> set[int]:
 def test_what_every_admission_keeps(
     events: list[tuple[int, list[list[int]] | None]], places: int, alpha: float
 ) -> None:
-    hot = HotSet(2, E, places, alpha)
+    hot = hot_set(2, places, alpha)
     active: dict[str, NDArray[np.float64]] = {}
     for number, rows in events:
         name = f"s{number}"
@@ -175,15 +243,12 @@ def test_what_every_admission_keeps(
             continue
         seen = counts(*rows)
         active[name] = importance(seen, alpha)
-        moved = hot.admit(name, seen)
+        hot.admit(name, seen)
         total = np.sum(list(active.values()), axis=0)
         for layer in range(2):
-            enters, leaves, now = moved.enters[layer], moved.leaves[layer], hot.hot(layer)
-            own = top(active[name], layer, places)
+            now, own = hot.hot(layer), top(active[name], layer, places)
+            enters = now - before[layer]
             assert len(now) == places
-            assert now == (before[layer] - set(leaves)) | set(enters)
-            assert not set(enters) & before[layer]
-            assert set(leaves) <= before[layer]
             assert len(enters) <= len(own - before[layer])
             assert sum(total[layer, list(now)]) >= sum(total[layer, list(before[layer])]) - 1e-9  # never worse
             if len(active) == 1:
@@ -192,11 +257,16 @@ def test_what_every_admission_keeps(
 
 
 def test_static_hot() -> None:
-    assert static_hot([[1, 5, 5, 9], [0, 0, 0, 0]], 2) == [{1, 3}, {0, 1}]
-    assert static_hot([[1, 2, 3, 4]], 0) == [frozenset()]
-    for popularity, places in (([1, 2], 1), ([[1.0, float("nan")]], 1), ([[1, 2]], 3), ([[1, 2]], -1)):
-        with pytest.raises(ValueError, match=r"popularity|hot_per_layer"):
-            static_hot(popularity, places)
+    def one_gpu(per_layer: int, layers: int = 1) -> Places:
+        return Places.fit(np.zeros((layers, E)), [layers * E], per_layer)
+
+    assert static_hot([[1, 5, 5, 9], [0, 0, 0, 0]], one_gpu(2, 2)) == [{1, 3}, {0, 1}]
+    assert static_hot([[1, 2, 3, 4]], one_gpu(0)) == [frozenset()]
+    two = Places(np.array([[0, 1, 0, 1]]), np.array([[1, 1]]))
+    assert static_hot([[1, 5, 5, 9]], two) == [{2, 3}]
+    for popularity in ([1, 2, 3, 4], [[1.0, 2.0, 3.0, float("nan")]], [[1, 2]]):
+        with pytest.raises(ValueError, match="popularity"):
+            static_hot(popularity, one_gpu(1))
 
 
 def by_rows(rows: list[int], gpu: float, ndp: float, load_s: float, once: float = 0.0) -> SplitCosts:

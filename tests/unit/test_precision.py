@@ -66,12 +66,6 @@ class TestExact:
     def test_the_budget_is_spent_even_where_more_bits_lose_more(self) -> None:
         assert sum(prefix_split([[0, 1, 2, 3]] * 4, WIDTHS, 3.0)) == 12
 
-    def test_weights_move_the_bits_to_what_counts(self) -> None:
-        losses = [[10, 1, 0.9, 0.8]] * 2
-        assert prefix_split(losses, WIDTHS, 2.0) == [2, 2]
-        assert prefix_split(losses, WIDTHS, 2.0, weights=[1, 0]) == [3, 1]
-        assert prefix_split(losses, WIDTHS, 2.0, weights=[1, 1]) == [2, 2]
-
     @pytest.mark.parametrize("average", WIDTHS)
     def test_one_expert(self, average: int) -> None:
         assert prefix_split([[9, 5, 5, 0]], WIDTHS, average) == [average]
@@ -111,12 +105,6 @@ class TestProperties:
         assert loss(rows, chosen, widths) == brute_force(rows, widths, budget(len(rows), average, 2))
 
     @settings(max_examples=40, deadline=None)
-    @given(losses=LOSSES, average=st.fractions(1, 4, max_denominator=12), weight=st.integers(1, 9))
-    def test_equal_weights_change_nothing(self, losses: list[list[int]], average: Fraction, weight: int) -> None:
-        plain = prefix_split(losses, WIDTHS, float(average))
-        assert prefix_split(losses, WIDTHS, float(average), [weight] * len(losses)) == plain
-
-    @settings(max_examples=40, deadline=None)
     @given(losses=LOSSES, bits=st.sampled_from(WIDTHS))
     def test_no_worse_than_uniform_at_the_same_width(self, losses: list[list[int]], bits: int) -> None:
         count = len(losses)
@@ -136,24 +124,21 @@ def test_256_experts_take_less_than_5_ms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "widths", "average", "weights", "message"),
+    ("losses", "widths", "average", "message"),
     [
-        ([[1, 1, 1, 1]], WIDTHS, 0.9, None, "average width is 0.9; give 1 to 4 bits"),
-        ([[1, 1, 1, 1]], WIDTHS, 4.1, None, "average width is 4.1"),
-        ([[1, 1, 1, 1]], WIDTHS, math.nan, None, "average width is nan"),
-        ([], WIDTHS, 5, None, "average width is 5"),
-        ([[1, 1]], (2, 4), 3, None, "follow each other"),
-        ([[1, 1]], (3, 2), 3, None, "follow each other"),
-        ([[1]], (), 3, None, "follow each other"),
-        ([[1] * 5], (1, 2, 3, 4, 5), 3, None, "follow each other"),
-        ([[1, 1]], WIDTHS, 2, None, r"\[1, 4\], not \[1, 2\]"),
-        ([1, 1, 1, 1], WIDTHS, 2, None, r"not \[4\]"),
-        ([[1, math.inf, 1, 1]], WIDTHS, 2, None, "finite"),
-        ([[1, 1, 1, 1]], WIDTHS, 2, [1, 1], "weights"),
-        ([[1, 1, 1, 1]], WIDTHS, 2, [-1], "not negative"),
-        ([[1, 1, 1, 1]], WIDTHS, 2, [math.nan], "weights"),
+        ([[1, 1, 1, 1]], WIDTHS, 0.9, "average width is 0.9; give 1 to 4 bits"),
+        ([[1, 1, 1, 1]], WIDTHS, 4.1, "average width is 4.1"),
+        ([[1, 1, 1, 1]], WIDTHS, math.nan, "average width is nan"),
+        ([], WIDTHS, 5, "average width is 5"),
+        ([[1, 1]], (2, 4), 3, "follow each other"),
+        ([[1, 1]], (3, 2), 3, "follow each other"),
+        ([[1]], (), 3, "follow each other"),
+        ([[1] * 5], (1, 2, 3, 4, 5), 3, "follow each other"),
+        ([[1, 1]], WIDTHS, 2, r"\[1, 4\], not \[1, 2\]"),
+        ([1, 1, 1, 1], WIDTHS, 2, r"not \[4\]"),
+        ([[1, math.inf, 1, 1]], WIDTHS, 2, "finite"),
     ],
 )
-def test_refusals(losses: object, widths: tuple[int, ...], average: float, weights: object, message: str) -> None:
+def test_refusals(losses: object, widths: tuple[int, ...], average: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prefix_split(losses, widths, average, weights)  # type: ignore[arg-type]
+        prefix_split(losses, widths, average)  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""A planned topology on a local Ray: two shards and two NDP workers, killed one by one while a request runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._private import state as gcs
+from serving import default_model_greedy
+
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.cluster.attach import ActorRecord, actor_records
+from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
+from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
+from tiermoe.cluster.names import role_of
+
+_TOKENS = 64
+_BACK_S = 60.0
+
+pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+
+
+@pytest.fixture(scope="module")
+def prompt() -> tuple[int, ...]:
+    return tuple(heldout_prompts(default_model_dir(), 1, 32)[0])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prompt: tuple[int, ...]) -> list[int]:
+    """What the unmodified model says."""
+    return default_model_greedy([prompt], _TOKENS)[0]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Deployment]:
+    options = {
+        "policy": "context-ndp-full", "budget": "0.25", "threads": 1, "device": "cpu",
+        "cluster": {"shards": 2, "ndp_workers": 2},
+    }  # fmt: skip
+    config = load_run_config(None, options)
+    settings = engine_settings(config)
+    with Deployment(config, settings, str(prepared_store(config, settings))) as deployment:
+        yield deployment
+
+
+def _records(runtime: Deployment) -> dict[str, ActorRecord]:
+    return {r.role: r for r in actor_records(list(gcs.actors().values())) if r.deployment == runtime.id}
+
+
+def _generate(runtime: Deployment, prompt: tuple[int, ...], kill: int | None = None) -> list[int]:
+    """The tokens of one request; `kill` is a process that is killed when eight of them are there."""
+    generation = Generation("r")
+    sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
+    for event in runtime.generate(GenerationRequest("r", prompt, sampling)):
+        generation.add(event)
+        if kill is not None and len(generation.token_ids) >= 8:
+            os.kill(kill, signal.SIGKILL)
+            kill = None
+    assert generation.error is None, generation.error
+    return generation.token_ids
+
+
+def test_what_runs_is_what_was_planned(runtime: Deployment) -> None:
+    planned = {role_of(actor) for actor in runtime.topology.actors}
+    assert planned == {"lead", "shard/1", "store/0", "ndp/0", "ndp/1", "endpoints"}
+    records = _records(runtime)
+    assert {role: record.state for role, record in records.items()} == dict.fromkeys(planned, "ALIVE")
+    assert len({record.pid for record in records.values()}) == len(planned)
+    peers = {name: state for name, state in runtime.health().items() if "/" in name}
+    assert peers == dict.fromkeys(("shard/1", "ndp/0", "ndp/1"), "connected")
+    for actor in runtime.topology.having("shard", "ndp"):
+        assert runtime.actor_health(role_of(actor))["pid"] == records[role_of(actor)].pid
+
+
+def test_shards_and_ndp_workers_give_the_models_own_tokens(
+    runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int]
+) -> None:
+    assert _generate(runtime, prompt) == undisturbed
+    lead, shard = runtime.shard_stats()
+    assert shard["hits"] + shard["misses"] > 0
+    assert lead["hits"] + lead["misses"] > 0
+    assert all(runtime.actor_health(f"ndp/{i}")["pairs"] > 0 for i in range(2))
+
+
+def test_status_shows_every_gpu(runtime: Deployment) -> None:
+    command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "status"]
+    command += ["--address", runtime.address]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"} | {"COLUMNS": "160"}
+    said = [
+        subprocess.run(
+            [*command, *more], env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        for more in ([], ["--json"])
+    ]
+    for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 64 slots", "on all GPUs"):
+        assert text in said[0], said[0]
+    (record,) = json.loads(said[1])["deployments"]
+    assert [gpu["shard"] for gpu in record["gpus"]] == ["shard/0", "shard/1"]
+    experts = runtime.plan["experts_per_layer"]
+    for number, gpu in enumerate(record["gpus"]):
+        states = [state for layer in gpu["residency"] for state in layer["states"]]
+        held = {key for key, state in enumerate(states) if state}
+        assert held
+        assert {key % 2 for key in held} == {number}  # by the rule `layer-expert`
+        assert len(states) == runtime.plan["moe_layers"] * experts
+    merged = [state for layer in record["residency"] for state in layer["states"]]
+    assert sum(state == 2 for state in merged) == sum(
+        state == 2 for gpu in record["gpus"] for layer in gpu["residency"] for state in layer["states"]
+    )
+
+
+@pytest.mark.parametrize("role", ["shard/1", "ndp/0", "store/0", "endpoints"])
+def test_killed_in_the_middle_of_a_request(
+    runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int], role: str
+) -> None:
+    """Nothing shows in the tokens; Ray starts it again, and it is used again."""
+    before = _records(runtime)[role]
+    assert before.pid is not None
+    assert _generate(runtime, prompt, kill=before.pid) == undisturbed
+    end_s = time.monotonic() + _BACK_S
+    while not _is_back(runtime, before):  # each look is a round trip; the bound is above
+        assert time.monotonic() < end_s, (_records(runtime)[role], runtime.health())
+    assert _generate(runtime, prompt) == undisturbed
+
+
+def _is_back(runtime: Deployment, before: ActorRecord) -> bool:
+    now = _records(runtime)[before.role]
+    peers = [state for name, state in runtime.health().items() if "/" in name]
+    restarted = now.state == "ALIVE" and now.restarts == before.restarts + 1 and now.pid != before.pid
+    return restarted and set(peers) == {"connected"}
+
+
+def test_a_worker_finds_the_lead_again_after_the_directory_was_lost(
+    runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int]
+) -> None:
+    """The directory keeps its entries in its memory; the deployment enters them again."""
+    for role in ("endpoints", "shard/1"):
+        before = _records(runtime)[role]
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGKILL)
+        end_s = time.monotonic() + _BACK_S
+        while not _is_back(runtime, before):
+            assert time.monotonic() < end_s, (_records(runtime)[role], runtime.health())
+    assert _generate(runtime, prompt) == undisturbed
