@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from machines import IsolatedMachine, Loopback, Switch, why_not_isolated
 from ray_nodes import Node, RayNodes
-from remote_runtime import RemoteError, RemoteRuntime
+from remote_runtime import RemoteError, RemoteRuntime, peers
 from serving import default_model_greedy, prepared
 
 from tiermoe.cluster.config import default_model_dir
@@ -25,6 +25,7 @@ from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 5, 48, 32
 LONG = 160  # tokens of a request that something happens to
+STRUCK_AT = 8  # its token at which that happens
 CUT_S = 3.0
 RECOVER_S = 60.0
 STORE_DEADLINE_S = 10.0  # of a read: longer than a cut
@@ -73,22 +74,35 @@ class Place:
             found = list(pool.map(lambda prompt: self.runtime.tokens(prompt, TOKENS), self.prompts))
         assert found == self.expected
 
-    def struck(self, strike: Callable[[], object]) -> list[int]:
-        """The tokens of a long request during which something happens, after its eighth."""
+    def struck(self, strike: Callable[[], object], over: Callable[[], bool] = lambda: True) -> None:
+        """A long request during which something happens, after its eighth token, and more of them until it is over.
+
+        All must give the tokens of the undisturbed model.
+        """
         tokens: list[int] = []
-        struck = False
         for piece in self.runtime.generate(self.prompts[-1], LONG, ignore_eos=True):
-            tokens += piece
-            if len(tokens) >= 8 and not struck:
-                struck = True
+            if len(tokens) < STRUCK_AT <= len(tokens) + len(piece):
                 strike()
-        return tokens
+            tokens += piece
+        assert tokens == self.long
+        while not over():
+            assert self.runtime.tokens(self.prompts[-1], LONG, ignore_eos=True) == self.long
 
+    def disconnected(self, node: Node) -> None:
+        """Such requests while a node's cable is cut for `CUT_S`."""
+        machines = self.nodes.machines
+        timer = threading.Timer(CUT_S, machines.restore, [node.machine])
 
-    def cut(self, node: Node) -> None:
-        """Cut a node's cable; it is plugged in again after `CUT_S`."""
-        self.nodes.machines.cut(node.machine)
-        threading.Timer(CUT_S, self.nodes.machines.restore, [node.machine]).start()
+        def cut() -> None:
+            machines.cut(node.machine)
+            timer.start()
+
+        self.struck(cut, lambda: not timer.is_alive())
+
+    def ndp_pairs(self) -> dict[str, int]:
+        """Pairs of token and expert that each NDP worker has computed."""
+        roles = [name for name in peers(self.runtime.ask("health")) if name.startswith("ndp/")]
+        return {role: self.runtime.ask("actor_health", role)["pairs"] for role in roles}
 
     def is_well(self, *peers: str) -> None:
         """The lead has its peers again, and the runtime gives the very tokens of the model."""
@@ -113,7 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def with_ndp(place: Place) -> Iterator[Place]:
-    """The lead on the head, a shard on the second node, store and NDP worker on the third; the lead reads from there."""
+    """The lead on the head, a shard on the second node, store and NDP worker on the third."""
     options = place.options("context-ndp-full", lead=place.nodes.head.address, ndp_workers="per-node")
     started = place.runtime.start(place.store, **options)
     homes = {actor["name"]: _address(started, actor["node"]) for actor in started["topology"]["actors"]}
@@ -137,39 +151,33 @@ class TestNdpAndShard:
     @pytest.mark.skipif(NOT_ISOLATED is not None, reason=f"a cable is needed to be cut: {NOT_ISOLATED}")
     def test_the_cable_of_store_and_ndp_worker_is_cut(self, with_ndp: Place) -> None:
         before = with_ndp.runtime.stats()["ndp_losses"]
-        assert with_ndp.struck(lambda: with_ndp.cut(with_ndp.third)) == with_ndp.long
+        with_ndp.disconnected(with_ndp.third)
         assert with_ndp.runtime.stats()["ndp_losses"] == before + 1
         with_ndp.is_well("shard/1", "ndp/0", "store/0")
 
     def test_the_process_of_the_shard_is_killed(self, with_ndp: Place) -> None:
         before = with_ndp.runtime.stats()["shard_losses"]
-        assert with_ndp.struck(with_ndp.second.actor("ShardWorker").kill) == with_ndp.long
+        with_ndp.struck(with_ndp.second.actor("ShardWorker").kill)
         assert with_ndp.runtime.stats()["shard_losses"] == before + 1
         with_ndp.is_well("shard/1", "ndp/0", "store/0")
 
     def test_the_process_of_the_ndp_worker_is_killed(self, with_ndp: Place) -> None:
         before = with_ndp.runtime.stats()["ndp_losses"]
-        assert with_ndp.struck(with_ndp.third.actor("NdpWorker").kill) == with_ndp.long
+        with_ndp.struck(with_ndp.third.actor("NdpWorker").kill)
         assert with_ndp.runtime.stats()["ndp_losses"] == before + 1
         with_ndp.is_well("shard/1", "ndp/0", "store/0")
 
     def test_a_node_that_joins_takes_its_share(self, with_ndp: Place) -> None:
-        fourth: list[Node] = []
-
-        def join() -> None:
-            fourth.append(with_ndp.nodes.add(cpus=2, resources={"store": 1, "ndp": 1}))
-
-        helper = threading.Thread(target=join)
-        assert with_ndp.struck(helper.start) == with_ndp.long
-        helper.join()
+        with ThreadPoolExecutor() as pool:
+            joined = pool.submit(with_ndp.nodes.add, cpus=2, resources={"store": 1, "ndp": 1})
+            with_ndp.struck(lambda: None, lambda: "ndp/1" in with_ndp.runtime.ask("health"))
         with_ndp.is_well("shard/1", "ndp/0", "ndp/1", "store/0")
-        pairs = {role: with_ndp.runtime.ask("actor_health", role)["pairs"] for role in ("ndp/0", "ndp/1")}
-        assert fourth[0].actor("NdpWorker").is_running()
-        assert pairs["ndp/1"] > 0
+        assert joined.result().actor("NdpWorker").is_running()
+        before = with_ndp.ndp_pairs()
         with_ndp.serves()
-        after = {role: with_ndp.runtime.ask("actor_health", role)["pairs"] for role in ("ndp/0", "ndp/1")}
-        rise = {role: after[role] - pairs[role] for role in pairs}
-        assert all(rise.values()), rise
+        risen = {role: pairs - before[role] for role, pairs in with_ndp.ndp_pairs().items()}
+        assert sorted(risen) == ["ndp/0", "ndp/1"]
+        assert 0.5 < risen["ndp/1"] / risen["ndp/0"] < 2, risen  # it has half of the cold experts
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +203,7 @@ class TestStores:
         with_stores.serves()
 
     def test_the_raylet_of_one_of_two_store_nodes_is_killed(self, with_stores: Place) -> None:
-        assert with_stores.struck(lambda: with_stores.nodes.kill_raylet(with_stores.third)) == with_stores.long
+        with_stores.struck(lambda: with_stores.nodes.kill_raylet(with_stores.third))
         with_stores.serves()
 
     def test_without_any_store_a_request_fails_and_names_the_layers(self, with_stores: Place) -> None:
