@@ -15,6 +15,11 @@ def shard_name(index: int) -> str:
     return f"shard/{index}"
 
 
+def store_name(index: int) -> str:
+    """The name under which a store of experts is registered."""
+    return f"store/{index}"
+
+
 class Directory(Protocol):
     """The cluster's endpoint directory as the actors see it (`cluster.endpoints`)."""
 
@@ -65,3 +70,20 @@ class PeerLink:
         from ..proto.channel import ChannelOptions, open_channel
 
         return open_channel(address, ChannelOptions(transport=settings.transport, token=self.token))
+
+
+@dataclass(frozen=True)
+class StoreLink:
+    """The way to a store of experts on another node.
+
+    Attributes:
+        name: under which it is registered, such as "store/0".
+        layers: that it holds.
+        link: to its channel.
+        actor: name of its Ray actor, through which object refs are had; None where it is none.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    link: PeerLink
+    actor: str | None = None
