@@ -55,6 +55,11 @@ class Kept(Generic[T]):
         """Since when there is none, `time.monotonic` seconds; None while there is one."""
         return None if self._current is not None else self._lost_s
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is a connection within this time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._current is not None, timeout_s)
+
     def lost(self, connection: T, why: str) -> None:
         """This connection is of no more use; nothing if another took its place."""
         with self._changed:
