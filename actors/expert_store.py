@@ -1,8 +1,9 @@
 """The expert store in host memory: every process of a node maps the same files, so there is one copy.
 
-`ExpertStore` verifies a store folder once and says where each array lies (`describe`); any other
-process maps the files itself from that description (`open_views`). Read-only shared mappings of one
-file share the pages of the operating system's cache, so nothing is sent and nothing is copied.
+`ExpertStore` verifies a store folder once, or a slice of its layers, and says where each array lies (`describe`);
+any other process of the node maps the files itself from that description (`open_views`). Read-only shared mappings of
+one file share the pages of the operating system's cache, so nothing is sent and nothing is copied. Other nodes read
+through a `StoreWorker`.
 
 NumPy and mapped files only: it starts without torch.
 """
@@ -10,6 +11,7 @@ NumPy and mapped files only: it starts without torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,16 @@ from typing import Literal
 import numpy as np
 
 from ..errors import StoreError
-from .store_format import MANIFEST_NAME, REBUILD, STAMP_NAME, Manifest, read_header, read_manifest
+from .store_format import (
+    MANIFEST_NAME,
+    REBUILD,
+    STAMP_NAME,
+    FileRecord,
+    LayerFile,
+    Manifest,
+    read_header,
+    read_manifest,
+)
 from .verified_files import ArrayView, FileStamp, VerifiedFiles, check_unchanged, map_arrays
 from .verified_files import hash_files as hash_files  # for those who write what a store holds
 
@@ -35,7 +46,12 @@ class LayerView:
 
 @dataclass(frozen=True)
 class StoreView:
-    """All that another process needs to map the store itself; picklable, holds no arrays."""
+    """All that another process needs to map the store itself; picklable, holds no arrays.
+
+    Attributes:
+        manifest: of the whole store.
+        layers: those that this node holds, by rising index; none where it has only the front of the model.
+    """
 
     path: str
     manifest: Manifest
@@ -90,27 +106,37 @@ class ExpertStore:
         path: the store folder.
         verify: "full" reads and hashes every file; "stamp" skips files whose size, modification time
             and inode are those of an earlier full verification, recorded in the folder.
+        layers: a slice: only the files of these layers need to be there, are verified and mapped, beside the dense
+            part and the small files; None: all.
 
     Raises:
-        StoreError: not a store, of another format, incomplete, or its bytes do not match.
+        StoreError: not a store, of another format, incomplete, without such a layer, or its bytes do not match.
     """
 
-    def __init__(self, path: str | os.PathLike[str], verify: Literal["full", "stamp"] = "full") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        verify: Literal["full", "stamp"] = "full",
+        layers: Sequence[int] | None = None,
+    ) -> None:
         self._path = Path(path).resolve()
         self._manifest = read_manifest(self._path)
+        chosen = _slice_of(self._manifest, layers)
+        self._records: tuple[FileRecord, ...] = (*chosen, self._manifest.dense, *self._manifest.extras)
         files = VerifiedFiles(self._path, "store", MANIFEST_NAME, STAMP_NAME, REBUILD)
-        stamps = {record.file: files.stamp(record) for record in self._manifest.files()}
+        stamps = {record.file: files.stamp(record) for record in self._records}
         tensors = self._manifest.expert_tensors()
-        arrays = [files.arrays(layer.file, tensors) for layer in self._manifest.layers]
+        arrays = [files.arrays(layer.file, tensors) for layer in chosen]
         read_header(self._path / self._manifest.dense.file, files.error)
-        known = files.read_stamps() if verify == "stamp" else {}
-        files.check_hashes([r for r in self._manifest.files() if known.get(r.file) != stamps[r.file]])
+        noted = files.read_stamps()
+        known = noted if verify == "stamp" else {}
+        files.check_hashes([r for r in self._records if known.get(r.file) != stamps[r.file]])
         self._view = StoreView(
             path=str(self._path),
             manifest=self._manifest,
             layers=tuple(
                 LayerView(layer.index, layer.module, str(self._path / layer.file), stamps[layer.file], views)
-                for layer, views in zip(self._manifest.layers, arrays, strict=True)
+                for layer, views in zip(chosen, arrays, strict=True)
             ),
             dense_path=str(self._path / self._manifest.dense.file),
             dense_stamp=stamps[self._manifest.dense.file],
@@ -118,8 +144,8 @@ class ExpertStore:
         # Maps now, so that a file replaced between hashing and mapping is noticed here.
         self._layers: tuple[LayerArrays, ...] | None = tuple(open_views(self._view))
         check_unchanged(self._view.dense_path, self._view.dense_stamp, REBUILD)
-        if known != stamps:
-            files.write_stamps(stamps)
+        if (all_known := noted | stamps) != noted:  # what another slice of the folder found stays
+            files.write_stamps(all_known)
 
     @property
     def manifest(self) -> Manifest:
@@ -128,7 +154,7 @@ class ExpertStore:
 
     @property
     def layers(self) -> tuple[LayerArrays, ...]:
-        """The mapped experts, one entry per MoE layer.
+        """The mapped experts, one entry per MoE layer held, in the order of `describe().layers`.
 
         Raises:
             StoreError: the store was closed.
@@ -150,12 +176,23 @@ class ExpertStore:
             check_unchanged(self._view.dense_path, self._view.dense_stamp, REBUILD)
         except StoreError as error:
             problem = error.what
-        nbytes = sum(record.nbytes for record in self._manifest.files())
+        nbytes = sum(record.nbytes for record in self._records)
         return StoreHealth(layers=len(self._view.layers), nbytes=nbytes, problem=problem)
 
     def close(self) -> None:
         """Drop the mappings; each is unmapped when the last array on it is gone."""
         self._layers = None
+
+
+def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> tuple[LayerFile, ...]:
+    if layers is None:
+        return manifest.layers
+    unknown = sorted(set(layers) - set(range(len(manifest.layers))))
+    if unknown:
+        raise StoreError(
+            f"the store has MoE layers 0 to {len(manifest.layers) - 1}, not {unknown[0]}", "ask for layers that it has"
+        )
+    return tuple(manifest.layers[i] for i in sorted(set(layers)))
 
 
 def open_views(view: StoreView) -> list[LayerArrays]:

@@ -6,13 +6,13 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
-from .expert_store import StoreView, open_views
-from .links import PeerLink
+from .expert_store import StoreView
+from .front import front_here
+from .links import PeerLink, StoreLink
 from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
@@ -23,9 +23,11 @@ class GpuWorker:
 
     Args:
         settings: what to run and within which budget.
-        view: the expert store, as described by an `ExpertStore` of the same node.
+        view: the expert store, as described by an `ExpertStore` of the same node. Its `layers` are those that this node
+            maps; where there are none, the other files are fetched too.
         ndp: how to reach the NDP workers that there are from the start; needed where the policy uses them.
         shards: how to reach the shards 1..G-1 of the expert cache; as many as the settings say.
+        stores: of other nodes, for the layers that `view` lacks.
 
     Construction is cheap; `start` loads.
     """
@@ -36,8 +38,11 @@ class GpuWorker:
         view: StoreView,
         ndp: Sequence[PeerLink] = (),
         shards: Sequence[PeerLink] = (),
+        stores: Sequence[StoreLink] = (),
     ) -> None:
         self._settings, self._view, self._ndp, self._shards = settings, view, tuple(ndp), tuple(shards)
+        self._stores = tuple(stores)
+        self._sources: Any = None
         self._model: Any = None
         self._engine: Any = None
         self._batcher: Any = None
@@ -60,26 +65,29 @@ class GpuWorker:
 
         from .engine.describe import describe
         from .engine.device import make_device
-        from .engine.engine import ExpertEngine, host_weights
+        from .engine.engine import ExpertEngine
         from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
+        from .engine.sources import open_sources
 
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
         torch.set_num_threads(settings.threads)
         device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
-        weights = host_weights(open_views(self._view))
-        self._model = build_model(Path(self._view.path), manifest, dtype, device.torch_device, settings.attention)
+        self._sources = open_sources(self._view, self._stores, settings.store)
+        weights, tables = self._sources.weights, None
+        with front_here(self._view, self._stores, settings.store) as folder:
+            self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
+            if settings.policy.replica_widths:
+                replicas = describe_replicas(folder, verify="stamp")
+                tables = None if replicas is None else read_tables(replicas)
         blocks = find_blocks(self._model, manifest)
         pinned = None
         if device.executor == "real":
-            layers_pinned = [device.pin_host(layer.tensors) for layer in weights]  # all layers, even after a failure
+            mapped = self._sources.mapped
+            layers_pinned = [device.pin_host(layer.tensors) for layer in mapped]  # all layers, even after a failure
             pinned = all(layers_pinned)
         top_k = experts_per_token(self._model.config)
-        tables = None
-        if settings.policy.replica_widths:
-            replicas = describe_replicas(self._view.path, verify="stamp")
-            tables = None if replicas is None else read_tables(replicas)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards
         )
@@ -111,6 +119,7 @@ class GpuWorker:
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}
+        peers |= self._sources.peers()
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -210,6 +219,10 @@ class GpuWorker:
 
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
+        if self._batcher is not None:
+            self._batcher.streams.close()  # before the forward under way fails for want of its stores
+        if self._sources is not None:
+            self._sources.close()
         if self._batcher is not None:
             self._batcher.close()
         if self._engine is not None:

@@ -19,7 +19,7 @@ def shard_name(index: int) -> str:
 
 
 def store_name(index: int) -> str:
-    """The name under which the expert store of node 0..S-1 is registered."""
+    """The name under which a store of experts is registered."""
     return f"store/{index}"
 
 
@@ -73,3 +73,20 @@ class PeerLink:
         from ..proto.channel import ChannelOptions, open_channel
 
         return open_channel(address, ChannelOptions(transport=settings.transport, token=self.token))
+
+
+@dataclass(frozen=True)
+class StoreLink:
+    """The way to a store of experts on another node.
+
+    Attributes:
+        name: under which it is registered, such as "store/0".
+        layers: that it holds.
+        link: to its channel.
+        actor: name of its Ray actor, through which object refs are had; None where it is none.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    link: PeerLink
+    actor: str | None = None

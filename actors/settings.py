@@ -134,6 +134,17 @@ class ShardSettings(Settings):
     deadline_s: float = Field(default=30.0, gt=0, description="seconds for one answer, then the lead computes it")
 
 
+class StoreSettings(Settings):
+    """How experts are read whose files are on other nodes."""
+
+    transport: Literal["auto", "ray", "grpc"] = Field(
+        default="auto", description="grpc: our channel; ray: object refs; auto: the faster, see `engine.sources`"
+    )
+    deadline_s: float = Field(
+        default=10.0, gt=0, description="seconds for an expert, other stores that have it included, then it is an error"
+    )
+
+
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 
@@ -162,6 +173,7 @@ class EngineSettings(Settings):
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
     shards: ShardSettings = ShardSettings()
+    store: StoreSettings = StoreSettings()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")

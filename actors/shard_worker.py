@@ -13,14 +13,15 @@ when it restarts a killed one. The story of a batch is in `engine/shard.py`.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
-from .expert_store import ExpertStore
-from .links import Directory, shard_name
+from .front import view_here
+from .links import Directory, StoreLink, shard_name
 from .settings import EngineSettings, check_combination
 
 if TYPE_CHECKING:
@@ -39,9 +40,12 @@ class ShardWorker:
         verify: how thoroughly the files are verified, see `ExpertStore`.
         gpu: number of the CUDA device; None: the first that this process sees.
         options: of the channel server; its host and token are those above.
+        layers: those that it maps from `store`; None: all. Where there are none, `store` need not exist.
+        stores: of other nodes, for the other layers.
 
     Raises:
-        StoreError: the store is of no use. ConfigError: there is no such shard or GPU, or the budget is too small.
+        StoreError: the store is of no use, or no other has a layer. ConfigError: there is no such shard or GPU, or the
+            budget is too small.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class ShardWorker:
         verify: Literal["full", "stamp"] = "stamp",
         gpu: int | None = None,
         options: ServerOptions | None = None,
+        layers: Sequence[int] | None = None,
+        stores: Sequence[StoreLink] = (),
     ) -> None:
         check_combination(settings)
         if not 0 < index < settings.shards.count:
@@ -63,10 +69,10 @@ class ShardWorker:
         from .engine.shard import open_shard
         from .engine.shards import terms
 
-        view = ExpertStore(store, verify).describe()
+        view = view_here(store, verify, layers, stores, settings.store)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
-        self.engine = open_shard(settings, index, view, gpu)
+        self.engine = open_shard(settings, index, view, gpu, stores)
         options = replace(options or ServerOptions(), host=directory.host(), token=token)
         try:
             self._server = ChannelServer(self.handle, options)
@@ -113,7 +119,7 @@ class ShardWorker:
             "pairs": engine.pairs,
             "late_commands": engine.late_commands,
             "resting_commands": engine.resting_commands,
-        } | account(engine.stats()) | self._terms
+        } | dict(engine.sources.peers()) | account(engine.stats()) | self._terms
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand on this device now; those of other shards are absent."""

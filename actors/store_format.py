@@ -10,6 +10,7 @@ NumPy-free and torch-free on purpose: every process of a node may import it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -255,6 +256,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         StoreError: not a manifest, of another format version, or altered.
     """
     return _MANIFEST.decode(data, where)
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """SHA-256 of a manifest's only byte string: two stores with the same hold the same bytes."""
+    return hashlib.sha256(encode_manifest(manifest)).hexdigest()
 
 
 def read_manifest(store: Path) -> Manifest:

@@ -29,7 +29,7 @@ from ..errors import StoreError
 from .store_format import DATA_ALIGNMENT, FileRecord, read_header
 
 # bfloat16 has no NumPy type: its bits travel as uint16, and the reader views them again.
-_NUMPY_TYPES: Mapping[str, Any] = {
+NUMPY_TYPES: Mapping[str, Any] = {
     "U8": np.uint8,
     "BF16": np.uint16,
     "F16": np.float16,
@@ -216,7 +216,7 @@ def check_unchanged(path: str, stamp: FileStamp, remedy: str) -> None:
 
 
 def _array(mapped: mmap.mmap, view: ArrayView) -> NDArray[Any]:
-    flat = np.frombuffer(mapped, _NUMPY_TYPES[view.dtype], count=math.prod(view.shape), offset=view.offset)
+    flat = np.frombuffer(mapped, NUMPY_TYPES[view.dtype], count=math.prod(view.shape), offset=view.offset)
     return flat.reshape(view.shape)
 
 

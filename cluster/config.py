@@ -25,6 +25,7 @@ from ..actors.settings import (
     Settings,
     ShardSettings,
     check_combination,
+    StoreSettings,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
 from .topology.local import cpus_of_actors, ndp_workers
@@ -238,6 +239,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             **config.ndp.model_dump(exclude={"hardware"}), hardware=asdict(load_hardware(config.ndp.hardware))
         ),
         shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
+        store=StoreSettings(
+            transport=config.cluster.store.transport, deadline_s=config.cluster.store.deadline_s
+        ),
         attention=config.attention,
         integrity_checks=config.integrity_checks,
         trace=trace,

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from ..actors.links import PeerLink
+from ..actors.links import PeerLink, StoreLink
 from ..actors.settings import EngineSettings
 from .endpoints import EndpointDirectory, Endpoints
 from .lead import CONTROL, CONTROL_THREADS, Lead
@@ -59,6 +59,7 @@ class Crew:
         self._settings, self._store_path, self._local = settings, store_path, local
         self._worker_class, self._store_class = worker_class, store_class
         self._token = secrets.token_hex(32)
+        self._layers = {layer for store in topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
         self.actors: dict[str, Any] = {}
         self.lead = Lead(None)
@@ -118,16 +119,23 @@ class Crew:
     def _start_store(self, planned: PlannedActor) -> Any:
         plain = self._store_class
         if plain is None:
-            from ..actors.expert_store import ExpertStore
+            from ..actors.store_worker import StoreWorker
 
-            return self._keep(planned, ExpertStore, self._store_path, threads=1)
-        return self._keep(planned, plain, self._store_path, threads=1)
+            plain = StoreWorker
+        named: dict[str, Any] = {}
+        if set(planned.layers) != self._layers:
+            named["layers"] = planned.layers
+        if any(self._stores_for(worker) for worker in self._topology.having("lead", "shard")):
+            named |= {"directory": self.directory, "token": self._token}
+        return self._keep(planned, plain, self._store_path, planned.index, threads=1, **named)
 
     def _start_shard(self, planned: PlannedActor) -> Any:
         from ..actors.shard_worker import ShardWorker
 
+        stores = self._stores_for(planned)
+        named = {"layers": planned.layers, "stores": stores} if stores else {}
         return self._keep(
-            planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token
+            planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token, **named
         )
 
     def _start_lead(self, views: Sequence[Any]) -> Any:
@@ -138,15 +146,15 @@ class Crew:
             worker = GpuWorker
         planned, stores = self._topology.lead, self._topology.having("store")
         here = [view for view, store in zip(views, stores, strict=True) if store.node == planned.node]
-        # without a store on its node it maps the dense weights only
+        # without a store on its node it maps nothing, and fetches the front of the model too
         view = here[0] if here else replace(views[0], layers=())
-        peers = {"ndp": self._links("ndp"), "shards": self._links("shard")}
+        links = {"ndp": self._links("ndp"), "shards": self._links("shard"), "stores": self._stores_for(planned)}
         lead = self._placement.make(
             planned,
             worker,
             self._settings,
             view,
-            **{kind: links for kind, links in peers.items() if links},
+            **{kind: found for kind, found in links.items() if found},
             options={
                 "max_concurrency": self._settings.kv.max_requests,
                 "concurrency_groups": {CONTROL: CONTROL_THREADS},
@@ -154,6 +162,16 @@ class Crew:
         )
         self.lead = Lead(lead)
         return lead
+
+    def _stores_for(self, worker: PlannedActor) -> list[StoreLink]:
+        """The other nodes' stores, where a worker does not map every layer from its own node's."""
+        if set(worker.layers) >= self._layers:
+            return []
+        return [
+            StoreLink(role_of(store), store.layers, self.link(role_of(store)), f"{self.name}/{role_of(store)}")
+            for store in self._topology.having("store")
+            if store.node != worker.node
+        ]
 
     def _links(self, *roles: Any) -> list[PeerLink]:
         return [self.link(role_of(planned)) for planned in self._topology.having(*roles)]

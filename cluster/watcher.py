@@ -78,7 +78,7 @@ class Watcher:
                 if self._threads is not None:
                     self._greet_nodes(self._threads)
             except Exception as error:  # Ray's are of many kinds; the next look may do better
-                _log.warning("%s", as_failure(error, "looking after the nodes"))
+                _log.info("%s", as_failure(error, "looking after the nodes"))
 
     def _remember_endpoints(self) -> None:
         assert self._crew.directory is not None

@@ -13,12 +13,13 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from ..actors.links import Noticeboard, PeerLink, ndp_name, shard_name
+from ..actors.links import Noticeboard, PeerLink, StoreLink, ndp_name, shard_name, store_name
 from ..actors.settings import EngineSettings, NdpSettings
 from ..errors import RuntimeFailure
 
@@ -31,10 +32,11 @@ class Role:
     """What a child is to be.
 
     kind: which class it runs. index: number among those of its kind. threads: of its numerical libraries.
-    settings: as plain values, for `NdpSettings` or `EngineSettings`.
+    settings: as plain values, for `NdpSettings` or `EngineSettings`; of a store, its layers and whether a client of
+    this host may share memory with it.
     """
 
-    kind: Literal["ndp", "shard"]
+    kind: Literal["ndp", "shard", "store"]
     index: int
     threads: int
     settings: dict[str, Any]
@@ -49,15 +51,22 @@ class Role:
         """Shard `index`, 1..G-1."""
         return Role("shard", index, settings.threads, settings.model_dump())
 
+    @staticmethod
+    def store(index: int, layers: Sequence[int], shared_memory: bool = True) -> Role:
+        """A store of these layers; without shared memory it is read as if it were on another host."""
+        return Role("store", index, 1, {"layers": list(layers), "shared_memory": shared_memory})
+
     @property
     def name(self) -> str:
         """Under which it registers."""
+        if self.kind == "store":
+            return store_name(self.index)
         return ndp_name(self.index) if self.kind == "ndp" else shard_name(self.index)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return f"NDP worker {self.index}" if self.kind == "ndp" else f"shard {self.index}"
+        return f"NDP worker {self.index}" if self.kind == "ndp" else f"{self.kind} {self.index}"
 
 
 class WorkerProcess:
@@ -97,6 +106,11 @@ class WorkerProcess:
         if self._process is None:
             raise RuntimeFailure(f"the {self._role.label} is not running", "start it first")
         return self._process.pid
+
+    @property
+    def store_link(self) -> StoreLink:
+        """Of a store: give it to those who read it."""
+        return StoreLink(self._role.name, tuple(self._role.settings["layers"]), self.link)
 
     def restart(self) -> None:
         """Start the worker, after ending the one that may be there, and wait until it serves.
@@ -182,8 +196,17 @@ def _worker(request: dict[str, Any]) -> Any:
     if request["kind"] == "ndp":
         from ..actors.ndp_worker import NdpWorker
 
-        settings = NdpSettings(**request["settings"])
-        return NdpWorker(settings, request["store"], Noticeboard(), index=request["index"])
+        near_data = NdpSettings(**request["settings"])
+        return NdpWorker(near_data, request["store"], Noticeboard(), index=request["index"])
+    if request["kind"] == "store":
+        from ..actors.store_worker import StoreWorker
+        from ..proto.channel import ServerOptions
+
+        given = request["settings"]
+        options = ServerOptions(shared_memory=given["shared_memory"])
+        return StoreWorker(
+            request["store"], request["index"], given["layers"], "stamp", Noticeboard(), options=options
+        )
     from ..actors.shard_worker import ShardWorker
 
     index = request["index"]

@@ -29,6 +29,8 @@ from .messages import (
     ExpertBatch,
     ExpertResult,
     Failure,
+    FileReply,
+    FileRequest,
     HealthReport,
     HealthRequest,
     Message,
@@ -47,6 +49,7 @@ _BATCH_FAULTS = {
     5: "a row number is out of range",
 }
 _MOST_DETAILS = 256
+_MOST_NAME = 256  # characters of a file's name
 _REMEMBERED = 1024  # bodies of batches: one for each layer of a model
 _MOST_REMEMBERED_BYTES = 64  # of each
 
@@ -256,16 +259,17 @@ def _to_failure(body: bytes, arrays: Arrays, limits: Limits) -> Failure:
 
 
 def _store_request(m: StoreRequest) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.StoreRequest(layer=m.layer).SerializeToString(), (m.experts,)
+    return pb.StoreRequest(layer=m.layer, first=m.first, neurons=m.neurons).SerializeToString(), (m.experts,)
 
 
 def _to_store_request(body: bytes, arrays: Arrays, limits: Limits) -> StoreRequest:
-    layer = _below("layer", pb.StoreRequest.FromString(body).layer, limits.layers)
-    return StoreRequest(layer, _ids("experts", arrays[0], limits.experts))
+    request = pb.StoreRequest.FromString(body)
+    layer = _below("layer", request.layer, limits.layers)
+    return StoreRequest(layer, _ids("experts", arrays[0], limits.experts), request.first, request.neurons)
 
 
 def _store_reply(m: StoreReply) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.StoreReply(layer=m.layer, names=list(m.tensors))
+    body = pb.StoreReply(layer=m.layer, names=list(m.tensors), first=m.first)
     return body.SerializeToString(), (m.experts, *m.tensors.values())
 
 
@@ -279,7 +283,36 @@ def _to_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreReply:
         if tensor.dtype in EXPONENTS:
             _finite(name, tensor)
     layer = _below("layer", reply.layer, limits.layers)
-    return StoreReply(layer, _ids("experts", experts, limits.experts), dict(zip(names, tensors, strict=True)))
+    ids = _ids("experts", experts, limits.experts)
+    return StoreReply(layer, ids, dict(zip(names, tensors, strict=True)), reply.first)
+
+
+def _file_request(m: FileRequest) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+    return pb.FileRequest(name=m.name, offset=m.offset, length=m.length).SerializeToString(), ()
+
+
+def _to_file_request(body: bytes, arrays: Arrays, limits: Limits) -> FileRequest:
+    request = pb.FileRequest.FromString(body)
+    if not 0 < request.length <= limits.max_message_bytes:
+        raise malformed(f"{request.length} bytes of a file are asked for")
+    return FileRequest(_file_name(request.name), request.offset, request.length)
+
+
+def _file_reply(m: FileReply) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+    return pb.FileReply(name=m.name, offset=m.offset, size=m.size).SerializeToString(), (m.data,)
+
+
+def _to_file_reply(body: bytes, arrays: Arrays, limits: Limits) -> FileReply:
+    reply = pb.FileReply.FromString(body)
+    if reply.offset + len(arrays[0]) > reply.size:
+        raise malformed(f"bytes up to {reply.offset + len(arrays[0])} of a file of {reply.size}")
+    return FileReply(_file_name(reply.name), reply.offset, reply.size, arrays[0])
+
+
+def _file_name(name: str) -> str:
+    if len(name) > _MOST_NAME:
+        raise malformed(f"a file name of {len(name)} characters")
+    return name
 
 
 def _empty(m: Message) -> tuple[bytes, tuple[NDArray[Any], ...]]:
@@ -308,6 +341,8 @@ _ENCODERS: dict[type, tuple[int, Callable[[Any], tuple[bytes, tuple[NDArray[Any]
     HealthReport: (pb.KIND_HEALTH_REPORT, _health_report),
     StoreRequest: (pb.KIND_STORE_REQUEST, _store_request),
     StoreReply: (pb.KIND_STORE_REPLY, _store_reply),
+    FileRequest: (pb.KIND_FILE_REQUEST, _file_request),
+    FileReply: (pb.KIND_FILE_REPLY, _file_reply),
 }
 _DECODERS: dict[int, Callable[[bytes, Arrays, Limits], Message]] = {
     pb.KIND_ACKNOWLEDGED: _to_acknowledged,
@@ -321,4 +356,6 @@ _DECODERS: dict[int, Callable[[bytes, Arrays, Limits], Message]] = {
     pb.KIND_HEALTH_REPORT: _to_health_report,
     pb.KIND_STORE_REQUEST: _to_store_request,
     pb.KIND_STORE_REPLY: _to_store_reply,
+    pb.KIND_FILE_REQUEST: _to_file_request,
+    pb.KIND_FILE_REPLY: _to_file_reply,
 }

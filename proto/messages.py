@@ -137,10 +137,18 @@ class Failure:
 
 @dataclass(frozen=True, eq=False)
 class StoreRequest:
-    """Asks for experts of one layer: experts [N]."""
+    """Asks for experts of one layer, or for some neurons of each: a large expert takes several messages.
+
+    Attributes:
+        experts: [N], each once.
+        first: of the neurons wanted.
+        neurons: how many; 0: all from `first` on.
+    """
 
     layer: int
     experts: NDArray[np.int32]
+    first: int = 0
+    neurons: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +158,41 @@ class StoreReply:
     Attributes:
         experts: [N] expert ids.
         tensors: by name, [N, ...] of a dtype that the codec knows; bfloat16 as uint16.
+        first: neuron at which the tensors that have neurons begin.
     """
 
     layer: int
     experts: NDArray[np.int32]
     tensors: Mapping[str, NDArray[Any]]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class FileRequest:
+    """Asks for a piece of a file of the store that holds no experts.
+
+    Attributes:
+        offset, length: bytes; fewer come where the file ends.
+    """
+
+    name: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class FileReply:
+    """The piece.
+
+    Attributes:
+        size: bytes of the whole file.
+        data: uint8 [N].
+    """
+
+    name: str
+    offset: int
+    size: int
+    data: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -173,5 +211,7 @@ Message = (
     | Failure
     | StoreRequest
     | StoreReply
+    | FileRequest
+    | FileReply
     | Acknowledged
 )

@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can
 
 
 class FakeStore:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, index: int) -> None:
         if path == "broken":
             raise StoreError("the store 'broken' is incomplete; twice", "prepare it again")
         self.path = path

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -29,14 +30,18 @@ class Group:
 
 
 @contextmanager
-def serving_group(store: ExpertStore, config: EngineSettings) -> Iterator[Group]:
-    """All shards of `config.shards` and a started lead."""
+def serving_group(store: ExpertStore, config: EngineSettings, ndp: Sequence[Any] = ()) -> Iterator[Group]:
+    """All shards of `config.shards` and a started lead.
+
+    Args:
+        ndp: links to NDP workers.
+    """
     view = store.describe()
     group = Group(config, view.path)
     with ExitStack() as stack:
         for i in range(1, config.shards.count):
             group.shards.append(stack.enter_context(closing(group.start_shard(i))))
         links = [PeerLink(group.board, name=shard_name(i)) for i in range(1, config.shards.count)]
-        group.lead = stack.enter_context(closing(GpuWorker(config, view, shards=links)))
+        group.lead = stack.enter_context(closing(GpuWorker(config, view, ndp, links)))
         group.lead.start()
         yield group

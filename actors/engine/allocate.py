@@ -16,7 +16,7 @@ from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
-from .pool import LayerWeights, SlotPool
+from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
 
@@ -24,7 +24,7 @@ from .timeline import Timeline
 def make_cache(
     settings: EngineSettings,
     shape: ExpertShape,
-    weights: Sequence[LayerWeights],
+    weights: Sequence[ExpertSource],
     device: Device,
     dtype: torch.dtype,
     owned: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,12 +12,14 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from ...errors import RuntimeFailure, UnsupportedModelError
+from ...errors import RuntimeFailure, StoreError, UnsupportedModelError
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
 from .sampling import request_sampling, seed_of
 from .sequences import SequenceRows, SequenceWatcher
 from .streams import Stream, Streams
+
+_END_S = 30.0  # seconds for a loop that failed to end
 
 
 class Batcher(Protocol):
@@ -65,13 +68,17 @@ class ContinuousBatcher:
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously; found by running one
-            request through it.
+            request through it. StoreError: an expert that it needs is on no node.
+
+    An expert that is on no node ends the requests of its batch and transformers' loop; the next request starts the loop
+    again. Any other error of a forward ends the loop for good.
     """
 
     serial_because: str | None = None
 
     def __init__(self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> None:
         self.streams = open_streams(model, kv, watcher)
+        self._reviving = threading.Lock()
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
@@ -94,6 +101,8 @@ class ContinuousBatcher:
             error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
         except RuntimeFailure as failure:
             error = str(failure)
+        if isinstance(missing := self._fatal_error(), StoreError):
+            raise missing
         if error is not None:
             raise _unsupported(model, error)
 
@@ -104,6 +113,7 @@ class ContinuousBatcher:
             RequestError: malformed request. RuntimeFailure: the generation loop died.
         """
         stream = self.streams.open(request)
+        self._revive()
         sampling = request.sampling
         accepted = self._manager.add_request(
             list(request.prompt_ids),
@@ -130,9 +140,23 @@ class ContinuousBatcher:
 
     @property
     def failure(self) -> str | None:
-        """Why the generation loop died; None while it lives."""
+        """Why the generation loop died; None while it lives, or will again with the next request."""
         error = self._manager.background_thread_status.fatal_error
-        return None if error is None else f"{type(error).__name__}: {error}"
+        return None if error is None or isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+
+    def _fatal_error(self) -> Exception | None:
+        """What ended the loop; one that is about to end, which fails its requests before it says why, is waited for."""
+        status, thread = self._manager.background_thread_status, self._manager._generation_thread
+        if status.can_accept_new_requests() is not None and thread is not None:
+            thread.join(_END_S)
+        return status.fatal_error
+
+    def _revive(self) -> None:
+        """Start a loop again that ended because an expert was on no node."""
+        with self._reviving:
+            if isinstance(self._fatal_error(), StoreError) and not self.streams.closed:
+                with _quiet_manager():
+                    self._manager.start()
 
     def close(self) -> None:
         """End what is open, stop the loop and join its thread. Safe to call twice."""

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
-from ...errors import RuntimeFailure
+from ...errors import RuntimeFailure, StoreError
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
 from .device import Copied, Device
 from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
-from .pool import LayerWeights, SlotPool
+from .pool import ExpertSource, SlotPool
 from .stats import EngineStats
 from .timeline import Timeline
 
@@ -28,7 +28,7 @@ class ExpertCache:
 
     Args:
         pool: the slot tensors; `pool.bytes` is the whole expert memory, allocated once.
-        weights: host weights of each MoE layer.
+        weights: where the experts of each MoE layer come from.
         device: copies and waits.
         residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
         eviction: order of leaving.
@@ -39,7 +39,7 @@ class ExpertCache:
     def __init__(
         self,
         pool: SlotPool,
-        weights: Sequence[LayerWeights],
+        weights: Sequence[ExpertSource],
         device: Device,
         residency: Residency,
         eviction: EvictionPolicy,
@@ -115,6 +115,7 @@ class ExpertCache:
 
         Raises:
             RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
+            StoreError: no node has the expert now.
         """
         job = self._jobs.get(key)
         if job is not None:
@@ -288,6 +289,8 @@ class ExpertCache:
         self._forget(job)
         if job.error is None:
             raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
+        if isinstance(job.error, StoreError):  # says it better, and may pass
+            raise job.error
         raise RuntimeFailure(
             f"copying an expert of MoE layer {job.layer} failed: {job.error}", "run again; report it if it stays"
         ) from job.error

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
-from ..expert_store import LayerArrays
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..replica_store import ReplicaTables
@@ -20,34 +17,18 @@ from .allocate import make_cache
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer, NextGate
-from .model import DTYPES, MoeBlock
+from .model import MoeBlock
 from .ndp_pool import NdpPool
 from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
-from .pool import LayerWeights, SlotPool
+from .pool import ExpertSource, SlotPool
 from .remote import RemoteExperts
 from .sequences import SequenceRows
 from .shards import Shards, owners
 from .stats import EngineStats, LayerResidency, LayerStats
 
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
-
-
-def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
-    """Mapped arrays as torch tensors in the store's dtype, without a copy."""
-
-    def tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
-        with warnings.catch_warnings():  # the mapping is read-only, torch has no such tensors: nothing writes to these
-            warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
-            return torch.frombuffer(array.data.cast("B"), dtype=dtype).view(array.shape)
-
-    out = []
-    for layer in arrays:
-        dtype = DTYPES[layer.dtype]
-        kinds = (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
-        out.append(LayerWeights(tuple(tensor(a, dtype) for a in kinds if a is not None)))
-    return out
 
 
 def kernel_for(pool: SlotPool, block: MoeBlock) -> ExpertKernel:
@@ -68,7 +49,7 @@ class ExpertEngine:
     Args:
         settings: policy, budget and checks.
         shape: shape of one expert.
-        weights: host weights per MoE layer.
+        weights: where the experts of each MoE layer come from.
         blocks: the model's MoE layers, in the same order.
         top_k: experts per token.
         device: where the pool lives.
@@ -87,7 +68,7 @@ class ExpertEngine:
         self,
         settings: EngineSettings,
         shape: ExpertShape,
-        weights: Sequence[LayerWeights],
+        weights: Sequence[ExpertSource],
         blocks: Sequence[MoeBlock],
         top_k: int,
         device: Device,

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from ...errors import RuntimeFailure
 from ..policies.residency import Reservation
 from .device import Copied, Device, Tensors
+from .pool import Promise
 
 DEMAND, PREFETCH = 0, 1
+_LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; how many it does is its own affair
 Cause = Literal["demand", "prefetch", "migration"]
 
 
@@ -24,7 +26,7 @@ class LoadJob:
 
     reservation: Reservation
     dst: Tensors
-    src: Tensors
+    src: Tensors | Promise
     after: Any
     layer: int
     cause: Cause  # why it was asked for; stays so when demand overtakes it
@@ -44,6 +46,9 @@ class Loader:
 
     Order: demand before prefetch, then first come first served. A copy that has started is never
     interrupted. `close` drops what is queued and joins the thread.
+
+    A source may be a promise (`pool.Promise`): this thread asks for its bytes, and for those of the promises behind it,
+    before it waits for them and again before it copies them, so that some travel while others are copied.
     """
 
     def __init__(self, device: Device) -> None:
@@ -110,10 +115,24 @@ class Loader:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                job.copied = self._device.copy(job.dst, job.src, job.after)
+                src = self._fetch(job.src) if isinstance(job.src, Promise) else job.src
+                job.copied = self._device.copy(job.dst, src, job.after)
             except BaseException as error:  # handed to the cache, which drops a guess and fails a forward that waits
                 job.error = error
             job.done.set()
+
+    def _fetch(self, promise: Promise) -> Tensors:
+        promise.ask(self._promises())
+        tensors = promise.tensors()
+        if behind := self._promises():
+            behind[0].ask(behind[1:])
+        return tensors
+
+    def _promises(self) -> list[Promise]:
+        """Those queued, in the order in which they will be copied."""
+        with self._wake:
+            jobs = [job for _, _, job in heapq.nsmallest(_LOOK_AHEAD, self._heap)]
+        return [job.src for job in jobs if isinstance(job.src, Promise)]
 
     def _next(self) -> LoadJob | None:
         with self._wake:

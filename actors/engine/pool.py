@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -48,6 +50,31 @@ class SlotPool:
     def slot(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one slot, in the order of `tensors`."""
         return tuple(t[index] for t in self.tensors)
+
+
+@runtime_checkable
+class Promise(Protocol):
+    """An expert that is not in this node's memory yet; used by the loader's thread only."""
+
+    def ask(self, behind: Sequence[Any]) -> None:
+        """Ask for its bytes, and for those of the promises behind it in the queue; returns at once."""
+        ...
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the expert, in the order of `SlotPool.tensors`; waits for them.
+
+        Raises:
+            TierMoeError: they cannot be had.
+        """
+        ...
+
+
+class ExpertSource(Protocol):
+    """Where the experts of one MoE layer come from."""
+
+    def expert(self, index: int) -> tuple[torch.Tensor, ...] | Promise:
+        """One expert: what a device copies, or a promise of it. Returns at once."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,17 +15,19 @@ import torch
 from ...errors import StoreError
 from ...kernels.expert_ffn import ExpertKernel
 from ...proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
-from ..expert_store import StoreView, open_views
+from ..expert_store import StoreView
+from ..front import front_here
+from ..links import StoreLink
 from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device, make_device
-from .engine import host_weights, kernel_for
+from .engine import kernel_for
 from .model import MoeBlock, build_blocks, compute_dtype
-from .pool import LayerWeights
 from .runner import ExpertRunner
 from .shards import owners
+from .sources import Sources, open_sources
 from .stats import EngineStats, LayerResidency
 
 
@@ -39,7 +40,8 @@ class ShardEngine:
     Args:
         settings: those of the lead; the budget is this device's own.
         index: 1..G-1.
-        weights: host weights of all layers. blocks: what is to be known of the model's layers.
+        sources: where the experts of all layers come from; closed with the engine. blocks: what is to be known of the
+            model's layers.
 
     Raises:
         BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. Whatever is raised, no thread
@@ -51,11 +53,12 @@ class ShardEngine:
         settings: EngineSettings,
         index: int,
         shape: ExpertShape,
-        weights: Sequence[LayerWeights],
+        sources: Sources,
         blocks: Sequence[MoeBlock],
         device: Device,
         dtype: torch.dtype,
     ) -> None:
+        self.sources, weights = sources, sources.weights
         mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
                 if owner == index]  # fmt: skip
         self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
@@ -161,7 +164,8 @@ class ShardEngine:
         return stats
 
     def close(self) -> None:
-        """Stop the loader. Safe to call twice."""
+        """Hang up, which ends what the loader waits for, and stop it. Safe to call twice."""
+        self.sources.close()
         self.cache.close()
 
     def _sum(self, batch: ExpertBatch) -> torch.Tensor:
@@ -209,24 +213,33 @@ class ShardEngine:
             raise StoreError("a shard computes in full precision only", "send 0 bits")
 
 
-def open_shard(settings: EngineSettings, index: int, view: StoreView, gpu: int | None) -> ShardEngine:
+def open_shard(
+    settings: EngineSettings, index: int, view: StoreView, gpu: int | None, stores: Sequence[StoreLink] = ()
+) -> ShardEngine:
     """The engine of shard `index` on a store of this node: no dense weights are loaded.
 
     Args:
         gpu: number of the CUDA device; None: the current one.
+        stores: of other nodes, for the layers that `view` lacks.
 
     Raises:
-        StoreError: the store does not fit its model. ConfigError: there is no such GPU. And as `ShardEngine`.
+        StoreError: the store does not fit its model, or no store has a layer. ConfigError: there is no such GPU. And
+            as `ShardEngine`.
     """
     torch.set_num_threads(settings.threads)
     device = make_device(settings.device, settings.link, gpu)
     dtype = compute_dtype(settings.dtype, device.torch_device)
-    weights = host_weights(open_views(view))
-    if device.executor == "real":
-        for layer in weights:
-            device.pin_host(layer.tensors)
-    blocks = build_blocks(Path(view.path), view.manifest, dtype, device.torch_device)
-    return ShardEngine(settings, index, view.manifest.experts, weights, blocks, device, dtype)
+    sources = open_sources(view, stores, settings.store)
+    try:
+        if device.executor == "real":
+            for layer in sources.mapped:
+                device.pin_host(layer.tensors)
+        with front_here(view, stores, settings.store) as folder:
+            blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
+        return ShardEngine(settings, index, view.manifest.experts, sources, blocks, device, dtype)
+    except BaseException:
+        sources.close()
+        raise
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

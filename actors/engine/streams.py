@@ -70,6 +70,11 @@ class Streams:
         return len(self._open)
 
     @property
+    def closed(self) -> bool:
+        """Whether requests are refused."""
+        return self._closed
+
+    @property
     def limit_tokens(self) -> int:
         """Prompt and generated tokens that one request may take: the tighter of the model's and the KV cache's."""
         return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)

@@ -84,7 +84,8 @@ def _health(health: Mapping[str, Any]) -> str:
         parts.append(f"{health['running']} requests running")
     parts += [f"{name} {state}" for name, state in sorted(health.items()) if "/" in name]  # the lead's peers
     if "pairs" in health:
-        parts.append(f"{health['pairs']} pairs in {health['batches']} calls, {seconds(health['busy_s'])} busy")
+        busy = f", {seconds(health['busy_s'])} busy" if "busy_s" in health else ""  # an NDP worker's
+        parts.append(f"{health['pairs']} pairs in {health['batches']} calls{busy}")
     return ", ".join(parts)
 
 

@@ -16,11 +16,16 @@ class StoreLayout(Settings):
     layout: replicated: every store holds all layers. sliced: each layer is in `copies` of them, layers go round.
     nodes: workers: one store on every node that has a GPU worker. marked: one on every node with the resource `store`;
     the others read over the network.
+    transport, deadline_s: of reading another node's store, see `StoreSettings`.
     """
 
     layout: Literal["replicated", "sliced"] = "replicated"
     nodes: Literal["workers", "marked"] = "workers"
     copies: int = Field(default=1, ge=1, le=64, description="stores that hold a layer, for sliced")
+    transport: Literal["auto", "ray", "grpc"] = Field(
+        default="auto", description="grpc: our channel; ray: object refs; auto: the faster"
+    )
+    deadline_s: float = Field(default=10.0, gt=0, description="seconds for an expert of another node")
 
 
 class ClusterConfig(Settings):

@@ -30,6 +30,8 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_HEALTH_REPORT: _ClassVar[Kind]
     KIND_STORE_REQUEST: _ClassVar[Kind]
     KIND_STORE_REPLY: _ClassVar[Kind]
+    KIND_FILE_REQUEST: _ClassVar[Kind]
+    KIND_FILE_REPLY: _ClassVar[Kind]
     KIND_PLACEMENT_COMMAND: _ClassVar[Kind]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
@@ -49,6 +51,8 @@ KIND_HEALTH_REQUEST: Kind
 KIND_HEALTH_REPORT: Kind
 KIND_STORE_REQUEST: Kind
 KIND_STORE_REPLY: Kind
+KIND_FILE_REQUEST: Kind
+KIND_FILE_REPLY: Kind
 KIND_PLACEMENT_COMMAND: Kind
 
 class Tensor(_message.Message):
@@ -157,15 +161,41 @@ class HealthReport(_message.Message):
     def __init__(self, role: _Optional[str] = ..., details: _Optional[_Mapping[str, Detail]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("layer",)
+    __slots__ = ("layer", "first", "neurons")
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NEURONS_FIELD_NUMBER: _ClassVar[int]
     layer: int
-    def __init__(self, layer: _Optional[int] = ...) -> None: ...
+    first: int
+    neurons: int
+    def __init__(self, layer: _Optional[int] = ..., first: _Optional[int] = ..., neurons: _Optional[int] = ...) -> None: ...
 
 class StoreReply(_message.Message):
-    __slots__ = ("layer", "names")
+    __slots__ = ("layer", "names", "first")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     layer: int
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, layer: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    first: int
+    def __init__(self, layer: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., first: _Optional[int] = ...) -> None: ...
+
+class FileRequest(_message.Message):
+    __slots__ = ("name", "offset", "length")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    length: int
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class FileReply(_message.Message):
+    __slots__ = ("name", "offset", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    size: int
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...

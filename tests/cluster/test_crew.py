@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ray._private import state as gcs
@@ -90,16 +89,18 @@ def test_shards_and_ndp_workers_give_the_models_own_tokens(
     assert all(runtime.actor_health(f"ndp/{i}")["pairs"] > 0 for i in range(2))
 
 
-def test_status_shows_every_gpu(runtime: Deployment) -> None:
+def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) -> None:
+    _generate(runtime, prompt)
     command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "status"]
     command += ["--address", runtime.address]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"} | {"COLUMNS": "160"}
-    said = [
-        subprocess.run(
-            [*command, *more], env=environment, capture_output=True, text=True, timeout=60, check=True
-        ).stdout
-        for more in ([], ["--json"])
-    ]
+    said = []
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [*command, *more], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
     for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 64 slots", "on all GPUs"):
         assert text in said[0], said[0]
     (record,) = json.loads(said[1])["deployments"]

@@ -92,7 +92,9 @@ def test_only_these_import_torch() -> None:
 
 
 def test_actors_do_not_know_ray() -> None:
-    assert _offenders(("actors", "kernels", "proto"), ("ray",)) == []
+    """But for one file: experts as Ray objects."""
+    users = {line.split()[0] for line in _offenders(("actors", "kernels", "proto"), ("ray",))}
+    assert users == {"actors.object_refs"}
 
 
 def test_only_three_files_start_place_and_end() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_ndp import FakeLink
-from serving import greedy, prepared, reference_greedy, settings
+from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.expert_store import ExpertStore
@@ -53,14 +53,15 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 
 @contextmanager
-def _serving(store: ExpertStore, link: FakeLink, policy: PolicySettings, budget: float = 0.5) -> Iterator[GpuWorker]:
+def _serving(store: ExpertStore, *links: FakeLink, policy: PolicySettings, budget: float = 0.5) -> Iterator[GpuWorker]:
     config = settings(budget, policy=policy)
     hardware = {**vars(load_hardware("paper-ndp"))}
     config = config.model_copy(update={"ndp": config.ndp.model_copy(update={"hardware": hardware, "deadline_s": 2.0})})
-    worker = GpuWorker(config, store.describe(), [link])  # type: ignore[list-item]
+    worker = GpuWorker(config, store.describe(), links)  # type: ignore[arg-type]
     try:
         worker.start()
-        link.batches.clear()
+        for link in links:
+            link.batches.clear()
         yield worker
     finally:
         worker.close()
@@ -72,7 +73,7 @@ def test_full_precision_placements_are_lossless(
     store: ExpertStore, expected: list[list[int]], kind: str, together: bool
 ) -> None:
     link = FakeLink(store.describe())
-    with _serving(store, link, _policy(kind)) as worker:
+    with _serving(store, link, policy=_policy(kind)) as worker:
         if together:
             assert greedy(worker, _PROMPTS, _NEW) == expected
         else:
@@ -84,7 +85,7 @@ def test_full_precision_placements_are_lossless(
 
 def test_decode_loads_nothing_after_the_one_migration(store: ExpertStore) -> None:
     link = FakeLink(store.describe())
-    with _serving(store, link, _policy("context")) as worker:
+    with _serving(store, link, policy=_policy("context")) as worker:
         greedy(worker, _PROMPTS[:1], 1)  # no decode row: no migration
         assert worker.stats().migrations == 0
         before = worker.stats().total()
@@ -118,7 +119,7 @@ def tables(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> ReplicaTables
 def test_widths_are_those_of_the_prefix_split(store: ExpertStore, tables: ReplicaTables) -> None:
     link = FakeLink(store.describe())
     policy = _policy("context", PrecisionSettings(kind="prefix-split", bits=2), hot_per_layer=1)
-    with _serving(store, link, policy) as worker:
+    with _serving(store, link, policy=policy) as worker:
         greedy(worker, _PROMPTS[:1], _NEW)
         experts = worker.engine.experts
     seen: dict[int, dict[int, int]] = {}
@@ -136,7 +137,7 @@ def test_static_placement_never_loads(
     store: ExpertStore, tables: ReplicaTables, expected: list[list[int]]
 ) -> None:
     link = FakeLink(store.describe())
-    with _serving(store, link, _policy("static")) as worker:
+    with _serving(store, link, policy=_policy("static")) as worker:
         assert greedy(worker, _PROMPTS, _NEW) == expected
         total = worker.stats().total()
         assert total.bytes_loaded == 0
@@ -150,7 +151,7 @@ def test_a_model_that_is_served_serially_has_its_prefill_too(tmp_path: Path) -> 
     checkpoint = save_tiny_checkpoint("lfm2_moe", tmp_path / "checkpoint")
     lfm = prepared(checkpoint, tmp_path / "store")
     link = FakeLink(lfm.describe())
-    with _serving(lfm, link, _policy("context")) as worker:
+    with _serving(lfm, link, policy=_policy("context")) as worker:
         greedy(worker, _PROMPTS, _NEW)
         assert worker.stats().migrations == len(_PROMPTS)
         assert worker.stats().total().bytes_demanded_decode == 0
@@ -160,14 +161,14 @@ def test_experts_that_the_worker_cannot_compute_are_refused(tmp_path: Path) -> N
     checkpoint = save_tiny_checkpoint("gpt_oss", tmp_path / "checkpoint")
     oss = prepared(checkpoint, tmp_path / "store")
     with pytest.raises(ConfigError, match="plain gated experts"), _serving(
-        oss, FakeLink(oss.describe()), _policy("context")
+        oss, FakeLink(oss.describe()), policy=_policy("context")
     ):
         pass
 
 
 def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expected: list[list[int]]) -> None:
     link = FakeLink(store.describe())
-    with _serving(store, link, _policy("context")) as worker:
+    with _serving(store, link, policy=_policy("context")) as worker:
         link.dies_at = 3
         link.up.clear()
         assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
@@ -187,7 +188,7 @@ def test_a_lost_worker_is_replaced_by_loads_and_rejoins(store: ExpertStore, expe
 def test_a_refusal_is_computed_here_and_the_worker_stays(store: ExpertStore, expected: list[list[int]]) -> None:
     link = FakeLink(store.describe())
     link.refuses_at = 2
-    with _serving(store, link, _policy("context")) as worker:
+    with _serving(store, link, policy=_policy("context")) as worker:
         assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
         stats = worker.stats()
         assert (stats.ndp_refusals, stats.ndp_losses) == (1, 0)
@@ -195,11 +196,92 @@ def test_a_refusal_is_computed_here_and_the_worker_stays(store: ExpertStore, exp
         assert len(link.batches) > 2
 
 
+def _drop(worker: GpuWorker, link: FakeLink) -> None:
+    """The link's worker is gone from now on."""
+    link.up.clear()
+    worker.engine.peers[link.name]._channel.close()
+
+
+def _layer_keys(link: FakeLink, experts: int) -> set[int]:
+    return {batch.layer * experts + e for batch in link.batches for e in batch.experts.tolist()}
+
+
+@pytest.mark.parametrize("kind", ["context", "monde"])
+def test_two_workers_share_the_cold_experts(store: ExpertStore, expected: list[list[int]], kind: str) -> None:
+    links = [FakeLink(store.describe(), index) for index in (0, 1)]
+    with _serving(store, *links, policy=_policy(kind, hot_per_layer=1)) as worker:
+        assert greedy(worker, _PROMPTS, _NEW) == expected
+        stats, experts = worker.stats(), worker.engine.experts
+        assert worker.health() == {"state": "serving", "running": 0, "ndp/0": "connected", "ndp/1": "connected"}
+        assert [report["worker"] for report in worker.ndp_stats()] == ["ndp/0", "ndp/1"]
+        for number, link in enumerate(links):
+            assert {key % 2 for key in _layer_keys(link, experts)} == {number}
+            seen = stats.ndp_workers[link.name]
+            assert (seen.calls, seen.pairs) == (len(link.batches), sum(len(batch.rows) for batch in link.batches))
+        assert sum(seen.pairs for seen in stats.ndp_workers.values()) == stats.total().ndp_tokens
+        worker.reset_stats()
+        assert worker.stats().ndp_workers == {}
+
+
+def test_the_other_worker_takes_over_and_gives_back(store: ExpertStore, expected: list[list[int]]) -> None:
+    links = [FakeLink(store.describe(), index) for index in (0, 1)]
+    with _serving(store, *links, policy=_policy("context", hot_per_layer=1)) as worker:
+        links[0].dies_at = 3
+        links[0].up.clear()
+        assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
+        stats, experts = worker.stats(), worker.engine.experts
+        assert stats.ndp_losses == 1
+        assert stats.total().ndp_recomputed > 0  # what was under way, and nothing else
+        assert stats.total().bytes_demanded_decode <= stats.total().ndp_recomputed * worker.engine.slot_bytes
+        assert {key % 2 for key in _layer_keys(links[1], experts)} == {0, 1}
+        assert worker.health()["ndp/0"] == "lost"
+        links[0].up.set()
+        assert worker.engine.peers["ndp/0"].wait_until_found(10.0)
+        for link in links:
+            link.batches.clear()
+        assert greedy(worker, _PROMPTS[1:], _NEW) == expected[1:]
+        assert [{key % 2 for key in _layer_keys(link, experts)} for link in links] == [{0}, {1}]
+        worker.engine.cache.check_integrity()
+
+
+def test_what_a_recomputation_displaced_comes_back(store: ExpertStore, expected: list[list[int]]) -> None:
+    """The recomputed experts took slots of hot ones, which were then computed near data for good."""
+    links = [FakeLink(store.describe(), index) for index in (0, 1)]
+    with _serving(store, *links, policy=_policy("context", hot_per_layer=2)) as worker:
+        links[1].dies_at = 2
+        assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]
+        placer, residency = worker.engine._placer, worker.engine.cache.residency
+        assert worker.stats().total().ndp_recomputed > 0
+        assert set(residency.held()) == placer._hot_keys
+
+
+def test_a_worker_joins_while_a_request_runs(store: ExpertStore, expected: list[list[int]]) -> None:
+    links = [FakeLink(store.describe(), index) for index in (0, 1)]
+    with _serving(store, links[0], policy=_policy("context", hot_per_layer=1)) as worker:
+        joined = []
+
+        def join() -> None:
+            worker.add_ndp(links[1])  # type: ignore[arg-type]
+            joined.append(worker.engine.peers["ndp/1"].wait_until_found(10.0))
+
+        tokens, _ = struck_greedy(worker, _PROMPTS[0], _NEW, join)
+        assert (tokens, joined) == (expected[0], [True])
+        assert len(links[1].batches) > 0
+        assert {key % 2 for key in _layer_keys(links[1], worker.engine.experts)} == {1}
+
+
+def test_a_policy_without_ndp_takes_no_worker(store: ExpertStore) -> None:
+    with serving(store, settings(0.5)) as worker:
+        assert worker.ndp_stats() == []
+        with pytest.raises(ConfigError, match="uses no NDP worker"):
+            worker.add_ndp(FakeLink(store.describe()))  # type: ignore[arg-type]
+
+
 def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiermoe.actors.engine.engine._NDP_START_S", 0.2)
     link = FakeLink(store.describe())
     link.up.clear()
-    with pytest.raises(RuntimeFailure, match="was not reached"), _serving(store, link, _policy("context")):
+    with pytest.raises(RuntimeFailure, match="was not reached"), _serving(store, link, policy=_policy("context")):
         pass
 
 
@@ -209,8 +291,8 @@ def test_what_the_store_lacks_is_refused(store: ExpertStore) -> None:
         _policy("context", PrecisionSettings(kind="uniform", bits=3)),
         _policy("static"),
     ):
-        with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy):
+        with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy=policy):
             pass
     greedy_policy = _policy("context", hot_per_layer=4)
-    with pytest.raises(ConfigError, match="the budget holds"), _serving(store, link, greedy_policy):
+    with pytest.raises(ConfigError, match="the budget holds"), _serving(store, link, policy=greedy_policy):
         pass

@@ -44,7 +44,7 @@ class EchoWorker:
 class NoStore:
     """For `Deployment`: a store without a file."""
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(self, path: str, index: int) -> None: ...
 
     def describe(self) -> dict[str, Any]:
         return {}

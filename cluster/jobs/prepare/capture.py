@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....actors.engine.engine import host_weights
 from ....actors.engine.model import MoeBlock, build_model, find_blocks
 from ....actors.engine.operator import attach, detach
 from ....actors.engine.pool import LayerWeights
+from ....actors.engine.sources import host_weights
 from ....actors.expert_store import LayerArrays, hash_files
 from ....actors.store_format import FileRecord, Manifest, build_header, read_header
 from ....errors import StoreError, UnsupportedModelError

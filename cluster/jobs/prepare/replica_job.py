@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ....actors.engine.engine import host_weights
+from ....actors.engine.sources import host_weights
 from ....actors.expert_store import ExpertStore
 from ....actors.replica_format import (
     REPLICA_VERSION,

@@ -1,0 +1,181 @@
+"""The front of a model, for a node without store files: everything that is no routed expert.
+
+Configuration, tokenizer, manifest and dense weights come from a store over its channel, in bounded pieces, and are
+checked against the manifest's digests before anything reads them. NumPy only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from ..errors import MessageError, PeerLost, RuntimeFailure, StoreError
+from ..proto.channel import Channel
+from ..proto.messages import FileReply, FileRequest
+from .expert_store import ExpertStore, StoreView
+from .links import StoreLink
+from .settings import StoreSettings
+from .store_format import MANIFEST_NAME, FileRecord, Manifest, decode_manifest
+from .store_readers import open_store_channel
+from .verified_files import FileStamp
+
+PIECE_BYTES = 8 << 20
+_MOST_MANIFEST_BYTES = 64 << 20
+_LOOK_S = 0.1
+
+
+def fetch_front(stores: Sequence[StoreLink], folder: Path, settings: StoreSettings) -> StoreView:
+    """Copy every file of a store but its experts into a folder of this node.
+
+    Args:
+        stores: any that hold the model; where one fails in the middle the next goes on.
+        folder: exists and is this process's own.
+
+    Returns:
+        A view of the folder, without layers.
+
+    Raises:
+        StoreError: no store gave a file within `settings.deadline_s` seconds, or its bytes are not those that the
+            manifest promises.
+    """
+    source = _Front(stores, settings)
+    try:
+        data, manifest = source.manifest()
+        (folder / MANIFEST_NAME).write_bytes(data)
+        for record in (manifest.dense, *manifest.extras):
+            _fetch_file(source, record, folder)
+    finally:
+        source.close()
+    return front_view(folder, manifest)
+
+
+def view_here(
+    store: str,
+    verify: Literal["full", "stamp"],
+    layers: Sequence[int] | None,
+    stores: Sequence[StoreLink],
+    settings: StoreSettings,
+) -> StoreView:
+    """The store of a node that holds these layers of it; one that holds none needs no folder, only other stores.
+
+    Raises:
+        StoreError: the folder is of no use, or no other store answered.
+    """
+    if stores and layers is not None and not layers:
+        source = _Front(stores, settings)
+        try:
+            manifest = source.manifest()[1]
+        finally:
+            source.close()
+        dense = Path(store) / manifest.dense.file
+        return StoreView(store, manifest, (), str(dense), FileStamp(manifest.dense.nbytes, 0, 0))
+    return ExpertStore(store, verify, layers).describe()
+
+
+def front_view(folder: Path, manifest: Manifest) -> StoreView:
+    """The view of a folder with the front of a model."""
+    dense = folder / manifest.dense.file
+    return StoreView(str(folder), manifest, (), str(dense), FileStamp.of(dense.stat()))
+
+
+@contextlib.contextmanager
+def front_here(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Iterator[Path]:
+    """A folder of this node with the front of the model: the view's own, or one that is fetched and then removed.
+
+    A view without layers is that of a node without store files.
+
+    Raises:
+        StoreError: as `fetch_front`, or the stores hold another model than the view.
+    """
+    if view.layers or not stores:
+        yield Path(view.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="tiermoe-front-") as folder:
+        if fetch_front(stores, Path(folder), settings).manifest != view.manifest:
+            raise StoreError("the stores hold another model than the one described", "copy one store to all nodes")
+        yield Path(folder)
+
+
+def _fetch_file(source: _Front, record: FileRecord, folder: Path) -> None:
+    digest = hashlib.sha256()
+    path = folder / record.file
+    try:
+        with open(path, "wb") as file:
+            for piece in source.pieces(record.file, record.nbytes):
+                digest.update(piece)
+                file.write(piece)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror})", "free some space") from error
+    if digest.hexdigest() != record.sha256:
+        raise StoreError(
+            f"{record.file} of {source.name} does not match its SHA-256", "prepare the store of that node again"
+        )
+
+
+class _Front:
+    """Pieces of files from the first store that gives them."""
+
+    def __init__(self, stores: Sequence[StoreLink], settings: StoreSettings) -> None:
+        self._stores, self._settings = list(stores), settings
+        self._channel: Channel | None = None
+        self.name = "no store"
+
+    def manifest(self) -> tuple[bytes, Manifest]:
+        """The manifest, as bytes too, which carry their own digest."""
+        first = self._piece(MANIFEST_NAME, 0, PIECE_BYTES)
+        if first.size > _MOST_MANIFEST_BYTES:
+            raise StoreError(f"the manifest of {self.name} has {first.size} bytes", "see whether it is a store")
+        data = first.data.tobytes()
+        data += b"".join(self.pieces(MANIFEST_NAME, first.size, len(data)))
+        return data, decode_manifest(data, f"the manifest of {self.name}")
+
+    def pieces(self, name: str, size: int, offset: int = 0) -> Iterator[memoryview]:
+        """The bytes of a file from `offset` on, in order."""
+        while offset < size:
+            reply = self._piece(name, offset, min(PIECE_BYTES, size - offset))
+            if reply.size != size:
+                raise StoreError(
+                    f"{name} of {self.name} has {reply.size} bytes, not {size}", "copy one store to all nodes"
+                )
+            offset += len(reply.data)
+            yield reply.data.data
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _piece(self, name: str, offset: int, length: int) -> FileReply:
+        until_s = time.monotonic() + self._settings.deadline_s
+        problems: dict[str, str] = {}
+        while True:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise StoreError(
+                    f"{name} was not had from a store ({'; '.join(f'{n}: {p}' for n, p in problems.items())})",
+                    "see whether the nodes with the stores are up",
+                )
+            try:
+                return self._ask(FileRequest(name, offset, length), left_s / max(1, len(self._stores)))
+            except RuntimeFailure as failure:
+                problems[self._stores[0].name] = str(failure)
+                self.close()
+                self._stores.append(self._stores.pop(0))
+                if len(problems) == len(self._stores):
+                    time.sleep(min(_LOOK_S, max(0.0, left_s)))  # all are gone: one may come back
+
+    def _ask(self, request: FileRequest, deadline_s: float) -> FileReply:
+        if self._channel is None:
+            self._channel = open_store_channel(self._stores[0], self._settings)
+            self.name = self._stores[0].name
+        reply = self._channel.call(request, deadline_s)
+        if not isinstance(reply, FileReply) or (reply.name, reply.offset) != (request.name, request.offset):
+            raise MessageError("the store answered with something else", "run the same version of tiermoe on all nodes")
+        if not 0 < len(reply.data) <= request.length and reply.offset < reply.size:
+            raise PeerLost("the store sent no bytes", "see its log")
+        return reply

@@ -1,0 +1,199 @@
+"""Reading another node's store: the two transports behind one question, "these experts of this layer, please".
+
+NumPy only. `engine.sources` turns the answers into what the loader copies, and decides which store is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MessageError, PeerLost, StoreError
+from ..proto.channel import Channel, ChannelOptions, open_channel
+from ..proto.messages import HealthReport, HealthRequest, Message, StoreReply, StoreRequest
+from .links import StoreLink
+from .object_refs import ActorStore
+from .settings import StoreSettings
+from .store_format import Manifest, manifest_digest
+from .verified_files import NUMPY_TYPES
+
+PART_BYTES = 16 << 20  # of one message: a larger expert comes in several, in neurons
+_CONNECT_S = 2.0
+# Bulk fills the way for longer than the messages of a layer do: give signs of life more time, and do not ask for an
+# answer that is on its way, for it would be sent twice.
+_LIVENESS_S = 2.0
+
+Expert = tuple[NDArray[Any], ...]  # in the order of `ExpertShape.stacked`
+Answer = Callable[[], list[Expert]]
+
+
+class StoreReader(Protocol):
+    """A connection to one store."""
+
+    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
+        """Ask for experts of a layer; returns at once. Calling the answer waits for them.
+
+        Raises, then or when called:
+            RuntimeFailure: the store is lost, too slow, refused, or answered with something else.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class ChannelReader:
+    """Over our channel: shared memory on one host, gRPC between hosts."""
+
+    def __init__(self, channel: Channel, manifest: Manifest) -> None:
+        self._channel, self._manifest = channel, manifest
+
+    @property
+    def transport(self) -> str:
+        return self._channel.transport
+
+    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
+        shape = self._manifest.experts
+        ids = np.array(experts, np.int32)
+        part = neurons_per_part(self._manifest, len(experts))
+        if part >= shape.intermediate:
+            whole = self._channel.submit(StoreRequest(layer, ids), deadline_s)
+            return lambda: self._experts(whole.result(), layer, ids)
+        parts = [
+            (first, self._channel.submit(
+                StoreRequest(layer, ids, first, min(part, shape.intermediate - first)), deadline_s
+            ))
+            for first in range(0, shape.intermediate, part)
+        ]  # fmt: skip
+
+        def joined() -> list[Expert]:
+            out = {
+                name: np.empty((len(ids), *dims[1:]), NUMPY_TYPES[code])
+                for name, (code, dims) in self._manifest.expert_tensors().items()
+            }
+            for first, pending in parts:
+                last = min(first + part, shape.intermediate)
+                for name, array in self._arrays(pending.result(), layer, ids, first, last).items():
+                    if name == "down_bias":
+                        out[name][:] = array
+                    else:
+                        out[name][:, first:last] = array
+            return _per_expert(out, len(ids))
+
+        return joined
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _experts(self, reply: Message | None, layer: int, ids: NDArray[np.int32]) -> list[Expert]:
+        return _per_expert(self._arrays(reply, layer, ids, 0, self._manifest.experts.intermediate), len(ids))
+
+    def _arrays(
+        self, reply: Message | None, layer: int, ids: NDArray[np.int32], first: int, last: int
+    ) -> Mapping[str, NDArray[Any]]:
+        """The arrays of an answer, in their order, when they are those that were asked for."""
+        if (
+            not isinstance(reply, StoreReply)
+            or (reply.layer, reply.first) != (layer, first)
+            or not np.array_equal(reply.experts, ids)
+        ):
+            raise _foreign("other experts than those asked for")
+        wanted = {
+            name: (NUMPY_TYPES[code], (len(ids), *(dims[1:] if name == "down_bias" else (last - first, *dims[2:]))))
+            for name, (code, dims) in self._manifest.expert_tensors().items()
+        }
+        found = {name: (array.dtype.type, array.shape) for name, array in reply.tensors.items()}
+        if found != wanted:
+            raise _foreign("arrays of other shapes or types than the manifest's")
+        return {name: reply.tensors[name] for name in wanted}
+
+
+class RefReader:
+    """Over Ray: the store puts experts into its node's object store, and Ray carries them to this one's."""
+
+    transport = "ray"
+
+    def __init__(self, store: ActorStore, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+
+    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
+        answer = self._store.ask(layer, experts, deadline_s)
+
+        def checked() -> list[Expert]:
+            found = answer()
+            wanted = [(NUMPY_TYPES[code], dims[1:]) for code, dims in self._manifest.expert_tensors().values()]
+            if len(found) != len(experts) or any([(a.dtype.type, a.shape) for a in e] != wanted for e in found):
+                raise _foreign("arrays of other shapes or types than the manifest's")
+            return [tuple(expert) for expert in found]
+
+        return checked
+
+    def close(self) -> None: ...
+
+
+def neurons_per_part(manifest: Manifest, experts: int) -> int:
+    """Neurons of each expert that one message carries."""
+    per_neuron = max(1, manifest.expert_nbytes() * experts // manifest.experts.intermediate)
+    return max(1, PART_BYTES // per_neuron)
+
+
+def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> ChannelReader | RefReader:
+    """A connection to a store that said that it is well and holds the same model.
+
+    Raises:
+        RuntimeFailure: it is not there, or not well. StoreError: it is another one.
+    """
+    if settings.transport == "ray":
+        if link.actor is None:
+            raise StoreError(f"{link.name} is no Ray actor", "use store.transport: grpc")
+        store = ActorStore(link.actor)
+        _check(link, store.health(_CONNECT_S), manifest)
+        return RefReader(store, manifest)
+    channel = open_store_channel(link, settings)
+    try:
+        report = channel.call(HealthRequest(), _CONNECT_S)
+        if not isinstance(report, HealthReport) or report.role != "store":
+            raise _foreign("no health report of a store")
+        _check(link, report.details, manifest)
+    except BaseException:
+        channel.close()
+        raise
+    return ChannelReader(channel, manifest)
+
+
+def open_store_channel(link: StoreLink, settings: StoreSettings) -> Channel:
+    """A channel to where the store says that it is now.
+
+    Raises:
+        PeerLost: it has not said so. RuntimeFailure: it cannot be reached, or refuses.
+    """
+    address = link.link.address()
+    if address is None:
+        raise PeerLost(f"{link.name} registered no address", "start its node")
+    return open_channel(
+        address,
+        ChannelOptions(token=link.link.token, liveness_s=_LIVENESS_S, resend_after_s=settings.deadline_s),
+    )
+
+
+def _check(link: StoreLink, details: Mapping[str, Any], manifest: Manifest) -> None:
+    if details.get("state") != "serving":
+        raise PeerLost(f"{link.name} is {details.get('state')}: {details.get('problem')}", "repair its files")
+    if details.get("store") != manifest_digest(manifest):
+        raise StoreError(f"{link.name} holds another model, or another making of it", "copy one store to all nodes")
+    held = set(str(details.get("layers")).split(","))
+    missing = [layer for layer in link.layers if str(layer) not in held]
+    if missing:
+        raise StoreError(f"{link.name} does not hold MoE layer {missing[0]}", "give it the layers that the plan says")
+
+
+def _per_expert(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Expert]:
+    return [tuple(array[i] for array in arrays.values()) for i in range(count)]
+
+
+def _foreign(what: str) -> MessageError:
+    return MessageError(f"the store answered with {what}", "run the same version of tiermoe on all nodes")
+
+

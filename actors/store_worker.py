@@ -1,0 +1,226 @@
+"""The expert store of one node, for the other nodes: experts over a channel, or as Ray objects.
+
+    StoreRequest (a layer, experts)  -> StoreReply (their arrays, views of the mapped files)
+    FileRequest (a piece of a file)  -> FileReply: the front of the model, for a node without store files
+
+A plain class without torch; `cluster.deploy` makes it an actor, and the processes of its own node map the files that
+`describe` names. It serves as soon as it is constructed, since that is all that Ray does when it restarts a killed one.
+Each connection has a thread of its own, and Ray's calls have others, so a large read does not keep `health` waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, StoreError
+from ..proto.channel import ChannelServer, ServerOptions
+from ..proto.limits import too_large
+from ..proto.messages import (
+    FileReply,
+    FileRequest,
+    HealthReport,
+    HealthRequest,
+    Message,
+    StoreReply,
+    StoreRequest,
+)
+from .expert_store import ExpertStore, LayerArrays, StoreView
+from .links import Directory, store_name
+from .object_refs import RefBook
+from .store_format import MANIFEST_NAME, REBUILD, manifest_digest
+from .verified_files import check_unchanged
+
+_ROOM = 64 * 1024  # of a message, for what is around the arrays
+
+
+class StoreWorker:
+    """Holds a store, or a slice of it, and gives experts to whoever asks.
+
+    Args:
+        path: the store folder.
+        index: number among the stores of the cluster.
+        layers: a slice, see `ExpertStore`; None: all.
+        verify: how thoroughly the files are verified, see `ExpertStore`.
+        directory: told the address; asked for the host to listen on. None: nothing listens, for a store that only the
+            processes of its own node map.
+        token: what a client must show; None: only this machine may connect.
+        options: of the channel server; its host and token are those above.
+        ref_bytes: most bytes that it keeps in Ray's object store, one expert in any case.
+
+    Raises:
+        StoreError: the store is of no use, or lacks one of the layers.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        index: int = 0,
+        layers: Sequence[int] | None = None,
+        verify: Literal["full", "stamp"] = "full",
+        directory: Directory | None = None,
+        token: str | None = None,
+        options: ServerOptions | None = None,
+        ref_bytes: int = 64 << 20,
+    ) -> None:
+        self._store = ExpertStore(path, verify, layers)
+        self._view, self._name = self._store.describe(), store_name(index)
+        self._layers = {
+            view.index: (view, arrays) for view, arrays in zip(self._view.layers, self._store.layers, strict=True)
+        }
+        manifest = self._view.manifest
+        self._digest = manifest_digest(manifest)
+        self._front = {MANIFEST_NAME} | {record.file for record in (manifest.dense, *manifest.extras)}
+        self._lock = threading.Lock()
+        self._experts_sent = self._bytes_sent = 0
+        self._refs = RefBook(ref_bytes)
+        self._server: ChannelServer | None = None
+        options = options or ServerOptions()
+        self._most = options.limits.max_message_bytes - _ROOM
+        if directory is not None:
+            options = replace(options, host=directory.host(), token=token)
+            self._server = ChannelServer(self.handle, options)
+            try:
+                directory.register(self._name, self._server.address)
+            except BaseException:
+                self._server.close()
+                raise
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens, HOST:PORT; None where it does not."""
+        return None if self._server is None else self._server.address
+
+    def describe(self) -> StoreView:
+        """What another process of this node needs to map the same files."""
+        return self._view
+
+    def handle(self, message: Message) -> Message:
+        """Answer one message of the channel.
+
+        Raises:
+            TierMoeError: the message asks for what is not here; the channel carries the error back.
+        """
+        if isinstance(message, StoreRequest):
+            return self._experts(message)
+        if isinstance(message, FileRequest):
+            return self._file(message)
+        if isinstance(message, HealthRequest):
+            return HealthReport("store", self.health())
+        raise ConfigError(f"a store does not answer {type(message).__name__}", "ask it for experts or files")
+
+    def expert_refs(self, layer: int, experts: Sequence[int]) -> list[Any]:
+        """A Ray object ref for each of these experts: its arrays in the order of `ExpertShape.stacked`.
+
+        A list of refs, not of arrays: who called this on another node gets the arrays with `ray.get`, from object store
+        to object store. The newest `ref_bytes` of them are kept, so a store never moves into Ray's memory as a whole.
+
+        Raises:
+            StoreError: there is no such layer or expert here.
+        """
+        arrays = self._held(layer, np.asarray(experts, np.int64))
+        tensors = _by_name(arrays)
+        nbytes = self._view.manifest.expert_nbytes()
+        self._count(len(experts), len(experts) * nbytes)
+        return [
+            self._refs.get((layer, e), nbytes, lambda e=e: [array[e] for array in tensors.values()])  # type: ignore[misc]
+            for e in experts
+        ]
+
+    def health(self) -> dict[str, Any]:
+        """What it holds and has done; `state` is "damaged" and `problem` says why where files changed."""
+        found = self._store.health()
+        with self._lock:
+            sent = {"experts_sent": self._experts_sent, "bytes_sent": self._bytes_sent}
+        return {
+            "state": "serving" if found.problem is None else "damaged",
+            "address": self.address or "",
+            "pid": os.getpid(),
+            "store": self._digest,
+            "layers": ",".join(map(str, self._layers)),
+            "nbytes": found.nbytes,
+            "ref_bytes": self._refs.nbytes,
+        } | sent | ({} if found.problem is None else {"problem": found.problem})
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        if self._server is not None:
+            self._server.close()
+        self._refs.clear()
+        self._store.close()
+
+    def _experts(self, request: StoreRequest) -> StoreReply:
+        arrays = self._held(request.layer, request.experts)
+        shape = self._view.manifest.experts
+        last = request.first + request.neurons if request.neurons else shape.intermediate
+        if not request.first < last <= shape.intermediate:
+            raise StoreError(
+                f"neurons {request.first} to {last} are not within the {shape.intermediate} of an expert",
+                "use the lead's store",
+            )
+        tensors = _by_name(arrays)
+        if last - request.first < shape.intermediate:
+            part = slice(request.first, last)
+            tensors = {name: a if name == "down_bias" else a[:, part] for name, a in tensors.items()}
+        nbytes = sum(a[:1].nbytes for a in tensors.values()) * len(request.experts)
+        if nbytes > self._most:  # before anything is copied
+            raise too_large(nbytes, self._most)
+        self._count(len(request.experts), nbytes)
+        return StoreReply(
+            request.layer, request.experts, {n: _rows(a, request.experts) for n, a in tensors.items()}, request.first
+        )
+
+    def _held(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays:
+        """The arrays of a layer, once it is sure that these experts of it may be given away."""
+        found = self._layers.get(layer)
+        if found is None:
+            held = ", ".join(map(str, self._layers)) or "none"
+            raise StoreError(f"{self._name} does not hold MoE layer {layer}; it holds {held}", "ask another store")
+        count = self._view.manifest.experts.num_experts
+        ids: list[int] = experts.tolist()
+        if not ids or len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < count:
+            raise StoreError(f"experts {ids[:8]} are none, named twice, or not among {count}", "use the lead's store")
+        view, arrays = found
+        check_unchanged(view.path, view.stamp, REBUILD)  # a few microseconds; what changed under the mapping stays here
+        return arrays
+
+    def _file(self, request: FileRequest) -> FileReply:
+        """A piece of a file of the front; the reader checks its digest."""
+        if request.name not in self._front:
+            raise StoreError(f"{self._name} gives no file '{request.name[:64]}'", "ask for what its manifest names")
+        path = os.path.join(self._view.path, request.name)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(request.offset)
+                data = file.read(min(request.length, self._most))
+        except (OSError, OverflowError, ValueError) as error:
+            raise StoreError(f"{path} cannot be read ({error})", REBUILD) from error
+        return FileReply(request.name, request.offset, max(size, request.offset), np.frombuffer(data, np.uint8))
+
+    def _count(self, experts: int, nbytes: int) -> None:
+        with self._lock:
+            self._experts_sent += experts
+            self._bytes_sent += nbytes
+
+
+def _by_name(layer: LayerArrays) -> dict[str, NDArray[Any]]:
+    kinds = {
+        "gate_up": layer.gate_up, "down": layer.down,
+        "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias,
+    }  # fmt: skip
+    return {name: array for name, array in kinds.items() if array is not None}
+
+
+def _rows(array: NDArray[Any], experts: NDArray[np.int32]) -> NDArray[Any]:
+    """array[experts]; a view where they follow each other, as one alone does."""
+    first, last = int(experts[0]), int(experts[-1]) + 1
+    if last - first == len(experts) and np.array_equal(experts, np.arange(first, last)):
+        return array[first:last]
+    return array[experts]

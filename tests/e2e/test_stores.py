@@ -1,0 +1,178 @@
+"""A lead without store files: the default model's very tokens out of other processes' memory, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from serving import default_model_greedy, greedy, prepared, settings, struck_greedy
+
+from tiermoe.actors.expert_store import ExpertStore, StoreView
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.settings import EngineSettings, KvSettings, ShardSettings, StoreSettings
+from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.worker_process import Role, WorkerProcess
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 4, 32, 24
+LAYERS = range(8)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return prepared(default_model_dir(), tmp_path_factory.mktemp("stores") / "store")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return default_model_greedy(prompts, TOKENS)
+
+
+def _elsewhere(store: ExpertStore) -> StoreView:
+    """The view of a node that has none of the files."""
+    return replace(store.describe(), path="/nowhere", layers=(), dense_path="/nowhere/dense.safetensors")
+
+
+def _config(budget: float = 0.25, deadline_s: float = 10.0, **more: Any) -> EngineSettings:
+    kv = KvSettings(page_size=32, num_blocks=64)
+    return settings(budget, "next-gate", kv=kv, store=StoreSettings(deadline_s=deadline_s), **more)
+
+
+@contextmanager
+def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[WorkerProcess]]:
+    """A process for each slice, read over gRPC as from another host."""
+    with ExitStack() as stack:
+        path = store.describe().path
+        processes = [
+            stack.enter_context(closing(WorkerProcess(Role.store(i, layers, shared_memory=False), path)))  # type: ignore[arg-type]
+            for i, layers in enumerate(slices)
+        ]
+        for process in processes:
+            process.begin()
+        for process in processes:
+            process.wait_until_ready()
+        yield processes
+
+
+@contextmanager
+def _lead(view: StoreView, config: EngineSettings, stores: Sequence[WorkerProcess], **more: Any) -> Iterator[GpuWorker]:
+    with closing(GpuWorker(config, view, stores=[process.store_link for process in stores], **more)) as lead:
+        lead.start()
+        yield lead
+
+
+def _error(lead: GpuWorker, prompt: tuple[int, ...]) -> str:
+    generation = Generation("e")
+    for event in lead.submit(GenerationRequest("e", prompt, SamplingParams(max_tokens=TOKENS))):
+        generation.add(event)
+    assert generation.finish == "error"
+    assert generation.error is not None
+    return generation.error
+
+
+def test_same_tokens_out_of_another_process(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
+        assert greedy(lead, prompts, TOKENS) == expected
+        remote = lead._sources.remote
+        assert remote.transports == {"store/0": "grpc"}
+        total = lead.stats().total()
+        assert remote.experts_fetched * lead.engine.slot_bytes >= total.bytes_loaded_demand + total.bytes_loaded_prefetch
+        assert total.bytes_loaded_prefetch > 0
+        assert remote.refetches == 0
+        assert lead.health()["store/0"] == "connected"
+
+
+def test_two_slices_and_files_of_the_own_node(
+    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
+) -> None:
+    own = ExpertStore(store.describe().path, "stamp", layers=[2, 5])
+    with _stores(store, [0, 1, 3], [4, 6, 7]) as stores, _lead(own.describe(), _config(), stores) as lead:
+        assert greedy(lead, prompts, TOKENS) == expected
+        assert [type(source).__name__ for source in lead._sources.weights].count("RemoteLayer") == 6
+
+
+def test_a_replica_takes_over_midway(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+    with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
+        remote = lead._sources.remote
+        tokens, longest_s = struck_greedy(lead, prompts[0], TOKENS, lambda: os.kill(stores[0].pid, signal.SIGKILL))
+        assert tokens == expected[0]
+        assert lead.health() | {"store/0": "lost", "store/1": "connected"} == lead.health()
+        assert longest_s < 6.0  # the connection breaks at once; a busy machine
+        stores[0].restart()
+        assert remote._holders["store/0"].wait(20.0)
+        assert greedy(lead, prompts, TOKENS) == expected
+        assert lead.health()["store/0"] == "connected"
+
+
+def test_a_store_that_hangs_is_passed_over(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+    with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
+        tokens, longest_s = struck_greedy(lead, prompts[0], TOKENS, lambda: os.kill(stores[0].pid, signal.SIGSTOP))
+        assert tokens == expected[0]
+        assert longest_s < 9.0  # a sign of life is missed within 2 s
+        os.kill(stores[0].pid, signal.SIGKILL)
+
+
+def test_no_store_left_is_a_typed_error_and_passes(
+    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
+) -> None:
+    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(deadline_s=1.5), stores) as lead:
+        assert greedy(lead, prompts[:1], TOKENS) == expected[:1]
+        os.kill(stores[0].pid, signal.SIGKILL)
+        begin_s = time.monotonic()
+        error = _error(lead, prompts[1])
+        assert time.monotonic() - begin_s < 1.5 + 4.0
+        assert "MoE layers 0, 1, 2, 3, 4, 5, 6, 7 cannot be read" in error
+        assert "store/0" in error
+        begin_s = time.monotonic()
+        assert "cannot be read" in _error(lead, prompts[2])  # the outage was waited for once
+        assert time.monotonic() - begin_s < 1.4
+        assert lead.health() | {"state": "serving", "store/0": "lost"} == lead.health()
+        lead.engine.cache.check_integrity()
+        residency = lead.engine.cache.residency
+        assert not [key for key in residency.held() if residency.pinned(key)]
+        stores[0].restart()
+        assert lead._sources.remote._holders["store/0"].wait(20.0)
+        assert greedy(lead, prompts, TOKENS) == expected
+        lead.engine.cache.check_integrity()
+
+
+def test_a_request_outlives_the_restart_of_its_only_store(
+    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
+) -> None:
+    with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(deadline_s=30.0), stores) as lead:
+
+        def strike() -> None:
+            os.kill(stores[0].pid, signal.SIGKILL)
+            stores[0].restart()
+
+        tokens, _ = struck_greedy(lead, prompts[0], TOKENS, strike)
+        assert tokens == expected[0]
+
+
+def test_a_shard_without_files(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+    """The lead maps all; its shard maps nothing, and asks for what it owns."""
+    config = _config(0.125, shards=ShardSettings(count=2))
+    board = Noticeboard()
+    with _stores(store, range(4), range(8)) as stores:
+        links = [process.store_link for process in stores]
+        with closing(ShardWorker(config, 1, "/nowhere", board, layers=(), stores=links)) as shard:
+            with _lead(store.describe(), config, (), shards=[PeerLink(board, name=shard_name(1))]) as lead:
+                assert greedy(lead, prompts, TOKENS) == expected
+                assert lead.stats().total().shard_recomputed == 0
+            assert shard.health() | {"store/0": "connected", "store/1": "connected"} == shard.health()
+            assert shard.engine.sources.remote is not None
+            assert shard.engine.sources.remote.experts_fetched > 0

@@ -1,0 +1,202 @@
+"""Placements with NDP workers on several GPUs: each GPU holds its part of the hot set, and decode loads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_ndp import FakeLink
+from serving import greedy, prepared, reference_greedy, settings, struck_greedy
+from sharded import Group, serving_group
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.engine.shards import owners
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.links import Noticeboard
+from tiermoe.actors.replica_store import ReplicaTables
+from tiermoe.actors.settings import EngineSettings, NdpSettings, PlacementSettings, PolicySettings, ShardSettings
+from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.cluster.config import load_hardware
+from tiermoe.errors import ConfigError, StoreError
+from tiermoe.proto.messages import PlacementCommand
+
+_PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
+_NEW = 12
+_EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint("olmoe", tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return prepared(checkpoint, tmp_path_factory.mktemp("store") / "store")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return reference_greedy(model, _PROMPTS, _NEW)
+
+
+@pytest.fixture
+def links(store: ExpertStore) -> list[FakeLink]:
+    return [FakeLink(store.describe(), index) for index in (0, 1)]
+
+
+@pytest.fixture
+def popularity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store pretends to have counts: expert 0 is the most popular."""
+    shape = (2, _EXPERTS)
+    losses = np.ones((*shape, 4), np.float32)
+    counts = np.broadcast_to(np.arange(_EXPERTS, 0, -1), shape)
+    found = ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, verify: object())
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", lambda view: found)
+
+
+def _settings(kind: str, count: int, budget: float = 0.25, **placement: Any) -> EngineSettings:
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind=kind, **placement))  # type: ignore[arg-type]
+    ndp = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
+    return settings(budget, policy=policy, ndp=ndp, shards=ShardSettings(count=count))
+
+
+def _caches(group: Group) -> list[Any]:
+    return [group.lead.engine.cache, *(shard.engine.cache for shard in group.shards)]
+
+
+def _held(group: Group) -> list[set[int]]:
+    return [set(cache.residency.held()) for cache in _caches(group)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_decode_loads_nothing_on_any_gpu(
+    store: ExpertStore, links: list[FakeLink], expected: list[list[int]], count: int
+) -> None:
+    config = _settings("context", count)
+    with serving_group(store, config, links) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == expected
+        assert [greedy(group.lead, [prompt], _NEW)[0] for prompt in _PROMPTS] == expected
+        owner, hot = owners(2, _EXPERTS, config.shards), group.lead.engine._placer._hot_keys
+        stats = group.lead.stats()
+        assert stats.total().ndp_tokens > 0
+        assert stats.total().shard_tokens > 0
+        assert stats.migrations == 4
+        for gpu, (cache, held) in enumerate(zip(_caches(group), _held(group), strict=True)):
+            total = cache.stats.total()
+            assert held == {key for key in hot if owner[key] == gpu}
+            assert 0 < len(held) <= cache.residency.slots
+            assert total.bytes_demanded_decode == 0
+            assert total.bytes_loaded_migration > 0
+            assert total.bytes_loaded_prefetch == 0
+            assert total.hits > 0
+        for number, link in enumerate(links):
+            assert {(batch.layer * _EXPERTS + int(e)) % 2 for batch in link.batches for e in batch.experts} == {number}
+
+
+def test_hot_experts_are_preloaded_where_they_belong(
+    store: ExpertStore, links: list[FakeLink], expected: list[list[int]], popularity: None
+) -> None:
+    with serving_group(store, _settings("static", 2), links) as group:
+        assert group.lead.engine.hot_per_layer == 4
+        assert _held(group) == [{0, 2, 8, 10}, {1, 3, 9, 11}]
+        assert greedy(group.lead, _PROMPTS, _NEW) == expected
+        slot = group.lead.engine.slot_bytes
+        for cache in _caches(group):
+            assert (cache.stats.total().bytes_loaded, cache.stats.bytes_preloaded) == (0, 4 * slot)
+            assert cache.stats.total().hits > 0
+        assert all(int(e) >= 4 for link in links for batch in link.batches for e in batch.experts)
+        assert len(links[0].batches) > 0
+
+
+@pytest.mark.parametrize("kind", ["context", "static"])
+def test_a_lost_gpu_gets_its_part_back(
+    kind: str, store: ExpertStore, links: list[FakeLink], expected: list[list[int]], popularity: None
+) -> None:
+    with serving_group(store, _settings(kind, 2), links) as group:
+        (peer,) = group.lead.engine.shards.peers.values()
+        tokens, _ = struck_greedy(group.lead, _PROMPTS[0], _NEW, group.shards[0].close)
+        assert tokens == expected[0]
+        assert group.lead.stats().shard_losses == 1
+        assert group.lead.health()["shard/1"] == "lost"
+        before = group.lead.engine.cache.stats.total().bytes_demanded_decode
+        assert greedy(group.lead, _PROMPTS[1:], _NEW) == expected[1:]  # its hot experts run near data, with no load
+        assert group.lead.engine.cache.stats.total().bytes_demanded_decode == before
+        group.shards[0] = group.start_shard(1)
+        try:
+            assert peer.wait_until_found(10.0)
+            assert greedy(group.lead, _PROMPTS, _NEW) == expected
+            hot = group.lead.engine._placer._hot_keys
+            assert _held(group) == [{k for k in hot if k % 2 == 0}, {k for k in hot if k % 2}]
+            total = group.shards[0].engine.stats().total()
+            assert total.hits > 0
+            assert total.bytes_demanded_decode == 0
+        finally:
+            group.shards[0].close()
+
+
+def test_without_ndp_the_owners_compute_everything(
+    store: ExpertStore, links: list[FakeLink], expected: list[list[int]]
+) -> None:
+    with serving_group(store, _settings("context", 2), links[:1]) as group:
+        links[0].dies_at = 2
+        links[0].up.clear()
+        assert greedy(group.lead, _PROMPTS[:1], _NEW) == expected[:1]
+        other = group.shards[0].engine.stats().total()
+        assert other.bytes_demanded_decode > 0
+        links[0].up.set()
+        assert group.lead.engine.peers["ndp/0"].wait_until_found(10.0)
+        before = other.bytes_demanded_decode
+        assert greedy(group.lead, _PROMPTS, _NEW) == expected
+        assert group.shards[0].engine.stats().total().bytes_demanded_decode == before
+
+
+def test_a_prompt_that_never_decodes_leaves_the_hot_set_to_the_others(
+    store: ExpertStore, links: list[FakeLink], expected: list[list[int]]
+) -> None:
+    with serving_group(store, _settings("context", 2), links) as group:
+        shed: list[list[list[int]]] = []
+        tokens, _ = struck_greedy(
+            group.lead, _PROMPTS[0], _NEW, lambda: shed.append(greedy(group.lead, _PROMPTS[1:], 1))
+        )
+        assert (tokens, shed) == (expected[0], [[expected[1][:1]]])
+        assert [cache.stats.total().bytes_demanded_decode for cache in _caches(group)] == [0, 0]
+
+
+def test_places_that_do_not_fit_one_gpu_are_refused(store: ExpertStore, links: list[FakeLink]) -> None:
+    group = Group(_settings("context", 2, hot_per_layer=5), store.describe().path)
+    shard = group.start_shard(1)
+    try:
+        with pytest.raises(ConfigError, match=r"take 5 slots on GPU 0; the budget holds 4"), serving_group(
+            store, group.settings, links
+        ):
+            pass
+    finally:
+        shard.close()
+
+
+def test_a_shard_holds_what_it_is_told(store: ExpertStore) -> None:
+    shard = ShardWorker(_settings("context", 2), 1, store.describe().path, Noticeboard())
+    try:
+        cache = shard.engine.cache
+        for preload, keys in ((True, [1, 3, 9]), (False, [11, 9])):
+            shard.handle(PlacementCommand(np.array(keys, np.int32), False, preload))
+            assert set(cache.residency.held()) == set(keys)
+        with pytest.raises(StoreError, match="no expert 16"):
+            shard.handle(PlacementCommand(np.array([16], np.int32), False, False))
+        shard.handle(PlacementCommand(np.array([], np.int32), True, False))  # holds them no longer, but drops none
+        assert set(cache.residency.held()) == {9, 11}
+        cache.flush()
+        assert cache.stats.bytes_preloaded == 3 * cache.residency.slot_bytes
+        assert cache.stats.total().bytes_loaded_migration == cache.residency.slot_bytes  # of 11
+        assert cache.stats.total().bytes_loaded_demand == cache.stats.total().bytes_loaded_prefetch == 0
+        cache.check_integrity()
+    finally:
+        shard.close()
