@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +24,18 @@ from tiermoe.cluster.scratch import Scratch, users_of
 
 _DEADLINE_S = 20.0
 _SUBNET = "10.77.0"
-# /dev/shm and the folder are memory of the machine's own. Orphans, which come to the holder, are not to stay as zombies.
+# /dev/shm and the folder are memory of the machine's own
 _SET_UP = (
     'mount -t tmpfs -o size=2g tmpfs /dev/shm && mount -t tmpfs -o size=2g tmpfs "$1" && ip link set lo up '
-    "&& trap '' CHLD && echo ready && exec cat"
+    '&& exec "$2" -I -S -c "$3"'
 )
+# Orphans come to a machine's first process; ignoring their end keeps them from staying as zombies.
+_HOLD = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.read()
+"""
 
 
 class Machine(Protocol):
@@ -174,7 +182,8 @@ class Switch:
     def add(self) -> IsolatedMachine:
         number = len(self._machines) + 1
         own = ["--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        held = _Held([*self._as_owner, "unshare", *own, "sh", "-c", _SET_UP, "sh", str(self._folder)])
+        set_up = ["sh", "-c", _SET_UP, "sh", str(self._folder), sys.executable, _HOLD]
+        held = _Held([*self._as_owner, "unshare", *own, *set_up])
         self._machines.append(held)
         port, address = f"port{number}", f"{_SUBNET}.{number}"
         machine = IsolatedMachine(held, self._as_owner, address, port, self._folder)

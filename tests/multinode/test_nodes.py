@@ -48,9 +48,9 @@ class Place:
     expected: list[list[int]]
     long: list[int]
 
-    def options(self, policy: str, **cluster: Any) -> dict[str, Any]:
+    def options(self, policy: str, budget: str, **cluster: Any) -> dict[str, Any]:
         return {
-            "policy": policy, "budget": "0.25", "threads": 1, "device": "cpu", "integrity_checks": True,
+            "policy": policy, "budget": budget, "threads": 1, "device": "cpu", "integrity_checks": True,
             "ray": {"address": self.nodes.address, "startup_deadline_s": 120},
             "cluster": {
                 "shards": 2,
@@ -128,7 +128,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def with_ndp(place: Place) -> Iterator[Place]:
     """The lead on the head, a shard on the second node, store and NDP worker on the third."""
-    options = place.options("context-ndp-full", lead=place.nodes.head.address, ndp_workers="per-node")
+    options = place.options("context-ndp-full", "0.25", lead=place.nodes.head.address, ndp_workers="per-node")
     started = place.runtime.start(place.store, **options)
     homes = {actor["name"]: _address(started, actor["node"]) for actor in started["topology"]["actors"]}
     head, second, third = (node.address for node in place.nodes.nodes)
@@ -187,7 +187,7 @@ def with_stores(place: Place) -> Iterator[Place]:
         place.nodes.add(cpus=2, resources={"store": 1, "ndp": 1})
     if isinstance(place.second.machine, IsolatedMachine):
         place.second.machine.hide(place.store)
-    options = place.options("next-gate", lead=place.second.address)
+    options = place.options("next-gate", "0.1", lead=place.second.address)
     started = place.runtime.start(place.store, **options)
     homes = {actor["name"]: _address(started, actor["node"]) for actor in started["topology"]["actors"]}
     assert homes["lead"] == place.second.address
@@ -209,7 +209,7 @@ class TestStores:
     def test_without_any_store_a_request_fails_and_names_the_layers(self, with_stores: Place) -> None:
         fourth = with_stores.nodes.nodes[3]
         with pytest.raises(RemoteError, match=r"layers? \d") as failed:
-            with_stores.struck(lambda: with_stores.nodes.kill_raylet(fourth))
+            with_stores.struck(lambda: with_stores.nodes.kill_raylet(fourth), lambda: False)
         assert failed.value.kind == "StoreError"
         for node in (with_stores.third, fourth):
             with_stores.nodes.start(node)
