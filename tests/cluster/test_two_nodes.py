@@ -1,4 +1,4 @@
-"""Two Ray nodes on loopback: the store is on one, the lead on the other, a third joins; busy clusters are waited for."""
+"""Two Ray nodes on loopback: the store on one, the lead on the other; a third joins; a busy cluster is waited for."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def cluster() -> Iterator[Cluster]:
 def up(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
     """A runtime whose lead maps no layer, and whose NDP workers grow with the cluster."""
     placed = {"store": {"nodes": "marked"}, "ndp_workers": "per-node"}
-    process = cluster.begin("up", "--config", cluster.config("up", policy="context-ndp-full", threads=1, cluster=placed))
+    config = cluster.config("up", policy="context-ndp-full", threads=1, cluster=placed)
+    process = cluster.begin("up", "--config", config)
     try:
         assert process.stdout is not None
         assert any("is ready at" in line for line in process.stdout), process.communicate()[1]
