@@ -24,8 +24,8 @@ from ..actors.settings import (
     PolicySettings,
     Settings,
     ShardSettings,
-    check_combination,
     StoreSettings,
+    check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
 from .topology.local import cpus_of_actors, ndp_workers

@@ -264,7 +264,7 @@ class Deployment:
 
     def _plan(self, facts: ModelFacts) -> None:
         """Decide what runs where on the nodes that there are."""
-        nodes = nodes_from_ray(ray.nodes())
+        nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self._config.ray.address}"
         notes = local_notes(self._config, self._settings) if self._local else ()
         self._planned = make_plan(self._config, self._settings, facts, nodes, where, notes)

@@ -22,11 +22,13 @@ class LocalWorker(GpuWorker):
         ndp_workers: how many, where the policy uses them.
 
     Attributes:
+        store: the folder.
         ndp_processes: those of the NDP workers; none where the policy uses none.
         shard_processes: those of the shards 1..G-1.
     """
 
     def __init__(self, settings: EngineSettings, store: Path, ndp_workers: int = 1) -> None:
+        self.store = store
         near_data = range(ndp_workers if settings.policy.uses_ndp else 0)
         self.ndp_processes = [WorkerProcess(Role.ndp(settings.ndp, i), store) for i in near_data]
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]

@@ -143,7 +143,7 @@ class ExpertEngine:
             self._placer.end_sequence(name)
 
     def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings, planner: LoadOnMiss) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, lambda name: self.peers[name])
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
@@ -172,6 +172,13 @@ class ExpertEngine:
         shards = self.shards.peers if self.shards is not None else {}
         return (self.ndp.peers if self.ndp is not None else {}) | shards
 
+    def _peer(self, name: str) -> RemoteExperts:
+        """One of `peers`, without putting them together."""
+        if self.ndp is not None and name in self.ndp.peers:
+            return self.ndp.peers[name]
+        assert self.shards is not None  # plans name no others
+        return self.shards.peers[name]
+
     @property
     def hot_per_layer(self) -> int | None:
         """Experts of each layer that the placement keeps on the GPUs; None where it keeps none by number."""
@@ -195,7 +202,7 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = 0
-        self._stats.ndp_workers.clear()
+        self._stats.ndp_workers = {}
         self.cache.uses[:] = [0] * len(self.cache.uses)
         self.timeline.clear()
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..links import PeerLink
+from ...errors import ConfigError
+from ..links import PeerLink, ndp_name
 from ..policies.sharding import reassigned, spread_by_bytes
 from ..settings import NdpSettings
 from .remote import RemoteExperts
@@ -34,6 +35,9 @@ class NdpPool:
 
     Attributes:
         peers: the workers by name, those that were not yet reached too.
+
+    Raises:
+        ConfigError: two have one name, or one has a name of something else.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class NdpPool:
         self._table: tuple[int, ...] = ()
         for link in links:
             self.peers[link.name] = self._peer(link)
-        self._take_in(self.peers.values())
+        if len(self.peers) < len(links):
+            raise ConfigError("two NDP workers have one name", "give each its own number")
+        self._take_in(tuple(self.peers.values()))
 
     def start(self, deadline_s: float) -> None:
         """Connect to all, side by side.
@@ -66,7 +72,11 @@ class NdpPool:
             peer.wait_for_the_first(deadline_s)
 
     def add(self, link: PeerLink) -> None:
-        """One more worker; looked for in the background. Nothing if it is known, for it is looked for anyway."""
+        """One more worker; looked for in the background. Nothing if it is known, for it is looked for anyway.
+
+        Raises:
+            ConfigError: its name is none of an NDP worker.
+        """
         with self._lock:
             if self._closed or link.name in self.peers:
                 return
@@ -125,21 +135,20 @@ class NdpPool:
             peer.close()
 
     def _peer(self, link: PeerLink) -> RemoteExperts:
-        index = number_of(link.name)
+        index = _number(link.name)
         label = f"NDP worker {index}"
         return RemoteExperts("ndp", label, link, self._settings, self._activation, self._stats, {"index": index})
 
-    def _take_in(self, members: Sequence[RemoteExperts] | Any) -> None:
+    def _take_in(self, members: Sequence[RemoteExperts]) -> None:
         """Spread the experts over these workers."""
-        self._members = tuple(sorted(members, key=lambda peer: number_of(peer.name)))
+        self._members = tuple(sorted(members, key=lambda peer: _number(peer.name)))
         self._owners = spread_by_bytes(self._nbytes, len(self._members))
         self._seen, self._table = (), ()
 
 
-def number_of(name: str) -> int:
-    """The number in a name such as "ndp/2".
-
-    Raises:
-        ValueError: there is none.
-    """
-    return int(name.rpartition("/")[2])
+def _number(name: str) -> int:
+    """The number in a name of `links.ndp_name`."""
+    number = name.rpartition("/")[2]
+    if not number.isdecimal() or name != ndp_name(int(number)):
+        raise ConfigError(f"'{name}' is no name of an NDP worker", f"link it as {ndp_name(0)}, {ndp_name(1)} and so on")
+    return int(number)

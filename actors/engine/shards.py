@@ -83,7 +83,7 @@ class Shards:
         self._owners = owners(layers, experts, settings)
         self._owner = [by_index[i] for i in self._owners]
         self._placed: dict[str, list[int]] = {}  # what each is to hold, where the placement keeps a hot set
-        self._told: dict[str, int] = {}  # the connection over which each was told so
+        self._told: dict[str, int | None] = {}  # the number of the connection over which each was told so
         self._iteration, self._layer = 0, -1
 
     def start(self) -> None:
@@ -172,9 +172,10 @@ class Shards:
         answers = []
         for name in names:
             peer = self.peers[name]
-            self._told[name] = peer.connections
             command = PlacementCommand(np.array(self._placed[name], np.int32), keep_others, preload)
+            connection = peer.connections  # read first: one that is newer is told again
             answers.append(peer.ask(command, _PRELOAD_S if preload else None))
+            self._told[name] = connection if answers[-1] is not None else None
 
         def done() -> bool:
             each = [answer is not None and answer() for answer in answers]  # all are waited for

@@ -136,7 +136,9 @@ class EngineStats:
 
     def count_worker(self, name: str, experts: int, pairs: int) -> None:
         """An NDP worker answered."""
-        found = self.ndp_workers.setdefault(name, WorkerStats())
+        if name not in self.ndp_workers:
+            self.ndp_workers = self.ndp_workers | {name: WorkerStats()}  # a new one: others may be reading the old
+        found = self.ndp_workers[name]
         found.calls += 1
         found.experts += experts
         found.pairs += pairs

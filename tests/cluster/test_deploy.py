@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from fakes import FAKE_FACTS, FakeStore, FakeWorker, RefusingWorker, StuckWorker
 
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -113,6 +114,19 @@ class TestStartUp:
         short = r"the lead fits on no node: node \w+ \(GPU: needs 1, has 0 free of 0, short of 1\)"
         with pytest.raises(ConfigError, match=short), _deployment(device="cuda"):
             pytest.fail("started")
+
+    @pytest.mark.parametrize(
+        ("cluster", "says"),
+        [
+            ({"shards": 17}, "cluster.shards is 17, but the model has 8 experts in 2 layers"),
+            ({"store": {"layout": "sliced", "copies": 2}}, "cluster.store.copies is 2, but only 1 node holds a store"),
+            ({"lead": "elsewhere"}, "cluster.lead is 'elsewhere', which is no living node"),
+        ],
+    )
+    def test_a_plan_that_cannot_be_is_refused_before_ray_starts(self, cluster: dict[str, Any], says: str) -> None:
+        with pytest.raises(ConfigError, match=says), _deployment(device="cpu", cluster=cluster):
+            pytest.fail("started")
+        assert not ray.is_initialized()
 
     def test_deadline(self) -> None:
         slow = RaySettings(startup_deadline_s=8.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -73,3 +74,30 @@ def test_an_interrupt_during_the_start_leaves_nothing() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=_GONE_WITHIN_S) == 130
         _assert_gone(*family)
+
+
+def test_two_runs_at_once_with_shards_and_ndp_workers() -> None:
+    """Real workers with channels in shared memory between them; each run has its own, and leaves none."""
+    options = ["--policy", "context-ndp-full", "--shards", "2", "--ndp-workers", "2", "--threads", "1", "--json"]
+    command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "run", "import os", *options]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    runs = [
+        subprocess.Popen(
+            [*command, "--device", "cpu", "--max-tokens", "24"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    families: list[psutil.Process] = []
+    for run in runs:
+        assert run.stderr is not None
+        assert run.stderr.readline().startswith("Plan")  # all of them are there
+        families += psutil.Process(run.pid).children(recursive=True)
+    said = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    first, second = (json.loads(out) for out, _ in said)
+    assert first["token_ids"] == second["token_ids"]
+    assert len(families) > 2 * 8  # Ray's servers, six actors, the helper
+    _, alive = psutil.wait_procs(families, timeout=_GONE_WITHIN_S)
+    assert not alive, [p.name() for p in alive]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("plasma", "ray", "tiermoe"))]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,27 @@ def test_two_guests_status_and_down(
     none = _tiermoe(environment, "status")
     assert none.returncode == 1
     assert "start one with `tiermoe up`" in none.stderr
+
+
+def test_down_while_it_starts(environment: dict[str, str], tmp_path: Path) -> None:
+    """It is found as soon as it has a Ray, and takes its end for an orderly one."""
+    command = [_TIERMOE, "up", "--threads", "1", "--device", "cpu"]
+    up = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end_s = time.monotonic() + _WAIT_S
+        while not list(tmp_path.glob("tiermoe/*.json")):
+            assert up.poll() is None
+            assert time.monotonic() < end_s
+            os.sched_yield()
+        (entry,) = [json.loads(path.read_text()) for path in (tmp_path / "tiermoe").iterdir()]
+        family = psutil.Process(up.pid).children(recursive=True)
+        down = _tiermoe(environment, "down")
+        assert (down.returncode, down.stdout) == (0, f"deployment {entry['deployment']} has ended\n"), down.stderr
+        out, errors = up.communicate(timeout=_WAIT_S)
+        assert (up.returncode, out) == (0, f"deployment {entry['deployment']} was ended by `tiermoe down`\n"), errors
+        assert errors == ""
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive
+    finally:
+        up.kill()
+        up.communicate()

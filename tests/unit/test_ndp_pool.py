@@ -17,7 +17,7 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.expert_store import StoreView
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.settings import NdpSettings
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import ConfigError, RuntimeFailure
 
 _KEYS = range(8)
 
@@ -103,9 +103,17 @@ def test_a_worker_of_another_number_is_not_taken(links: list[FakeLink]) -> None:
         pool.start(0.3)
 
 
-@given(
-    nbytes=st.lists(st.integers(0, 9), max_size=30), workers=st.integers(1, 5), data=st.data()
-)
+def test_names_that_are_none_are_refused(pool: NdpPool, links: list[FakeLink]) -> None:
+    with pytest.raises(ConfigError, match="two NDP workers"):
+        _pool([links[0], links[0]])
+    for name in ("shard/1", "ndp/x", "ndp/01", "ndp"):
+        links[2].name = name
+        with pytest.raises(ConfigError, match=f"'{name}' is no name"):
+            pool.add(links[2])  # type: ignore[arg-type]
+    assert list(pool.peers) == ["ndp/0", "ndp/1"]
+
+
+@given(nbytes=st.lists(st.integers(0, 9), max_size=30), workers=st.integers(1, 5), data=st.data())
 def test_only_the_lost_ones_share_changes_hands(nbytes: list[int], workers: int, data: st.DataObject) -> None:
     owners = spread_by_bytes(nbytes, workers)
     living = data.draw(st.sets(st.integers(0, workers - 1), min_size=1))

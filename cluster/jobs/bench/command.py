@@ -132,6 +132,14 @@ def channel(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check:
 
 
 @bench_app.command()
+def transfer(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check: Check = False) -> None:
+    """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
+    from .transfer import bench_transfer
+
+    _finish(lambda progress: bench_transfer(repeats, progress), as_json, check, out)
+
+
+@bench_app.command()
 def kernel(
     repeats: Repeats = 7,
     group: Annotated[int, typer.Option(help="Quantization group: 32, 64 or 128.")] = 64,

@@ -37,11 +37,12 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
 
 
 def start_worker(config: RunConfig) -> Any:
-    """A started `LocalWorker` on the prepared store of the configured model, with its NDP worker if it needs one."""
+    """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them."""
     from ...local import LocalWorker
 
     settings = engine_settings(config)
-    worker = LocalWorker(settings, prepared_store(config, settings))
+    workers = config.cluster.ndp_workers
+    worker = LocalWorker(settings, prepared_store(config, settings), 1 if workers == "per-node" else workers)
     worker.start()
     return worker
 
