@@ -87,3 +87,14 @@ class RemoteFailure(ChannelError):
         super().__init__(what, remedy)
         self.args = (what, remedy, kind)
         self.kind = kind
+
+
+def told(kind: str, text: str) -> TierMoeError:
+    """An error that another process raised, from the name of its class and its text.
+
+    A class that is not here gives a `TierMoeError`.
+    """
+    cls = globals().get(kind)
+    ours = isinstance(cls, type) and issubclass(cls, TierMoeError)
+    what, _, remedy = text.rpartition("; ")
+    return (cls if ours else TierMoeError)(what, remedy)

@@ -40,6 +40,7 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     error: str | None = None
+    error_type: str | None = None  # name of its class in `tiermoe.errors`, where it is one of those
     ttft_s: float | None = None  # seconds from submit to the first token; on the last event
     tpot_s: float | None = None  # mean seconds between later tokens; on the last event, when there are two or more
 

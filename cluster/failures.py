@@ -56,10 +56,7 @@ def _constructor_error(report: str) -> TierMoeError | None:
     found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", report, re.MULTILINE)
     if not found:
         return None
-    name, text = found[-1]
-    kind = getattr(errors, name, TierMoeError)
-    what, _, remedy = text.partition("; ")
-    return kind(what, remedy) if isinstance(kind, type) and issubclass(kind, TierMoeError) else None
+    return errors.told(*found[-1])
 
 
 def _death(error: rex.RayActorError) -> str:

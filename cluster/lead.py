@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from ..actors.requests import GenerationRequest, TokenEvent
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, told
 from .failures import as_failure
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
@@ -34,6 +34,7 @@ class Lead:
 
         Raises:
             RuntimeFailure: the worker died, reported an error, or the request took more than `deadline_s`.
+            TierMoeError: what ended the request in the worker, such as StoreError: an expert is on no living node.
         """
         deadline = time.monotonic() + deadline_s
         stream = self.handle.generate.options(num_returns="streaming").remote(request)
@@ -43,6 +44,8 @@ class Lead:
                 event = _next_event(stream, deadline, deadline_s)
                 if event.finish == "error":
                     ended = True
+                    if event.error is not None and event.error_type is not None:
+                        raise told(event.error_type, event.error)
                     raise RuntimeFailure(
                         f"the request failed in the worker: {event.error}", "run again; report it if it stays"
                     )

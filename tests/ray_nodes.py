@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,14 +108,24 @@ class RayNodes:
             f"--resources={json.dumps(dict(node.resources))}", f"--temp-dir={node.machine.folder}",
             "--include-log-monitor=false", "--disable-usage-stats", f"--object-store-memory={_OBJECT_STORE_BYTES}",
         ]  # fmt: skip
-        self.run(node, *command)
+        try:
+            self._run(node, *command)
+        except RuntimeError:  # Ray gives a raylet thirty seconds, which a busy machine may exceed
+            _kill(node.machine.processes())
+            self._run(node, *command)
 
-    def run(self, node: Node, *command: str) -> None:
-        """Run a program on a node's machine to its end.
+    def kill_raylet(self, node: Node) -> None:
+        """SIGKILL to a node's raylet; returns when all that it had started has ended."""
+        processes = node.machine.processes()
+        node.raylet().kill()
+        _, alive = psutil.wait_procs(processes, timeout=_END_DEADLINE_S)
+        _kill(alive)  # what does not share the raylet's fate
 
-        Raises:
-            RuntimeError: it failed; what it wrote. subprocess.TimeoutExpired: it took too long.
-        """
+    def close(self) -> None:
+        """End all nodes and machines. Idempotent."""
+        self.machines.close()
+
+    def _run(self, node: Node, *command: str) -> None:
         with tempfile.TemporaryFile("w+") as log:  # Ray's servers inherit it: not a pipe, which would never end
             done = subprocess.run(
                 node.machine.command(*command), env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -124,23 +135,17 @@ class RayNodes:
                 log.seek(0)
                 raise RuntimeError(f"{command} on {node.address} failed:\n{log.read()}")
 
-    def kill_raylet(self, node: Node) -> None:
-        """SIGKILL to a node's raylet; returns when all that it had started has ended."""
-        processes = node.machine.processes()
-        node.raylet().kill()
-        _, alive = psutil.wait_procs(processes, timeout=_END_DEADLINE_S)
-        for process in alive:  # what does not share the raylet's fate, such as a gRPC server that still drains
-            process.kill()
-        psutil.wait_procs(alive, timeout=_END_DEADLINE_S)
-
-    def close(self) -> None:
-        """End all nodes and machines. Idempotent."""
-        self.machines.close()
-
 
 def environment() -> dict[str, str]:
     """Of every program that uses such a Ray."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | _ENVIRONMENT
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(processes), timeout=_END_DEADLINE_S)
 
 
 def _title(process: psutil.Process) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,8 @@ class _Sink(OutputRouter):
 
     def deliver(self, output: Any) -> None:
         if output.error is not None:
-            self._streams.abort(output.request_id, "error", output.error)
+            # the manager tells the text only, but it does so while it handles the error
+            self._streams.abort(output.request_id, "error", output.error, sys.exception())
         elif output.is_finished():
             self._streams.finish(output.request_id, output.generated_tokens)
         else:

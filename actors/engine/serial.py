@@ -110,7 +110,7 @@ class SerialBatcher:
             except Exception as error:  # the request reports it; a broken engine also refuses later ones
                 if isinstance(error, RuntimeFailure):
                     self.failure = str(error)
-                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}")
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", error)
 
     @torch.no_grad()
     def _generate(self, stream: Stream) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import RequestError, RuntimeFailure
+from ...errors import RequestError, RuntimeFailure, TierMoeError
 from ..requests import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 
 
@@ -144,12 +144,20 @@ class Streams:
             )
         )
 
-    def abort(self, name: str, reason: FinishReason, error: str | None = None) -> bool:
-        """End a request without further tokens; False if it had ended."""
+    def abort(
+        self, name: str, reason: FinishReason, error: str | None = None, cause: BaseException | None = None
+    ) -> bool:
+        """End a request without further tokens; False if it had ended.
+
+        Args:
+            cause: what was raised; who sent the request gets an error of the same type, where it is one of ours.
+        """
         stream = self._close(name)
         if stream is None:
             return False
-        stream.events.put(TokenEvent(stream.request.request_id, (), finish=reason, error=error))
+        typed = type(cause).__name__ if isinstance(cause, TierMoeError) else None
+        text = str(cause) if typed is not None else error
+        stream.events.put(TokenEvent(stream.request.request_id, (), finish=reason, error=text, error_type=typed))
         return True
 
     def find(self, request_id: str) -> Stream | None:
