@@ -54,7 +54,13 @@ class ChannelReader:
 
     @property
     def transport(self) -> str:
+        """ "shm" or "grpc"."""
         return self._channel.transport
+
+    @property
+    def ended(self) -> str | None:
+        """Why the channel is of no more use; None while it is."""
+        return self._channel.closed_because
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         shape = self._manifest.experts
@@ -116,6 +122,7 @@ class RefReader:
     """Over Ray: the store puts experts into its node's object store, and Ray carries them to this one's."""
 
     transport = "ray"
+    ended = None  # nobody tells: the next question does
 
     def __init__(self, store: ActorStore, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest

@@ -142,7 +142,9 @@ class RemoteStores:
         self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
-        self._holders = {link.name: Kept(link.name, self._connector(link), _hang_up, self._changed) for link in used}
+        self._holders = {
+            link.name: Kept(link.name, self._connector(link), _hang_up, _ended, self._changed) for link in used
+        }
         self._of_layer = {
             layer: _turned([self._holders[link.name] for link in used if layer in link.layers], layer)
             for layer in layers
@@ -172,7 +174,8 @@ class RemoteStores:
     @property
     def transports(self) -> dict[str, str]:
         """By connected store: "shm", "grpc" or "ray"."""
-        return {name: kept.current.transport for name, kept in self._holders.items() if kept.current is not None}
+        readers = {name: holder.current for name, holder in self._holders.items()}
+        return {name: reader.transport for name, reader in readers.items() if reader is not None}
 
     def ask(self, wanted: Sequence[RemoteExpert]) -> None:
         """Begin the requests for these experts, in this order, as far as there is room for requests under way."""
@@ -335,6 +338,10 @@ def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
 
 def _hang_up(reader: Reader) -> None:
     reader.close()
+
+
+def _ended(reader: Reader) -> str | None:
+    return reader.ended
 
 
 def _turned(holders: list[Kept[Reader]], by: int) -> list[Kept[Reader]]:
