@@ -79,7 +79,8 @@ class GpuWorker:
         with front_here(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
             if settings.policy.replica_widths:
-                replicas = describe_replicas(folder, verify="stamp")
+                fetched = bool(self._stores) and not self._view.layers
+                replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
                 tables = None if replicas is None else read_tables(replicas)
         blocks = find_blocks(self._model, manifest)
         pinned = None
