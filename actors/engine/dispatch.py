@@ -20,14 +20,15 @@ from .runner import ExpertRunner, Spans
 class Errand:
     """What one peer was asked to compute for a layer.
 
-    call: under way; None where the peer was lost since the plan was made. blocked_s: seconds that a shard waited for
-    copies, once it has answered.
+    call: under way; None where the peer was lost since the plan was made. blocked_s, link_s: seconds that a shard
+    waited for copies and that its link was busy with those of this layer, once it has answered.
     """
 
     peer: RemoteExperts
     keys: list[int]
     call: RemoteCall | None
     blocked_s: float = 0.0
+    link_s: float = 0.0
 
 
 class Dispatcher:
@@ -127,7 +128,7 @@ class Dispatcher:
             if answer is not None:
                 timeline.span("ndp", f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s)
         if answer is not None and peer.kind == "shard":
-            errand.blocked_s = answer.paced_s - answer.measured_s
+            errand.blocked_s, errand.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)
         return None if answer is None else (call.rows, torch.tensor(answer.partial))  # a copy: it is read-only
 

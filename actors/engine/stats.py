@@ -47,6 +47,7 @@ class LayerStats:
     shard_wait_s: float = 0.0  # seconds the lead waited for their answers, after its own part
     shard_recomputed: int = 0  # pairs recomputed by the lead because a shard was lost or late
     io_path_s: float = 0.0  # seconds of copies on the forward's way: of each forward the GPU that waited longest
+    link_path_s: float = 0.0  # link time on that way: of each forward the GPU whose link was busy longest for the layer
 
     def count_answer(
         self, kind: PeerKind, waited_s: float, experts: int, pairs: int, answer: ExpertResult | None

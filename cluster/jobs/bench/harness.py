@@ -78,20 +78,20 @@ class Report:
         return all(bar.ok for bar in self.bars)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; hardware and versions are those of this process."""
+        """Plain values; hardware and versions are those of this process. What is not a number is None, as in JSON."""
         return {
             "name": self.name,
             "hardware": cpu(),
             "executor": self.executor,
             "versions": versions(),
             "settings": self.settings,
-            "rows": self.rows,
-            "bars": [asdict(bar) | {"ok": bar.ok} for bar in self.bars],
+            "rows": [_numbers(row) for row in self.rows],
+            "bars": [_numbers(asdict(bar)) | {"ok": bar.ok} for bar in self.bars],
         }
 
 
 def interleaved(
-    cases: Sequence[Case], repeats: int, warmup: int, progress: Progress | None = None
+    cases: Sequence[Case], repeats: int, warmup: int, progress: Progress | None = None, label: str = "measuring"
 ) -> dict[str, dict[str, Spread]]:
     """Run all cases in turn, A B C A B C ..., so that a machine that drifts drifts for all of them.
 
@@ -99,12 +99,13 @@ def interleaved(
         cases: what to run; every run of a case returns the same measures.
         repeats: counted rounds.
         warmup: rounds before them that are not counted.
+        label: of the progress.
 
     Returns:
         By case, by measure: median and spread over the counted rounds.
     """
     collected: dict[str, dict[str, list[float]]] = {case.name: {} for case in cases}
-    task = progress.add_task("measuring", total=(warmup + repeats) * len(cases)) if progress is not None else None
+    task = progress.add_task(label, total=(warmup + repeats) * len(cases)) if progress is not None else None
     for round_number in range(warmup + repeats):
         for case in cases:
             measures = case.run()
@@ -128,6 +129,11 @@ def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[
 def ratio(value: float, base: float) -> float:
     """value / base; not a number where the base is zero, so that no bar holds on an empty measurement."""
     return value / base if base else math.nan
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A row or a bar, its NaN as None: JSON has none, and strict readers refuse a file with one."""
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
 
 
 def print_report(report: Report, console: Console) -> None:
