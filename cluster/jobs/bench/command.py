@@ -1,7 +1,7 @@
 """The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
 
-`--out FILE`, also written `--json FILE.json`, puts the object into a file instead, for jobs whose standard output is mixed
-with other lines.
+`--out FILE`, also written `--json FILE.json`, puts the object into a file, for jobs whose standard output is mixed with
+other lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .json_option import JsonCommand
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Counted repetitions of each case.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout. --json FILE.json: --out FILE.json.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
@@ -75,13 +75,14 @@ def prefetch(
 @bench_app.command(cls=JsonCommand)
 def scale(
     model: Model = None,
-    repeats: Repeats = 5,
+    repeats: Repeats = 4,
     policy: Annotated[str, typer.Option(help="Of all GPUs.")] = "on-demand",
     budget: Annotated[str, typer.Option(help="Device memory for experts of one GPU, a share of all.")] = "0.125",
     link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link of each GPU, 1e9 bytes/s.")] = 2.0,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Prompts in flight together; repeat it.", show_default="1, 4, 8, 16")
     ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts for each batch size, at least.")] = 20,
     ownership: Annotated[Ownership, typer.Option(help="Rule by which experts belong to GPUs.")] = "layer-expert",
     config: Config = None,
     out: Out = None,
@@ -92,7 +93,7 @@ def scale(
     from .scale import BATCHES, OWN_KEYS, Workload, bench_scale
 
     _say_overridden(config, OWN_KEYS)
-    work = Workload(policy, budget, link_gbps, tuple(dict.fromkeys(batch or BATCHES)), ownership)
+    work = Workload(policy, budget, link_gbps, tuple(dict.fromkeys(batch or BATCHES)), prompts, ownership)
     _finish(lambda progress: bench_scale(model, repeats, work, progress, config), as_json, check, out)
 
 

@@ -17,6 +17,7 @@ from ...versions import versions
 from ..machine import cpu
 
 Measures = dict[str, float]
+_LOG_WIDTH = 160
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -85,8 +86,8 @@ class Report:
             "executor": self.executor,
             "versions": versions(),
             "settings": self.settings,
-            "rows": [_numbers(row) for row in self.rows],
-            "bars": [_numbers(asdict(bar)) | {"ok": bar.ok} for bar in self.bars],
+            "rows": _numbers(self.rows),
+            "bars": _numbers([asdict(bar) | {"ok": bar.ok} for bar in self.bars]),
         }
 
 
@@ -131,9 +132,13 @@ def ratio(value: float, base: float) -> float:
     return value / base if base else math.nan
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A row or a bar, its NaN as None: JSON has none, and strict readers refuse a file with one."""
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
+def _numbers(value: Any) -> Any:
+    """The same with None for NaN: JSON has none, and strict readers refuse a file with one."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -143,7 +148,8 @@ def print_report(report: Report, console: Console) -> None:
         table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
         for row in report.rows:
             table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))
-        console.print(table)
+        # a log has no width: a table squeezed into 80 columns cannot be read
+        console.print(table, width=None if console.is_terminal else _LOG_WIDTH, crop=False)
     for bar in report.bars:
         verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}")
+        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}", soft_wrap=True)

@@ -1,8 +1,8 @@
 """`tiermoe bench scale`: the same requests on 1, 2 and 4 GPUs, each a process with its own slots and its own link.
 
-Every round takes other held-out prompts, the same for all cases and batch sizes. So times are compared within a round,
-and bytes per GPU are added up over rounds: which experts a few prompts ask for is chance, and the balance of GPUs over a
-few prompts is mostly that chance.
+Every round takes other held-out prompts, the same for all cases. So times are compared within a round, and bytes of a
+GPU are added up over rounds: which experts a few prompts ask for is chance, and the balance of GPUs over a few prompts
+is mostly that chance.
 
 The time that copies take from a forward is given twice. In each layer the GPUs wait for their copies side by side, and
 the forward goes on when the one that waited longest is done: `io_path_s` adds up the longest wait of each layer, by the
@@ -35,7 +35,7 @@ from .serving import heldout_prompts, run_config, serve, start_worker
 
 GPUS = (1, 2, 4)
 BATCHES = (1, 4, 8, 16)
-PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 16, 48, 32  # of each round
+PROMPT_TOKENS, MAX_TOKENS = 48, 24
 LATENCY_US = 10.0
 BALANCE, SPEED = 1.1, 1.7
 OWN_KEYS = ("policy", "budget", "link")
@@ -49,13 +49,15 @@ class Workload:
     """What all cases have in common.
 
     budget: of the one GPU, a share of all experts; two and four have as much together, or each. link_gbps: of each
-    GPU, 1e9 bytes per second. batches: prompts in flight together, one measurement each.
+    GPU, 1e9 bytes per second. batches: prompts in flight together, one measurement each. prompts: of each measurement,
+    at least.
     """
 
     policy: str = "on-demand"
     budget: str = "0.125"
     link_gbps: float = 2.0
     batches: tuple[int, ...] = BATCHES
+    prompts: int = 20
     ownership: Ownership = "layer-expert"
 
     @property
@@ -65,6 +67,10 @@ class Workload:
         if not isinstance(share, float):
             raise BudgetError(f"budget '{self.budget}' is not a share", "give a share of all experts, such as 0.125")
         return share
+
+    def rounds(self, batch: int, repeats: int) -> int:
+        """Rounds that count, of `batch` prompts each."""
+        return max(repeats, math.ceil(self.prompts / batch))
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,8 @@ def bench_scale(
     `io_path_s` of one GPU >= 1.7 of that of two at equal per-GPU budget (median of the rounds' ratios).
 
     Args:
-        repeats: rounds that count, of 16 prompts (or the next multiple of the batch size) each; with more rounds than
-            the held-out text has prompts for, it starts again.
+        repeats: rounds that count, at least; a round is as many prompts as are in flight together. Where the held-out
+            text has fewer prompts than that takes, it starts again.
         file: configuration of everything but `OWN_KEYS` and `cluster`.
 
     Raises:
@@ -121,32 +127,32 @@ def bench_scale(
     configs = {v: v.config(model, work, file) for v in VARIANTS}
     for config in configs.values():  # refused before anything is loaded
         check_combination(engine_settings(config))
-    rounds = {batch: _rounds(configs[VARIANTS[0]], batch, repeats) for batch in work.batches}
+    groups = {b: _groups(configs[VARIANTS[0]], b, work.rounds(b, repeats)) for b in work.batches}
     settings = {
         "config": file, "policy": work.policy, "budget": work.share, "link_gbps": work.link_gbps,
         "latency_us": LATENCY_US, "ownership": work.ownership,
-        "prompts": {str(b): [len(groups[0]), len(groups)] for b, groups in rounds.items()},
+        "rounds": {str(b): work.rounds(b, repeats) for b in work.batches}, "prompts": work.prompts,
         "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "repeats": repeats, "threads": 1,
         "cores": os.cpu_count(),
     }  # fmt: skip
     with ExitStack() as stack:  # a worker that is not closed keeps the process alive
         workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
         report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
-        for batch, groups in rounds.items():
-            found = interleaved(_cases(workers, batch, groups), repeats, 1, progress, f"batch {batch}")
+        for batch, prompts in groups.items():
+            cases = _cases(workers, prompts)
+            found = interleaved(cases, work.rounds(batch, repeats), 1, progress, f"batch {batch}")
             report.rows += [_row(batch, v, found) for v in VARIANTS]
             report.bars += _bars(batch, found)
     return report
 
 
-def _rounds(config: RunConfig, batch: int, repeats: int) -> list[list[Prompt]]:
-    """The prompts of each round and of the warm-up before them, as many different rounds as the text allows."""
-    each = math.ceil(PROMPTS / batch) * batch
-    prompts = heldout_prompts(config.model_dir, (repeats + 1) * each, PROMPT_TOKENS, at_least=each)
-    return [prompts[i : i + each] for i in range(0, len(prompts) - each + 1, each)]
+def _groups(config: RunConfig, batch: int, rounds: int) -> list[list[Prompt]]:
+    """The prompts of each round, of the warm-up before them first; as many different ones as the text allows."""
+    prompts = heldout_prompts(config.model_dir, (rounds + 1) * batch, PROMPT_TOKENS, at_least=batch)
+    return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
 
 
-def _cases(workers: dict[Variant, Any], batch: int, groups: Sequence[list[Prompt]]) -> list[Case]:
+def _cases(workers: dict[Variant, Any], groups: Sequence[list[Prompt]]) -> list[Case]:
     expected: dict[int, list[list[int]]] = {}
 
     def case(variant: Variant, worker: Any) -> Callable[[], Measures]:
@@ -157,14 +163,12 @@ def _cases(workers: dict[Variant, Any], batch: int, groups: Sequence[list[Prompt
             group, done = done % len(groups), done + 1
             worker.reset_stats()
             before = worker.shard_stats()
-            prompts = groups[group]
-            parts = [serve(worker.submit, prompts[i : i + batch], MAX_TOKENS) for i in range(0, len(prompts), batch)]
-            tokens = [each for _, generated in parts for each in generated]
+            times, tokens = serve(worker.submit, groups[group], MAX_TOKENS)
             if expected.setdefault(group, tokens) != tokens:
                 what = f"{variant.name} gives other tokens than {VARIANTS[0].name}"
                 raise RuntimeFailure(what, "report this as a bug")
-            tpot_s, ttft_s = (statistics.fmean(times[name] for times, _ in parts) for name in ("tpot_s", "ttft_s"))
-            return {"tokens_per_s": batch / tpot_s, "ttft_s": ttft_s} | _measures(worker, before)
+            rate = len(groups[group]) / times["tpot_s"]
+            return {"tokens_per_s": rate, "ttft_s": times["ttft_s"]} | _measures(worker, before)
 
         return run
 
@@ -194,13 +198,16 @@ def _measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
 
 
 _SHOWN = (
-    "batch", "case", "tokens_per_s", "hit_rate", "loaded_mb", "needed_most_over_least", "bytes_most_over_least",
-    "io_path_s", "io_path_gain", "link_path_s", "link_path_gain", "shard_wait_s",
+    "batch", "case", "tokens_per_s", "hit_rate", "needed_max_min", "bytes_max_min",
+    "io_path_s", "io_path_gain", "link_path_s", "link_path_gain",
 )  # fmt: skip
 
 
 def _row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
-    """Medians over rounds; what is per GPU is the sum over rounds; `spread` has the rounds themselves."""
+    """Medians over rounds; what is per GPU is the sum over rounds; `spread` has the rounds themselves.
+
+    `..._max_min`: of the busiest GPU over that of the idlest. `..._gain`: one GPU's over this case's.
+    """
     spreads = found[variant.name]
     loaded, needed = _of_gpus(spreads, "bytes_loaded"), _of_gpus(spreads, "needed")
     return {
@@ -211,8 +218,8 @@ def _row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
         "loaded_mb": sum(loaded) / 1e6,
         "bytes_loaded": loaded,
         "needed": needed,
-        "bytes_most_over_least": ratio(max(loaded), min(loaded)),
-        "needed_most_over_least": ratio(max(needed), min(needed)),
+        "bytes_max_min": ratio(max(loaded), min(loaded)),
+        "needed_max_min": ratio(max(needed), min(needed)),
         "spread": {name: asdict(spread) for name, spread in spreads.items()},
     }  # fmt: skip
 
