@@ -88,7 +88,7 @@ class ShardEngine:
             self._refuse_foreign(batch)
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]
-            blocked_s, busy_s = stats.blocked_io_s, stats.total_io_s
+            blocked_s, busy_s = stats.blocked_io_s, stats.link_s
             try:
                 partial = self._sum(batch).cpu().numpy()
             except BaseException:
@@ -99,7 +99,7 @@ class ShardEngine:
             self.batches += 1
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
-            link_s = stats.total_io_s - busy_s
+            link_s = stats.link_s - busy_s
             return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s)
 
     def prefetch(self, command: PrefetchCommand) -> None:

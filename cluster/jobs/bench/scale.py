@@ -188,6 +188,7 @@ def _measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
     return {
         "io_path_s": total.io_path_s,
         "link_path_s": total.link_path_s,
+        "link_s_mean": sum(of_each("link_s")) / len(loaded),
         "blocked_io_s_all": sum(of_each("blocked_io_s")),
         "shard_wait_s": total.shard_wait_s,
         "recomputed": float(total.shard_recomputed),
