@@ -55,6 +55,8 @@ class LocalWorker(GpuWorker):
     def close(self) -> None:
         super().close()
         for process in self._children:
+            process.ask_to_end()
+        for process in self._children:
             process.close()
 
     @property

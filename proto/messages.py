@@ -51,7 +51,8 @@ class ExpertResult:
     Attributes:
         partial: [T, H], sum over this worker's experts of weight * FFN(hidden row).
         measured_s: seconds in the kernel.
-        modelled_s: seconds by the cost model of the device that the worker stands for.
+        modelled_s: seconds by the cost model of the device that the worker stands for; of a shard, by the clock of its
+            link: how long that was busy with the layer's copies.
         paced_s: seconds in all, waiting for the modelled time included.
     """
 

@@ -251,6 +251,7 @@ class ExpertCache:
         else:
             stats.bytes_loaded_demand += self.residency.slot_bytes
         stats.total_io_s += copied.end_s - copied.start_s
+        stats.link_s += copied.link_s
         if self.timeline.enabled:
             track = "prefetch" if job.prefetch else "copy"
             self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)

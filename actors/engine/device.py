@@ -24,11 +24,14 @@ class Copied:
 
     start_s, end_s: the time the link was given to it, `time.perf_counter` seconds.
     event: what the compute stream must wait for; None when the bytes are already there.
+    link_s: what it took by the clock of the link: on the stand-in latency and bytes at the stated rate, however late
+    the processor was; on a GPU the same as the time above.
     """
 
     start_s: float
     end_s: float
     event: Any
+    link_s: float = 0.0
 
 
 class Device(Protocol):
@@ -88,7 +91,7 @@ class CpuDevice:
         self._link_free_s = end_s
         while (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(left_s)
-        return Copied(start_s, end_s, None)
+        return Copied(start_s, end_s, None, duration_s)
 
     def wait(self, copied: Copied) -> None:
         return None
@@ -129,7 +132,8 @@ class CudaDevice:
             done = torch.cuda.Event()
             done.record(stream)
         done.synchronize()
-        return Copied(start_s, time.perf_counter(), done)
+        end_s = time.perf_counter()
+        return Copied(start_s, end_s, done, end_s - start_s)
 
     def wait(self, copied: Copied) -> None:
         torch.cuda.current_stream(self.torch_device).wait_event(copied.event)

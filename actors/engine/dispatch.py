@@ -20,14 +20,16 @@ from .runner import ExpertRunner, Spans
 class Errand:
     """What one peer was asked to compute for a layer.
 
-    call: under way; None where the peer was lost since the plan was made. blocked_s: seconds that a shard waited for
-    copies, once it has answered. recomputed: its experts were loaded and computed here instead.
+    call: under way; None where the peer was lost since the plan was made. blocked_s, link_s: seconds that a shard
+    waited for copies and that its link was busy with those of this layer, once it has answered. recomputed: its
+    experts were loaded and computed here instead.
     """
 
     peer: RemoteExperts
     keys: list[int]
     call: RemoteCall | None
     blocked_s: float = 0.0
+    link_s: float = 0.0
     recomputed: bool = False
 
 
@@ -129,7 +131,7 @@ class Dispatcher:
             if answer is not None:
                 timeline.span("ndp", f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s)
         if answer is not None and peer.kind == "shard":
-            errand.blocked_s = answer.paced_s - answer.measured_s
+            errand.blocked_s, errand.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)
         if answer is not None and peer.kind == "ndp":
             self._cache.stats.count_worker(peer.name, call.experts, call.pairs)

@@ -74,7 +74,7 @@ class MoeLayer:
         """
         cache, base = self._cache, self._base
         stats = cache.stats.layers[self.index]
-        blocked_s = stats.blocked_io_s
+        blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         routing = Routing.of(ids)  # route: done by the model, sorted here
         if self.observe is not None:
             self.observe(self.index, ids, weights)
@@ -101,6 +101,7 @@ class MoeLayer:
         if self._placer is not None and any(e.recomputed for e in errands):
             self._placer.displaced()
         stats.io_path_s += max(stats.blocked_io_s - blocked_s, *(e.blocked_s for e in errands), 0.0)
+        stats.link_path_s += max(stats.link_s - busy_s, *(e.link_s for e in errands), 0.0)
         if self._check:
             cache.check_integrity()
         return out

@@ -83,7 +83,7 @@ class ShardEngine:
         """The weighted sum of the batch's experts for each of its rows, in float32.
 
         Of the result, `measured_s` are the seconds of computing, `paced_s` those in all: the difference was spent
-        waiting for copies. Nothing is modelled.
+        waiting for copies. `modelled_s` are those that the link was busy with this layer's copies, by its own clock.
 
         Raises:
             StoreError: the batch is for another store. RuntimeFailure: a copy failed.
@@ -93,7 +93,7 @@ class ShardEngine:
             self.cache.decode_only = batch.decode
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]
-            blocked_s = stats.blocked_io_s
+            blocked_s, busy_s = stats.blocked_io_s, stats.link_s
             try:
                 partial = self._sum(batch).cpu().numpy()
             except BaseException:
@@ -104,7 +104,8 @@ class ShardEngine:
             self.batches += 1
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
-            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), 0.0, total_s)
+            link_s = stats.link_s - busy_s
+            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s)
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""

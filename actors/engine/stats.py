@@ -32,6 +32,7 @@ class LayerStats:
     bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
     total_io_s: float = 0.0  # seconds the link was busy
+    link_s: float = 0.0  # the same by the link's own clock: on the stand-in without waits for a core
     forwards: int = 0
     waves: int = 0  # passes over a layer's experts; equals forwards when the working set fits
     ndp_calls: int = 0
@@ -47,6 +48,7 @@ class LayerStats:
     shard_wait_s: float = 0.0  # seconds the lead waited for their answers, after its own part
     shard_recomputed: int = 0  # pairs recomputed by the lead because a shard was lost or late
     io_path_s: float = 0.0  # seconds of copies on the forward's way: of each forward the GPU that waited longest
+    link_path_s: float = 0.0  # `link_s` on that way: of each forward the GPU with most of it for this layer
 
     def count_answer(
         self, kind: PeerKind, waited_s: float, experts: int, pairs: int, answer: ExpertResult | None

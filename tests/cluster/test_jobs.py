@@ -1,4 +1,4 @@
-"""A cluster of plain `ray start` with its job server: benchmarks and runtimes as jobs, a job that is stopped."""
+"""Two nodes of plain `ray start` with a job server: benchmarks and runtimes as jobs, jobs that end midway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,15 @@ from tiermoe.cluster.scratch import Scratch
 _BIN = Path(sys.executable).parent
 _TIERMOE = str(_BIN / "tiermoe")
 _WAIT_S = 90.0
+_TWO_GPUS = """\
+import sys
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.jobs.bench import scale
+
+scale.VARIANTS = tuple(v for v in scale.VARIANTS if v.gpus == 1 or v == scale.Variant(2, "per-GPU"))
+sys.argv = ["tiermoe", "bench", "scale", "--batch", "1", "--prompts", "1000000", "--json", sys.argv[1]]
+main()
+"""  # `tiermoe bench scale` with three processes instead of thirteen
 _GONE_S = 30.0
 
 pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
@@ -49,8 +58,21 @@ class Cluster:
     def job(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.run(str(_BIN / "ray"), "job", verb, "--address", self.dashboard, *arguments)
 
-    def submit(self, *entrypoint: str) -> subprocess.CompletedProcess[str]:
-        return self.job("submit", "--working-dir", str(self.folder), "--", *entrypoint)
+    def submit(self, *entrypoint: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        return self.job("submit", "--working-dir", str(self.folder), *options, "--", *entrypoint)
+
+    def begin(self, name: str, folder: Path, *entrypoint: str) -> psutil.Process:
+        """Start a job on the second node with its temporary files in `folder`; the process of its entrypoint."""
+        options = ["--no-wait", "--submission-id", name, "--entrypoint-resources", '{"second": 1}']
+        variables = json.dumps({"env_vars": {"TMPDIR": str(folder)}})
+        submitted = self.submit(*entrypoint, options=[*options, "--runtime-env-json", variables])
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        words = "ready at" if entrypoint[1] == "up" else "batch 1: 1/"
+        asyncio.run(asyncio.wait_for(_said(self, name, words), 2 * _WAIT_S))
+        wanted = list(entrypoint[1:])  # a script's interpreter is named before it, or not
+        processes = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-len(wanted) :] == wanted]
+        (driver,) = [p for p in processes if p.environ().get("TMPDIR") == str(folder)]
+        return driver
 
 
 def _free_ports(count: int) -> list[int]:
@@ -76,18 +98,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ]  # fmt: skip
     (folder / "job.yaml").write_text(f"budget: 50%\nthreads: 1\ndevice: cpu\nray:\n  address: 127.0.0.1:{port}\n")
     here = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", folder)
+    second = [
+        str(_BIN / "ray"), "start", f"--address={here.address}", "--num-cpus=2", '--resources={"second": 1}',
+        f"--temp-dir={scratch.path}", "--dashboard-agent-listen-port=0", "--disable-usage-stats",
+        "--object-store-memory=100000000",
+    ]  # fmt: skip
     try:
         with (scratch.path / "start.log").open("w") as log:
-            subprocess.run(command, env=here.environment(), stdout=log, stderr=log, timeout=90, check=True)
+            for node in (command, second):
+                subprocess.run(node, env=here.environment(), stdout=log, stderr=log, timeout=90, check=True)
         yield here
     finally:
         scratch.close()
 
 
 def test_a_benchmark_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """As issue and documentation write it, on a node that is not the head's."""
     out = tmp_path / "out.json"
-    options = ["--repeats", "1", "--budget", "1.0", "--link-gbps", "100", "--config", "job.yaml", "--out", str(out)]
-    done = cluster.submit(_TIERMOE, "bench", "prefetch", *options)
+    words = ["--repeats", "1", "--budget", "1.0", "--link-gbps", "100", "--config", "job.yaml", "--json", str(out)]
+    on_second = ["--entrypoint-resources", '{"second": 1}']
+    done = cluster.submit(_TIERMOE, "bench", "prefetch", *words, options=on_second)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "measuring: 4/4" in done.stdout
     assert "not taken from 'job.yaml', this benchmark sets: budget, ray, threads" in done.stdout
@@ -102,28 +132,41 @@ def test_a_job_that_is_refused_fails(cluster: Cluster) -> None:
     assert "Traceback" not in done.stdout
 
 
-def test_a_stopped_job_leaves_nothing(cluster: Cluster) -> None:
-    """The job keeps a runtime in the cluster; `ray job stop` ends it with its actors."""
-    submitted = cluster.job(
-        "submit", "--no-wait", "--submission-id", "stopped", "--working-dir", str(cluster.folder), "--",
-        _TIERMOE, "up", "--config", "job.yaml",
-    )  # fmt: skip
-    assert submitted.returncode == 0, submitted.stderr
-    asyncio.run(asyncio.wait_for(_said(cluster, "stopped", "is ready at"), _WAIT_S))
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_benchmark_that_is_ended_midway_leaves_nothing(cluster: Cluster, how: str, tmp_path: Path) -> None:
+    """Its GPUs are processes of their own, which end with it, however it ends."""
+    (cluster.folder / "two_gpus.py").write_text(_TWO_GPUS)
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "two_gpus.py", str(tmp_path / "out.json")]
+    driver = cluster.begin(f"scale-{how}", tmp_path / "tmp", *command)
+    shards = driver.children(recursive=True)
+    assert len(shards) == 1
+    _end(cluster, f"scale-{how}", driver, how)
+    _, alive = psutil.wait_procs([driver, *shards], timeout=_GONE_S)
+    assert not alive
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert not _left_in(tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_runtime_that_is_ended_leaves_nothing(cluster: Cluster, how: str, tmp_path: Path) -> None:
+    """The job keeps a runtime in the cluster; its actors end with it, however it ends."""
+    driver = cluster.begin(f"up-{how}", tmp_path, _TIERMOE, "up", "--config", "job.yaml")
     status = cluster.run(_TIERMOE, "status", "--address", cluster.address, "--json")
     assert status.returncode == 0, status.stderr
     (deployment,) = json.loads(status.stdout)["deployments"]
     assert {actor["role"]: actor["state"] for actor in deployment["actors"]} == {"lead": "ALIVE", "store/0": "ALIVE"}
     actors = [psutil.Process(actor["pid"]) for actor in deployment["actors"]]
-    (driver,) = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[1:3] == [_TIERMOE, "up"]]
 
-    assert cluster.job("stop", "stopped").returncode == 0
+    _end(cluster, f"up-{how}", driver, how)
     _, alive = psutil.wait_procs([*actors, driver], timeout=_GONE_S)
     assert not alive
     status = cluster.run(_TIERMOE, "status", "--address", cluster.address)
     assert status.returncode == 1
     assert "no deployment runs at" in status.stderr
-    assert not list((cluster.folder / "runtime").iterdir())
+    if how == "stopped":  # the entry of one that was killed is removed by whoever reads it next on that machine
+        assert not list((cluster.folder / "runtime").iterdir())
+    assert not _left_in(tmp_path)
 
 
 def test_down_from_another_machine(cluster: Cluster, tmp_path: Path) -> None:
@@ -146,6 +189,19 @@ def test_down_from_another_machine(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         up.kill()
         up.communicate()
+
+
+def _end(cluster: Cluster, job: str, driver: psutil.Process, how: str) -> None:
+    """End a job through the job server, or kill its process behind the server's back."""
+    if how == "stopped":
+        assert cluster.job("stop", job).returncode == 0
+    else:
+        driver.kill()
+
+
+def _left_in(folder: Path) -> list[str]:
+    """What a job left in its temporary folder, besides the cache that PyTorch keeps for the user."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 async def _said(cluster: Cluster, job: str, text: str) -> None:

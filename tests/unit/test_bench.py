@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -81,6 +82,47 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert done.exit_code == 0
     assert json.loads(out.read_text()) == json.loads(done.stdout)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize("spelling", [["--json", "FILE"], ["--json=FILE"], ["--out", "FILE"]])
+def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake: Callable[..., Any] = lambda *a, **k: Report("prefetch", "emulated")  # noqa: E731
+    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    out = tmp_path / "out.json"
+    arguments = [word.replace("FILE", str(out)) for word in spelling]
+    done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert json.loads(out.read_text())["name"] == "prefetch"
+
+
+@pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
+def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "bench_prefetch", lambda *a: pytest.fail("measured"))
+    assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
+
+
+def test_every_benchmark_that_serves_a_model_takes_the_common_options() -> None:
+    commands = {info.name or info.callback.__name__: info for info in command.bench_app.registered_commands}
+    for name, info in commands.items():
+        options = set(inspect.signature(info.callback).parameters)
+        assert {"out", "as_json", "check"} <= options, name
+        assert ("config" in options) == (name in {"overhead", "prefetch", "scale", "ndp"}), name
+
+
+def test_json_has_no_nan() -> None:
+    rows = [{"a": math.nan, "spread": {"b": (1.0, math.nan)}}]
+    report = Report("x", "emulated", rows, [Bar("b", math.nan, "<=", 1.0)])
+    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert found["rows"] == [{"a": None, "spread": {"b": [1.0, None]}}]
+    assert (found["bars"][0]["value"], found["bars"][0]["ok"]) == (None, False)
+
+
+def test_a_benchmark_runs_on_one_gpu_whatever_the_file_says(tmp_path: Path) -> None:
+    """Guards against shards that were started, and said not to be, by a file for a cluster."""
+    file = tmp_path / "job.yaml"
+    file.write_text("cluster:\n  shards: 4\n")
+    assert run_config(None, str(file)).cluster.shards == 1
+    assert overridden(str(file), prefetch.OWN_KEYS) == ["cluster"]
 
 
 def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

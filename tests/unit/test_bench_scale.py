@@ -2,51 +2,78 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tiermoe.cluster.jobs.bench import scale
 from tiermoe.cluster.jobs.bench.harness import Spread
-from tiermoe.cluster.jobs.bench.scale import VARIANTS, Variant
-from tiermoe.errors import BudgetError
+from tiermoe.cluster.jobs.bench.scale import BATCHES, VARIANTS, Variant, Workload
+from tiermoe.errors import BudgetError, ConfigError
+
+_TWO = Variant(2, "per-GPU")
 
 
 def test_budgets_are_equal_in_total_or_each() -> None:
-    budgets = {(v.gpus, v.equal): v.config(None, "on-demand", 0.125, 2.0) for v in VARIANTS}
+    budgets = {(v.gpus, v.equal): v.config(None, Workload(budget="0.125", ownership="expert")) for v in VARIANTS}
     assert {k: float(c.budget) for k, c in budgets.items()} == {
         (1, "total"): 0.125,
         (2, "total"): 0.0625, (4, "total"): 0.03125,
         (2, "per-GPU"): 0.125, (4, "per-GPU"): 0.125,
     }  # fmt: skip
-    assert all(c.cluster.shards == k[0] for k, c in budgets.items())
+    assert all(c.cluster.shards == k[0] and c.cluster.ownership == "expert" for k, c in budgets.items())
+
+
+def test_rounds_are_as_many_as_asked_for_and_as_the_prompts_need() -> None:
+    work = Workload(prompts=20)
+    assert [work.rounds(batch, 4) for batch in BATCHES] == [20, 5, 4, 4]
+
+
+def _found(waits_s: list[float], *loaded: list[float]) -> dict[str, Spread]:
+    measures = {"io_path_s": waits_s, "link_path_s": waits_s}
+    measures |= {f"{what}_{gpu}": values for what in ("bytes_loaded", "needed") for gpu, values in enumerate(loaded)}
+    return {name: Spread.of(values) for name, values in measures.items()}
 
 
 def test_bars_fail_where_a_gpu_loads_more_or_nothing_is_gained() -> None:
-    def found(io_path_s: float, balance: float) -> dict[str, Spread]:
-        return {"io_path_s": Spread.of([io_path_s]), "bytes_most_over_least": Spread.of([balance])}
-
-    results = {v.name: found(1.0 / v.gpus, 1.05) for v in VARIANTS}
-    assert [bar.ok for bar in scale._bars(results)] == [True] * 5
-    results[Variant(2, "per-GPU").name] = found(0.7, 1.2)
-    assert [bar.ok for bar in scale._bars(results)] == [True, True, False, True, False]
-    results[Variant(2, "per-GPU").name] = found(0.0, math.nan)  # nothing was loaded: no bar holds on that
-    assert [bar.ok for bar in scale._bars(results)] == [True, True, False, True, False]
+    balanced = {v.name: _found([1.0 / v.gpus] * 2, *([[10.0, 12.0]] * v.gpus)) for v in VARIANTS}
+    assert [bar.ok for bar in scale._bars(1, balanced)] == [True] * 5
+    uneven = balanced | {_TWO.name: _found([0.7, 0.7], [10.0, 12.0], [8.0, 11.0])}
+    assert [bar.ok for bar in scale._bars(1, uneven)] == [True, True, False, True, False]
+    idle = balanced | {_TWO.name: _found([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])}  # no bar holds on that
+    assert [bar.ok for bar in scale._bars(1, idle)] == [True, True, False, True, False]
 
 
-def test_a_budget_in_bytes_is_refused() -> None:
+def test_bytes_are_added_up_over_rounds_and_times_compared_within_them() -> None:
+    one, two = _found([1.0, 4.0, 9.0], [6.0] * 3), _found([1.0, 2.0, 3.0], [1, 2, 3], [3, 2, 1])
+    found = {VARIANTS[0].name: one, _TWO.name: two}
+    row = scale._row(8, _TWO, found)
+    assert (row["bytes_loaded"], row["bytes_max_min"]) == ([6.0, 6.0], 1.0)
+    assert (row["io_path_s"], row["io_path_gain"]) == (2.0, 2.0)
+
+
+def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "start_worker", lambda config: pytest.fail("loaded"))
     with pytest.raises(BudgetError, match="not a share"):
-        scale.bench_scale(None, 1, "on-demand", "1GB", 2.0, 1, None)
+        scale.bench_scale(None, 1, Workload(budget="1GB"), None)
+    with pytest.raises(BudgetError, match="keeps every expert"):
+        scale.bench_scale(None, 1, Workload(policy="all-resident"), None)
+    with pytest.raises(ConfigError, match="works with one GPU"):
+        scale.bench_scale(None, 1, Workload(policy="context-ndp-full"), None)
 
 
 def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Variant(2, "per-GPU")
-    monkeypatch.setattr(scale, "VARIANTS", (VARIANTS[0], two))
-    report = scale.bench_scale(None, 1, "on-demand", "0.25", 2.0, 2, None)
-    rows = {(row["case"], row["measure"]): row["median"] for row in report.rows}
-    assert rows[two.name, "bytes_loaded"] == rows[two.name, "bytes_loaded_most"] + rows[two.name, "bytes_loaded_least"]
-    assert rows[two.name, "io_path_s"] > 0
-    assert rows["1 GPU", "shard_wait_s"] == 0 < rows[two.name, "shard_wait_s"]
-    assert rows[two.name, "recomputed"] == 0
-    assert len(report.bars) == 2
+    monkeypatch.setattr(scale, "VARIANTS", (VARIANTS[0], _TWO))
+    report = scale.bench_scale(None, 1, Workload(budget="0.25", batches=(1, 2), prompts=2), None)
+    assert [(row["batch"], row["gpus"]) for row in report.rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    one, two = report.rows[:2]
+    assert sum(two["needed"]) == one["needed"][0]  # one request after another: the same routing, shared out
+    for one, two in zip(report.rows[::2], report.rows[1::2], strict=True):
+        assert len(two["bytes_loaded"]) == 2
+        assert one["shard_wait_s"] == 0 < two["shard_wait_s"]
+        assert two["recomputed"] == 0
+        busy_s = sum(one["spread"]["link_path_s"]["values"])
+        slot = 393216  # bytes; on demand each copy is on a forward's way, at 2 GB/s after 10 us
+        assert busy_s == pytest.approx(one["bytes_loaded"][0] / slot * (10e-6 + slot / 2e9))
+        assert two["link_path_s"] > 0
+    assert [len(one["spread"]["io_path_s"]["values"]) for one in report.rows[::2]] == [2, 1]
+    assert len(report.bars) == 4
     assert report.executor == "emulated"

@@ -14,7 +14,7 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard
-from tiermoe.actors.settings import EngineSettings, PlacementSettings, PolicySettings, ShardSettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, PlacementSettings, PolicySettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, HealthRequest, PrefetchCommand
@@ -72,7 +72,8 @@ def test_each_gpu_holds_what_it_owns(count: int, ownership: str, transport: str,
 
 
 def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
-    with serving_group(olmoe.store, _settings(2)) as group:
+    slow = _settings(2).model_copy(update={"link": LinkSettings(latency_us=10.0)})
+    with serving_group(olmoe.store, slow) as group:
         before = group.shards[0].engine.pairs
         greedy(group.lead, _PROMPTS, _NEW)
         total = group.lead.stats().total()
@@ -81,6 +82,9 @@ def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
         assert total.io_path_s >= total.blocked_io_s
         lead, other = group.lead.shard_stats()
         assert lead["misses"] == total.misses
+        # by the links' own clock; on demand every copy of a layer lands in its own pass
+        assert total.link_s == pytest.approx(10e-6 * total.misses)
+        assert total.link_s < total.link_path_s < total.link_s + other["link_s"]
         assert other["misses"] == group.shards[0].engine.stats().total().misses
         assert (lead["shard"], other["shard"]) == ("shard/0", "shard/1")
 

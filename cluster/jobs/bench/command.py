@@ -1,6 +1,7 @@
 """The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
 
-`--out FILE.json` writes the same object into a file, for jobs whose standard output is mixed with other lines.
+`--out FILE`, also written `--json FILE.json`, puts the object into a file, for jobs whose standard output is mixed with
+other lines.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ....actors.policies.sharding import Ownership
 from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
 from .harness import Report, print_report
+from .json_option import JsonCommand
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Counted repetitions of each case.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
@@ -35,7 +38,7 @@ def _bench() -> None:
     """Measure the system. Figures are medians of interleaved repetitions in this process."""
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def overhead(
     model: Model = None,
     repeats: Repeats = 7,
@@ -51,7 +54,7 @@ def overhead(
     _finish(lambda progress: bench_overhead(model, repeats, progress, config), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def prefetch(
     model: Model = None,
     repeats: Repeats = 5,
@@ -69,45 +72,54 @@ def prefetch(
     _finish(lambda progress: bench_prefetch(model, repeats, budget, link_gbps, progress, config), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def scale(
     model: Model = None,
-    repeats: Repeats = 5,
+    repeats: Repeats = 4,
     policy: Annotated[str, typer.Option(help="Of all GPUs.")] = "on-demand",
     budget: Annotated[str, typer.Option(help="Device memory for experts of one GPU, a share of all.")] = "0.125",
     link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link of each GPU, 1e9 bytes/s.")] = 2.0,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts in flight together.")] = 16,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompts in flight together; repeat it.", show_default="1, 4, 8, 16")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts for each batch size, at least.")] = 20,
+    ownership: Annotated[Ownership, typer.Option(help="Rule by which experts belong to GPUs.")] = "layer-expert",
+    config: Config = None,
+    out: Out = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
-    from .scale import bench_scale
+    from .scale import BATCHES, OWN_KEYS, Workload, bench_scale
 
-    _finish(lambda progress: bench_scale(model, repeats, policy, budget, link_gbps, batch, progress), as_json, check)
+    _say_overridden(config, OWN_KEYS)
+    work = Workload(policy, budget, link_gbps, tuple(dict.fromkeys(batch or BATCHES)), prompts, ownership)
+    _finish(lambda progress: bench_scale(model, repeats, work, progress, config), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def ndp(
     model: Model = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Held-out documents to score; default: all.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of each document.")] = 2,
     repeats: Repeats = 5,
+    config: Config = None,
     out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plot.")] = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
     """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
     from ..evaluate.options import EvaluationOptions
-    from .ndp import bench_ndp
+    from .ndp import OWN_KEYS, bench_ndp
     from .ndp_page import check_folder, write_page
 
-    if out is not None:
-        check_folder(out)
-
+    _say_overridden(config, OWN_KEYS)
     file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
 
     def measure(progress: Progress) -> Report:
-        report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress)
+        report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress, config)
         if folder is not None:
             write_page(report, folder)
         return report
@@ -115,7 +127,7 @@ def ndp(
     _finish(measure, as_json, check, file)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
     from .quantize import bench_quantize
@@ -123,7 +135,7 @@ def quantize(model: Model = None, out: Out = None, as_json: Json = False, check:
     _finish(lambda progress: bench_quantize(model, progress), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def channel(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
     from .channel import bench_channel
@@ -131,7 +143,7 @@ def channel(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check:
     _finish(lambda progress: bench_channel(repeats, progress), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def transfer(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
     from .transfer import bench_transfer
@@ -139,7 +151,7 @@ def transfer(repeats: Repeats = 7, out: Out = None, as_json: Json = False, check
     _finish(lambda progress: bench_transfer(repeats, progress), as_json, check, out)
 
 
-@bench_app.command()
+@bench_app.command(cls=JsonCommand)
 def kernel(
     repeats: Repeats = 7,
     group: Annotated[int, typer.Option(help="Quantization group: 32, 64 or 128.")] = 64,

@@ -17,6 +17,7 @@ from ...versions import versions
 from ..machine import cpu
 
 Measures = dict[str, float]
+_LOG_WIDTH = 160
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -78,20 +79,20 @@ class Report:
         return all(bar.ok for bar in self.bars)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; hardware and versions are those of this process."""
+        """Plain values; hardware and versions are those of this process. What is not a number is None, as in JSON."""
         return {
             "name": self.name,
             "hardware": cpu(),
             "executor": self.executor,
             "versions": versions(),
             "settings": self.settings,
-            "rows": self.rows,
-            "bars": [asdict(bar) | {"ok": bar.ok} for bar in self.bars],
+            "rows": _numbers(self.rows),
+            "bars": _numbers([asdict(bar) | {"ok": bar.ok} for bar in self.bars]),
         }
 
 
 def interleaved(
-    cases: Sequence[Case], repeats: int, warmup: int, progress: Progress | None = None
+    cases: Sequence[Case], repeats: int, warmup: int, progress: Progress | None = None, label: str = "measuring"
 ) -> dict[str, dict[str, Spread]]:
     """Run all cases in turn, A B C A B C ..., so that a machine that drifts drifts for all of them.
 
@@ -99,12 +100,13 @@ def interleaved(
         cases: what to run; every run of a case returns the same measures.
         repeats: counted rounds.
         warmup: rounds before them that are not counted.
+        label: of the progress.
 
     Returns:
         By case, by measure: median and spread over the counted rounds.
     """
     collected: dict[str, dict[str, list[float]]] = {case.name: {} for case in cases}
-    task = progress.add_task("measuring", total=(warmup + repeats) * len(cases)) if progress is not None else None
+    task = progress.add_task(label, total=(warmup + repeats) * len(cases)) if progress is not None else None
     for round_number in range(warmup + repeats):
         for case in cases:
             measures = case.run()
@@ -130,6 +132,15 @@ def ratio(value: float, base: float) -> float:
     return value / base if base else math.nan
 
 
+def _numbers(value: Any) -> Any:
+    """The same with None for NaN: JSON has none, and strict readers refuse a file with one."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def print_report(report: Report, console: Console) -> None:
     """Rows and bars as tables."""
     if report.rows:
@@ -137,7 +148,8 @@ def print_report(report: Report, console: Console) -> None:
         table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
         for row in report.rows:
             table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))
-        console.print(table)
+        # a log has no width: a table squeezed into 80 columns cannot be read
+        console.print(table, width=None if console.is_terminal else _LOG_WIDTH, crop=False)
     for bar in report.bars:
         verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}")
+        console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}", soft_wrap=True)

@@ -22,11 +22,12 @@ from ..evaluate.quality import Quality
 from ..prepare import ensure_prepared, ensure_replicas
 from .harness import Bar, Report, ratio
 from .overlap import MEMORY_GBPS, SHAPE, bench_overlap
-from .serving import run_config, start_worker
+from .serving import run_config, start_worker, store_dir
 from .similarity import Similarity, activation_similarity
 
 BUDGET = "0.5"  # K = half of each layer's experts
 _WIDTHS = (1, 2, 3, 4)
+OWN_KEYS = ("policy", "budget")
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,23 @@ class NdpReport(Report):
 
 
 def bench_ndp(
-    model: str | None, options: EvaluationOptions, repeats: int, progress: Progress | None = None
+    model: str | None,
+    options: EvaluationOptions,
+    repeats: int,
+    progress: Progress | None = None,
+    file: str | None = None,
 ) -> NdpReport:
     """Measure all of it.
 
     Args:
         model: checkpoint folder with held-out text; None: the default model.
         options: how much text is scored.
-        repeats: requests of the overlap measurement.
+        repeats: requests of the overlap measurement, which is of a model of its own.
+        file: configuration of everything but `OWN_KEYS`.
     """
-    config = run_config(model, budget=BUDGET)
+    config = run_config(model, file, policy="on-demand", budget=BUDGET)  # each variant brings a policy of its own
     base = engine_settings(config)
-    store = ensure_prepared(config.model_dir, None, progress=progress is not None)
+    store = ensure_prepared(config.model_dir, store_dir(config), progress=progress is not None)
     ensure_replicas(store, config.model_dir, _WIDTHS, config.ndp.group_size, progress=progress is not None)
     evaluation = Evaluation(config.model_dir, options)
     found: dict[Variant, Quality] = {}
@@ -114,6 +120,7 @@ def bench_ndp(
             Bar("layer time over the longer of GPU and NDP part", overlap.over_longer.median, "<=", 1.15),
         ],
         settings={
+            "config": file,
             "model": config.model_dir.name,
             "budget": BUDGET,
             "group_size": config.ndp.group_size,

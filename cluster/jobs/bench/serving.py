@@ -21,8 +21,8 @@ _ids = itertools.count()
 
 
 def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
-    """The configuration of a file (none: the defaults) with these options on top, on one thread."""
-    return load_run_config(file, {"model": model, "threads": 1, **options})
+    """The configuration of a file (none: the defaults) with these options on top, on one thread and one GPU."""
+    return load_run_config(file, {"model": model, "threads": 1, "cluster": {"shards": 1}, **options})
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:
@@ -49,11 +49,15 @@ def start_worker(config: RunConfig) -> Any:
 
 def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     """The store of the configured model, with the replicas that the policy needs."""
-    out_dir = Path(config.store).expanduser() if config.store is not None else None
-    store = ensure_prepared(config.model_dir, out_dir, progress=False)
+    store = ensure_prepared(config.model_dir, store_dir(config), progress=False)
     if widths := settings.policy.replica_widths:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=False)
     return store
+
+
+def store_dir(config: RunConfig) -> Path | None:
+    """Where a configuration wants the store; None: in the cache folder."""
+    return Path(config.store).expanduser() if config.store is not None else None
 
 
 def start_reference(config: RunConfig, experts: str) -> Any:
@@ -69,12 +73,18 @@ def start_reference(config: RunConfig, experts: str) -> Any:
     return ContinuousBatcher(model.eval(), config.kv)
 
 
-def heldout_prompts(model_dir: Path, count: int, tokens: int) -> list[tuple[int, ...]]:
+def heldout_prompts(
+    model_dir: Path, count: int, tokens: int, at_least: int | None = None
+) -> list[tuple[int, ...]]:
     """The first `tokens` tokens of `count` held-out passages, taking the kinds of text in turn.
+
+    Args:
+        at_least: fewer than `count` will do where there are no more, but not fewer than this; None: `count`.
 
     Raises:
         CheckpointError: the model ships no (or too little) held-out text.
     """
+    least = count if at_least is None else at_least
     tokenizer = load_tokenizer(model_dir)
     kinds = [
         [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -83,8 +93,8 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int) -> list[tuple[int,
     texts = [text for group in itertools.zip_longest(*kinds) for text in group if text is not None]
     prompts = [tuple(tokenizer.encode(text).ids[:tokens]) for text in texts]
     prompts = [prompt for prompt in prompts if len(prompt) == tokens][:count]
-    if len(prompts) < count:
-        raise CheckpointError(f"'{model_dir}' has no {count} held-out passages", "use the default model")
+    if len(prompts) < least:
+        raise CheckpointError(f"'{model_dir}' has no {least} held-out passages", "use the default model")
     return prompts
 
 
