@@ -108,9 +108,10 @@ def test_no_stop_token_before_min_tokens(
     stops_at = free.index(free[3])
     with serving(prepared(checkpoint, tmp_path / "store"), settings(0.5, kv=KvSettings(batching=batching))) as worker:
         assert tokens_of(worker, params) == free[: stops_at + 1]
-        assert tokens_of(worker, replace(params, min_tokens=stops_at)) == free[: stops_at + 1]
         longer = tokens_of(worker, replace(params, min_tokens=8))
-        assert longer[:stops_at] == free[:stops_at]
+        if not temperature:  # else masking the stop token moves the draws of the others
+            assert tokens_of(worker, replace(params, min_tokens=stops_at)) == free[: stops_at + 1]
+            assert longer[:stops_at] == free[:stops_at]
         assert free[3] not in longer[:8]
         assert len(longer) >= 8
 
