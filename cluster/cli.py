@@ -89,3 +89,7 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1 if isinstance(error, RuntimeFailure) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

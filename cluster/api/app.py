@@ -66,7 +66,7 @@ class ApiServer:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Serve calls this once the constructor is through."""
-        return make_app(self._service, self._key)
+        return make_app(self._service, self._key, answer_id=False)
 
     async def check_health(self) -> None:
         """Serve asks this; raises RuntimeFailure when the lead is dead, not when it is busy."""

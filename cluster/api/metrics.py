@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,6 +25,8 @@ _EXPERTS = {
     "substitutions": ("Experts that another one stood in for.", "substitutions"),
 }
 _CAUSES = ("demand", "prefetch", "migration")
+
+disable_created_metrics()  # a second series for each, which nobody reads
 
 
 class Metrics:

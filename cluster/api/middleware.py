@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from .errors import ApiError
@@ -22,10 +23,6 @@ _OPEN = frozenset({"/health"})  # what a prober without the key may see
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class _BodyTooLarge(Exception):
-    pass
-
-
 class Guard:
     """ASGI middleware.
 
@@ -33,10 +30,11 @@ class Guard:
         app: what comes after.
         key: the bearer key; None: none is asked for.
         body_bytes: of one request's body, at most.
+        answer_id: whether to send the request's id back; Serve's proxy does that itself.
     """
 
-    def __init__(self, app: App, key: str | None, body_bytes: int) -> None:
-        self._app, self._body_bytes = app, body_bytes
+    def __init__(self, app: App, key: str | None, body_bytes: int, answer_id: bool = True) -> None:
+        self._app, self._body_bytes, self._answer_id = app, body_bytes, answer_id
         self._expected = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,26 +44,17 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
-        started = False
 
         async def named(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                others = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
-                message = {**message, "headers": [*others, (b"x-request-id", request_id.encode())]}
+            if message["type"] == "http.response.start" and self._answer_id:
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
         refusal = self._refusal(scope["path"], headers)
         if refusal is None:
-            try:
-                await self._app(scope, self._bounded(receive), named)
-                return
-            except _BodyTooLarge:
-                if started:
-                    raise
-                refusal = self._too_large()
-        await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
+            await self._app(scope, self._bounded(receive), named)
+        else:
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, named)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         given = headers.get(b"authorization", b"")
@@ -89,7 +78,7 @@ class Guard:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._body_bytes:
-                raise _BodyTooLarge
+                raise HTTPException(413, self._too_large().message)  # any other would be a 400 of FastAPI's
             return message
 
         return bounded

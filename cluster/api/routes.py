@@ -27,15 +27,17 @@ from .service import Service
 _CLIENT_GONE = 499  # nobody reads it
 
 
-def make_app(service: Service, key: str | None) -> FastAPI:
+def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> FastAPI:
     """The server.
 
     Args:
         service: what answers.
         key: the bearer key for every route but /health; None: none is asked for.
+        answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
-    app.add_middleware(Guard, key=key, body_bytes=service.limits.body_bytes)  # type: ignore[arg-type]
+    limit = service.limits.body_bytes
+    app.add_middleware(Guard, key=key, body_bytes=limit, answer_id=answer_id)  # type: ignore[arg-type]
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)

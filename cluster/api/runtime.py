@@ -84,7 +84,7 @@ class RuntimeProcess:
                 if entry.pid == self._process.pid:
                     return entry.deployment
             time.sleep(_POLL_S)
-        raise RuntimeFailure(f"the runtime did not start: {self._last_line()}", "see `tiermoe up` with its configuration")
+        raise RuntimeFailure(f"the runtime did not start: {self._last_line()}", "try it with `tiermoe up`")
 
     def _last_line(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()

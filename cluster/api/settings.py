@@ -16,7 +16,7 @@ class LimitSettings(Settings):
     choices: int = Field(default=128, ge=1, description="choices of one request: prompts times n")
     body_bytes: int = Field(default=4 * 2**20, ge=1024, description="bytes of a request's body; more get 413")
     request_s: float = Field(default=3600.0, gt=0, description="seconds that one choice may take")
-    stalled_s: float = Field(default=120.0, gt=0, description="/ready fails when no token of running requests comes so long")
+    stalled_s: float = Field(default=120.0, gt=0, description="/ready fails when running requests get no token so long")
 
 
 class ApiSettings(Settings):

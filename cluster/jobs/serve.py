@@ -1,4 +1,4 @@
-"""`tiermoe serve`: an OpenAI-compatible server before a runtime of its own, or one that runs, until Ctrl-C or SIGTERM."""
+"""`tiermoe serve`: an OpenAI-compatible server before a runtime of its own, or one that runs, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def serve_command(
     model_name: Annotated[str | None, typer.Option(help="What clients call the model. (its folder's name)")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file, instead of the model's own.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 429.", min=0)] = 256,
-    attach: Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` keeps: serve it.")] = None,
+    attach: Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that runs: serve that.")] = None,
     deployment: Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")] = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
