@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ...errors import ConfigError, RuntimeFailure
+from ...errors import RuntimeFailure
 from ..config import load_run_config
 from ..ray_session import head_address
 from ..registry import Registry
@@ -30,7 +30,8 @@ class RuntimeProcess:
     """Serve deployment of one replica: starts a runtime in this Ray, and keeps it.
 
     Args:
-        config: run configuration, as `tiermoe up --config`; None: the defaults.
+        config: run configuration, as `tiermoe up --config`; None: the defaults. Whatever Ray it names, the runtime
+            starts in the one that Serve runs in.
         overrides: keys of a run configuration, over `config`.
 
     Raises:
@@ -41,8 +42,6 @@ class RuntimeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="tiermoe-serve-")
         checked = load_run_config(config, overrides)
-        if checked.ray.address is not None:
-            raise ConfigError("ray.address is that of the Ray that Serve runs in", "leave it out")
         # what was given, and nothing else: a default is not the same as a choice (`ray.num_cpus`)
         given = checked.model_dump(mode="json", exclude_unset=True)
         given["ray"] = given.get("ray", {}) | {"address": head_address()}

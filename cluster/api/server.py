@@ -112,6 +112,8 @@ class HttpServer:
         """End Serve, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""
         if self._started:
             self._started = False
+            with contextlib.suppress(Exception):  # it drains; `shutdown` alone would take the proxy away first
+                serve.delete(APPLICATION)
             with contextlib.suppress(Exception):
                 serve.shutdown()
         self._port.close()

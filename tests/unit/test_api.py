@@ -289,7 +289,7 @@ def test_chats_refused_with_the_parameters_name(change: dict[str, Any], param: s
 
 
 def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
-    body = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None, "user": "u"}
+    body = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
     assert complete({"prompt": "hi"} | body)["choices"][0]["text"] == "HI"
     assert chat({"tools": [], "response_format": {"type": "text"}, "parallel_tool_calls": True})["choices"]
 
