@@ -43,8 +43,7 @@ class PortReservation:
             with socket.socket(family, socket.SOCK_STREAM) as probe:  # alone: with SO_REUSEPORT two servers could share
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket = socket.socket(family, socket.SOCK_STREAM)  # no SO_REUSEADDR: the next one's probe shall fail
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._socket.bind(address)
         except OSError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +15,12 @@ import pytest
 from fake_backend import EOS, FakeBackend, serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from tiermoe.cluster.api.chat_template import load_chat_template
+from tiermoe.cluster.api.key import read_key
+from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.errors import ConfigError
 
 _WAIT_S = 20.0
 Call = Callable[[httpx.AsyncClient], Awaitable[Any]]
@@ -162,8 +169,6 @@ def test_no_token_at_all_but_the_prompts_scores() -> None:
 
 
 def test_a_token_that_cannot_come_is_json() -> None:
-    from tiermoe.cluster.api.schema import finite
-
     assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)
 
 
@@ -458,3 +463,59 @@ def test_metrics_parse_and_count() -> None:
     wanted = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
     assert all((f"tiermoe_{name}_total",) in found for name in wanted)
     assert {("tiermoe_num_requests_running",), ("tiermoe_num_requests_waiting",)} <= set(found)
+
+
+def test_the_plain_template_that_ships() -> None:
+    template = load_chat_template(default_model_dir(), configs_dir() / "serve" / "plain-chat.jinja")
+    assert template is not None
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert template.render(messages) == "system: Be brief.\nuser: hi\nassistant:"
+
+
+def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path, None) is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "{{ bos_token }}D"}]
+    settings = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_chat_template(tmp_path, None)
+    assert found is not None
+    assert found.render([]) == "<s>D"
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert load_chat_template(tmp_path, None).render([]) == "own file"  # type: ignore[union-attr]
+    (tmp_path / "bad").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        load_chat_template(tmp_path, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two words", "naïve"])
+def test_key_files_that_hold_no_key(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="key file"):
+        read_key(str(tmp_path / "key"))
+
+
+def test_a_key_file() -> None:
+    assert read_key(None) is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key("/nowhere/key")
+
+
+def test_applications_are_checked_before_anything_starts() -> None:
+    build = pytest.importorskip("tiermoe.cluster.api.app").build
+    for args in ({"colour": "red"}, {"limits": {"waiting": -1}}, {"deployment": "abcdef", "config": "laptop"}):
+        with pytest.raises(ConfigError):
+            build(args)
+
+
+def test_a_port_is_ours_alone() -> None:
+    server = pytest.importorskip("tiermoe.cluster.api.server")
+    held = server.PortReservation("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match="choose another --port"):
+            server.PortReservation("127.0.0.1", held.port)
+        with socket.socket() as proxy:  # as Serve binds it
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            proxy.bind(("127.0.0.1", held.port))
+    finally:
+        held.close()
