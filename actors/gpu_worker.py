@@ -123,6 +123,14 @@ class GpuWorker:
         peers |= self._sources.peers()
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
+    def load(self) -> dict[str, float]:
+        """How busy it is: requests `running` and `waiting` for their first forward, and `kv_usage` in [0, 1]."""
+        if self._batcher is None:
+            return {"running": 0, "waiting": 0, "kv_usage": 0.0}
+        streams = self._batcher.streams
+        waiting = streams.waiting
+        return {"running": len(streams) - waiting, "waiting": waiting, "kv_usage": self._batcher.kv_usage}
+
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request now; iterating gives its tokens as they come.
 

@@ -13,6 +13,8 @@ class SamplingParams:
     """How one request picks its tokens.
 
     temperature 0 is greedy. With a seed, the tokens of a request do not depend on what else is in the batch.
+    min_tokens: as many are generated before a stop token may be. logprobs: report each token's log-probability, and
+    those of so many likeliest tokens at its place; prompt_logprobs: the same for the prompt's tokens but the first.
     """
 
     max_tokens: int = 64
@@ -21,6 +23,9 @@ class SamplingParams:
     top_k: int = 0  # 0: no limit
     seed: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None  # None: none are reported
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,18 @@ class GenerationRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the model thought of one token before temperature, top-k and top-p.
+
+    logprob: natural logarithm of its probability. top: (token id, logprob) of the likeliest at its place, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,9 @@ class TokenEvent:
     error_type: str | None = None  # name of its class in `tiermoe.errors`, where it is one of those
     ttft_s: float | None = None  # seconds from submit to the first token; on the last event
     tpot_s: float | None = None  # mean seconds between later tokens; on the last event, when there are two or more
+    queue_s: float | None = None  # seconds from submit to the first forward that carried it; on the last event
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on; on the first event
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from ...errors import RuntimeFailure, StoreError, UnsupportedModelError
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
+from .logprobs import PromptScorer
 from .sampling import request_sampling, seed_of
 from .sequences import SequenceRows, SequenceWatcher
 from .streams import Stream, Streams
@@ -36,6 +37,11 @@ class Batcher(Protocol):
     @property
     def failure(self) -> str | None:
         """Why generation died; None while it lives."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that open requests hold."""
         ...
 
 
@@ -86,7 +92,11 @@ class ContinuousBatcher:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
         except (ValueError, AttributeError, NotImplementedError) as error:
             raise _unsupported(model, str(error)) from error
-        self._manager.logit_processor = request_sampling(watcher.begin_forward if watcher is not None else _unwatched)
+        self._watcher = watcher
+        self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._manager.logit_processor = request_sampling(
+            self._begin_forward, self.streams.eos, self.streams.note, self._scorer.expect
+        )
         self._manager.output_router = _Sink(self.streams)
         try:
             with _quiet_manager():
@@ -133,6 +143,18 @@ class ContinuousBatcher:
             raise RuntimeFailure(f"the generation loop stopped ({because})", "restart the worker")
         return stream
 
+    def _begin_forward(self, rows: list[SequenceRows]) -> None:
+        for row in rows:
+            self.streams.begin(row.name)
+        if self._watcher is not None:
+            self._watcher.begin_forward(rows)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that open requests hold."""
+        processor = self._manager.batch_processor
+        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+
     def cancel(self, stream: Stream) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
         if not self.streams.abort(stream.name, "cancelled"):
@@ -166,10 +188,7 @@ class ContinuousBatcher:
         with _quiet_manager():
             if self._manager.is_running() or self._manager._generation_thread is not None:
                 self._manager.stop(block=True, hard_stop=True)
-
-
-def _unwatched(rows: Sequence[SequenceRows]) -> None:
-    return None
+        self._scorer.close()
 
 
 def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:

@@ -50,6 +50,7 @@ def describe(
         "ndp": _ndp(settings, engine),
         "shards": _shards(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",
+        "max_requests": settings.kv.max_requests if batcher.serial_because is None else 1,
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "notes": _notes(engine, batcher, pinned),

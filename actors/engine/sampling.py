@@ -8,7 +8,8 @@ whatever else is in the batch: its n-th draw depends on (seed, n) alone.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,21 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
-from ..requests import SamplingParams
+from ..requests import SamplingParams, TokenLogprob
+from .logprobs import PromptRows, prompt_rows, token_logprob
 from .sequences import SequenceRows
 
 Watch = Callable[[list[SequenceRows]], None]
+Note = Callable[[str, int, TokenLogprob], None]  # (stream, place among its generated tokens, what was found)
+Expect = Callable[[Sequence[PromptRows]], None]
+
+
+def _forget(name: str, place: int, found: TokenLogprob) -> None:
+    return None
+
+
+def _expect_none(wanted: Sequence[PromptRows]) -> None:
+    return None
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
@@ -43,11 +55,37 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
     return int(tokens[min(index, cumulative.shape[0] - 1)])
 
 
-def force_drawn(scores: torch.Tensor, params: SamplingParams, seed: int, step: int) -> None:
-    """Draw from scores [V] and put all mass on the drawn token, in place: whoever takes the argmax takes it."""
-    token = draw(scores, params, seed, step)
-    scores.fill_(float("-inf"))
-    scores[token] = 0.0
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One token to pick: the `step`-th (from 0) of stream `name`, by its request's own rules."""
+
+    params: SamplingParams
+    seed: int
+    step: int
+    name: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax of the unchanged scores is all that is asked for."""
+        params = self.params
+        return params.temperature == 0 and params.logprobs is None and self.step >= params.min_tokens
+
+    def force(self, scores: torch.Tensor, eos: Sequence[int], note: Note) -> None:
+        """Pick from scores [V] and put all mass on the token, in place: whoever takes the argmax takes it.
+
+        Args:
+            eos: tokens that must not come before `min_tokens` have.
+            note: told the token's log-probability by the scores as they were, where it is asked for.
+        """
+        before = scores.clone() if self.params.logprobs is not None else scores
+        if self.step < self.params.min_tokens and eos:
+            scores[list(eos)] = float("-inf")
+        greedy = self.params.temperature == 0
+        token = int(scores.argmax()) if greedy else draw(scores, self.params, self.seed, self.step)
+        if self.params.logprobs is not None:
+            note(self.name, self.step, token_logprob(before, token, self.params.logprobs))
+        scores.fill_(float("-inf"))
+        scores[token] = 0.0
 
 
 def seed_of(params: SamplingParams) -> int:
@@ -56,14 +94,19 @@ def seed_of(params: SamplingParams) -> int:
 
 
 class RequestSampler(ContinuousBatchingLogitsProcessor):
-    """Applies each request's own `SamplingParams`, which travel with the request as `sampling` and `seed`."""
+    """Applies each request's own `SamplingParams`, which travel with the request as `sampling` and `seed`.
+
+    Args:
+        eos: the model's stop tokens.
+        note: takes log-probabilities; see `Pick.force`.
+    """
 
     supported_kwargs: dict[str, type] = {"sampling": SamplingParams, "seed": int}  # noqa: RUF012 (the base's form)
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[SamplingParams, int, int] | None] = []
-        self._sampled = False
+    def __init__(self, eos: Sequence[int] = (), note: Note = _forget) -> None:
+        self._eos, self._note = tuple(eos), note
+        self._rows: list[Pick | None] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
@@ -73,20 +116,19 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
         for request in requests_with_new_token:
             kwargs = request.state.logit_processor_kwargs
             params = kwargs.get("sampling")
-            if params is None or params.temperature == 0:
-                self._rows.append(None)
-            else:
-                self._rows.append((params, kwargs["seed"], _drawn(request.state)))
-        self._sampled = any(row is not None for row in self._rows)
+            pick = None
+            if params is not None:
+                pick = Pick(params, kwargs["seed"], _drawn(request.state), getattr(request.state, "request_id", ""))
+            self._rows.append(pick if pick is not None and not pick.plain else None)
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        if not self._sampled:
+        if not any(self._rows):
             return scores
         scores = scores.clone()
         for i, row in enumerate(self._rows):
             if row is not None:
-                force_drawn(scores[i], *row)
+                row.force(scores[i], self._eos, self._note)
         return scores
 
 
@@ -99,13 +141,15 @@ def _drawn(state: Any) -> int:
 class _Processors(ContinuousBatchingLogitsProcessorList):
     """The manager's processors; it shows them every batch just before the forward pass, which is told on."""
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(LogitsProcessorList([RequestSampler()]))
+    def __init__(self, watch: Watch, sampler: RequestSampler, expect: Expect) -> None:
+        super().__init__(LogitsProcessorList([sampler]))
         self.tensors_required = 1
-        self._watch = watch
+        self._watch, self._expect = watch, expect
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
-        self._watch(_rows_of(requests_in_batch))
+        rows = _rows_of(requests_in_batch)
+        self._watch(rows)
+        self._expect(_prompt_rows_of(requests_in_batch, rows))
         return super().prepare_tensor_args(requests_in_batch, arg_storage)
 
 
@@ -119,10 +163,30 @@ def _rows_of(requests: list[Any]) -> list[SequenceRows]:
     return rows
 
 
-def request_sampling(watch: Watch) -> ContinuousBatchingLogitsProcessorList:
+def _prompt_rows_of(requests: list[Any], rows: Sequence[SequenceRows]) -> list[PromptRows]:
+    """Which of a forward's rows predict prompt tokens whose log-probabilities are asked for."""
+    found = []
+    for request, place in zip(requests, rows, strict=True):
+        state = request.state
+        params = state.logit_processor_kwargs.get("sampling")
+        if params is None or params.prompt_logprobs is None:
+            continue
+        prompt = state.initial_tokens[: state._true_initial_tokens or len(state.initial_tokens)]
+        offset = state.position_offset - request.query_length  # the manager has moved it on by now
+        wanted = prompt_rows(place.name, prompt, params.prompt_logprobs, place.start, request.query_length, offset)
+        found += [wanted] if wanted is not None else []
+    return found
+
+
+def request_sampling(
+    watch: Watch, eos: Sequence[int] = (), note: Note = _forget, expect: Expect = _expect_none
+) -> ContinuousBatchingLogitsProcessorList:
     """The processor list to give to a continuous batching manager.
 
     Args:
         watch: called before every forward pass with the rows that it will carry.
+        eos: the model's stop tokens.
+        note: takes the log-probabilities of generated tokens.
+        expect: called before every forward pass with the rows whose predictions of prompt tokens are asked for.
     """
-    return _Processors(watch)
+    return _Processors(watch, RequestSampler(eos, note), expect)

@@ -25,7 +25,8 @@ from ...errors import RuntimeFailure
 from ..requests import GenerationRequest
 from ..settings import KvSettings
 from .batcher import open_streams
-from .sampling import force_drawn, seed_of
+from .logprobs import PromptScorer, prompt_rows
+from .sampling import Pick, seed_of
 from .sequences import SequenceRows, SequenceWatcher
 from .streams import Stream, Streams
 
@@ -56,8 +57,14 @@ class _Progress(BaseStreamer):
     def sample(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [1, V] with all mass on the drawn token."""
         scores = scores.clone()
-        force_drawn(scores[0], self._sampling, self._seed, len(self.generated))
+        pick = Pick(self._sampling, self._seed, len(self.generated), self._stream.name)
+        pick.force(scores[0], self._streams.eos, self._streams.note)
         return scores
+
+    @property
+    def plain(self) -> bool:
+        """Whether every token is the argmax of the model's own scores."""
+        return Pick(self._sampling, self._seed, 0).plain
 
 
 class SerialBatcher:
@@ -76,6 +83,8 @@ class SerialBatcher:
         self._watcher = watcher
         self.failure: str | None = None
         self._model = model
+        self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._used_tokens = 0  # of the request under way
         # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
         # would give other tokens than continuous batching does.
         model.generation_config = GenerationConfig()
@@ -100,6 +109,12 @@ class SerialBatcher:
         self.streams.close()
         self._queue.put(None)
         self._thread.join()
+        self._scorer.close()
+
+    @property
+    def kv_usage(self) -> float:
+        """Tokens of the request under way over those that one may have."""
+        return self._used_tokens / self.streams.capacity_tokens
 
     def _run(self) -> None:
         while (stream := self._queue.get()) is not None:
@@ -123,6 +138,11 @@ class SerialBatcher:
             eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
             pad_token_id=0,
         )
+        wanted = prompt_rows(
+            stream.name, request.prompt_ids, sampling.prompt_logprobs, 0, len(request.prompt_ids), 0
+        )
+        self._scorer.expect([wanted] if wanted is not None else [])
+        self.streams.begin(stream.name)
         watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)
         try:
             self._model.generate(
@@ -130,11 +150,12 @@ class SerialBatcher:
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
                 streamer=progress,
-                logits_processor=LogitsProcessorList([_Sample(progress)] if sampling.temperature else []),
+                logits_processor=LogitsProcessorList([] if progress.plain else [_Sample(progress)]),
                 stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
             )
         finally:
             watching.remove()
+            self._used_tokens = 0
         self.streams.finish(stream.name, progress.generated)
 
     def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
@@ -143,8 +164,9 @@ class SerialBatcher:
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal first
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._used_tokens += ids.shape[1]
             if self._watcher is not None:
-                ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 self._watcher.begin_forward([SequenceRows(name, 0, ids.shape[1], decode=not first)])
             first = False
 

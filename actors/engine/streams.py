@@ -8,10 +8,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...errors import RequestError, RuntimeFailure, TierMoeError
-from ..requests import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from ..requests import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+
+MAX_LOGPROBS = 20  # likeliest tokens that one place may report
 
 
 @dataclass(eq=False)
@@ -28,6 +30,9 @@ class Stream:
     events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
     sent: int = 0
     first_s: float | None = None
+    begun_s: float | None = None  # when a forward carried it for the first time
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place among the generated tokens
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Events as they come, until the one with `finish`."""
@@ -118,29 +123,50 @@ class Streams:
     def is_open(self, name: str) -> bool:
         return name in self._open
 
+    def begin(self, name: str) -> None:
+        """A forward is about to carry the request; later calls than the first change nothing."""
+        stream = self._open.get(name)
+        if stream is not None and stream.begun_s is None:
+            stream.begun_s = time.perf_counter()
+
+    @property
+    def waiting(self) -> int:
+        """Open requests that no forward has carried yet."""
+        return sum(stream.begun_s is None for stream in list(self._open.values()))
+
+    def note(self, name: str, place: int, found: TokenLogprob) -> None:
+        """Keep the log-probability of the token that is about to be generated at `place`, to go out with it."""
+        if (stream := self._open.get(name)) is not None:
+            stream.logprobs[place] = found
+
+    def note_prompt(self, name: str, place: int, found: TokenLogprob) -> None:
+        """Keep that of the prompt's token at `place`; all go out with the first generated token."""
+        if (stream := self._open.get(name)) is not None:
+            stream.prompt_logprobs[place] = found
+
     def deliver(self, name: str, generated: Sequence[int]) -> None:
         """`generated` is everything so far; what was not sent yet is."""
         with self._lock:
             stream = self._open.get(name)
-        if stream is not None and (tokens := self._fresh(stream, generated)):
-            stream.events.put(TokenEvent(stream.request.request_id, tokens))
+        if stream is not None and len(generated) > stream.sent:
+            stream.events.put(self._fresh(stream, generated))
 
     def finish(self, name: str, generated: Sequence[int]) -> None:
         """The request ran to its end: by a stop token or by length."""
         stream = self._close(name)
         if stream is None:
             return
-        tokens = self._fresh(stream, generated)
+        event = self._fresh(stream, generated)
         now_s = time.perf_counter()
         first_s = stream.first_s if stream.first_s is not None else now_s
         ended = not stream.request.sampling.ignore_eos and bool(generated) and generated[-1] in self.eos
         stream.events.put(
-            TokenEvent(
-                stream.request.request_id,
-                tokens,
+            replace(
+                event,
                 finish="stop" if ended else "length",
                 ttft_s=first_s - stream.submitted_s,
                 tpot_s=(now_s - first_s) / (stream.sent - 1) if stream.sent > 1 else None,
+                queue_s=None if stream.begun_s is None else stream.begun_s - stream.submitted_s,
             )
         )
 
@@ -183,12 +209,19 @@ class Streams:
         return stream
 
     @staticmethod
-    def _fresh(stream: Stream, generated: Sequence[int]) -> tuple[int, ...]:
-        tokens = tuple(generated[stream.sent :])
+    def _fresh(stream: Stream, generated: Sequence[int]) -> TokenEvent:
+        """What was not sent yet, with the log-probabilities that were asked for."""
+        begin, tokens = stream.sent, tuple(generated[stream.sent :])
         stream.sent += len(tokens)
         if tokens and stream.first_s is None:
             stream.first_s = time.perf_counter()
-        return tokens
+        found, prompt = stream.logprobs, stream.prompt_logprobs
+        return TokenEvent(
+            stream.request.request_id,
+            tokens,
+            logprobs=tuple(found.pop(place) for place in range(begin, stream.sent) if place in found),
+            prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
+        )
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -201,3 +234,8 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise RequestError(f"top_k is {sampling.top_k}", "give 0 for no limit or a positive number")
     if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
         raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise RequestError(f"min_tokens is {sampling.min_tokens}", "give a number from 0 to max_tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(sampling, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"{name} is {count}", f"give a number from 0 to {MAX_LOGPROBS}")

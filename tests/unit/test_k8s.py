@@ -1,13 +1,14 @@
 """configs/k8s: every field is one that KubeRay has, every group is one that the planner uses, no secret is there.
 
-The tables of fields are derived from the schema of `rayjobs.ray.io`, version v1, of KubeRay v1.7.0
-(helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml): for each object that the manifests write, the names that the
-schema has there, and those that it requires. Pods' rarely used volume and scheduling fields are left out, so a manifest
-that needs one adds it here after a look at the schema.
+The tables of fields are derived from the schemas of `rayjobs.ray.io` and `rayservices.ray.io`, version v1, of KubeRay
+v1.7.0 (helm-chart/kuberay-operator/crds): for each object that the manifests write, the names that the schema has
+there, and those that it requires. A RayService's `rayClusterConfig` is a RayJob's `rayClusterSpec`. Pods' rarely used
+volume and scheduling fields are left out, so a manifest that needs one adds it here after a look at the schema.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -25,10 +26,13 @@ from tiermoe.cluster.topology.spec import ModelFacts, NodeInfo, cluster_spec
 
 _FIELDS = {
     "": "apiVersion kind metadata spec",
-    "spec": "activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint entrypointNumCpus "
+    "RayJob spec": "activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint entrypointNumCpus "
     "entrypointNumGpus entrypointResources jobId managedBy metadata preRunningDeadlineSeconds rayClusterSpec "
     "runtimeEnvYAML shutdownAfterJobFinishes submissionMode submitterConfig submitterPodTemplate suspend "
     "ttlSecondsAfterFinished",
+    "RayService spec": "deploymentUnhealthySecondThreshold excludeHeadPodFromServeSvc managedBy rayClusterConfig "
+    "rayClusterDeletionDelaySeconds serveConfigV2 serveService serviceUnhealthySecondThreshold suspend upgradeStrategy",
+    "spec.upgradeStrategy": "clusterUpgradeOptions type",
     "spec.rayClusterSpec": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions "
     "headGroupSpec headServiceAnnotations historyServerOptions managedBy networkPolicy rayVersion suspend tlsOptions "
     "upgradeStrategy workerGroupSpecs",
@@ -47,6 +51,7 @@ _FIELDS = {
     "template.spec.containers[].lifecycle": "postStart preStop stopSignal",
     "template.spec.containers[].lifecycle.preStop": "exec httpGet sleep tcpSocket",
     "template.spec.containers[].lifecycle.preStop.exec": "command",
+    "template.spec.containers[].lifecycle.preStop.sleep": "seconds",
     "template.spec.containers[].readinessProbe": "exec failureThreshold grpc httpGet initialDelaySeconds periodSeconds "
     "successThreshold tcpSocket terminationGracePeriodSeconds timeoutSeconds",
     "template.spec.containers[].readinessProbe.httpGet": "host httpHeaders path port scheme",
@@ -56,6 +61,8 @@ _FIELDS = {
     "template.spec.volumes[].persistentVolumeClaim": "claimName readOnly",
 }
 _REQUIRED = {
+    "RayService spec": "rayClusterConfig",
+    "template.spec.containers[].lifecycle.preStop.sleep": "seconds",
     "spec.rayClusterSpec": "headGroupSpec",
     "spec.rayClusterSpec.headGroupSpec": "template",
     "spec.rayClusterSpec.workerGroupSpecs[]": "groupName maxReplicas minReplicas template",
@@ -69,7 +76,8 @@ _REQUIRED = {
 }
 # Maps of free names to text (rayStartParams) or to quantities.
 _FREE = ("metadata", "rayStartParams", "limits", "requests")
-_INTEGERS = re.compile(r"(Seconds|Replicas|replicas|backoffLimit|Threshold|Port)$")
+_INTEGERS = re.compile(r"(Seconds|seconds|Replicas|replicas|backoffLimit|Threshold|Port)$")
+_CLUSTER = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
 _MANIFESTS = sorted((configs_dir() / "k8s").glob("*.yaml"))
 # Mixtral-8x7B: what the manifest's sizes were chosen for.
 _MIXTRAL = ModelFacts("mixtral", 32, 8, 2, 4096, 14336, 2, 3 * 4096 * 14336, 1_605_000_000, 65536, 2, "test")
@@ -77,6 +85,13 @@ _MIXTRAL = ModelFacts("mixtral", 32, 8, 2, 4096, 14336, 2, 3 * 4096 * 14336, 1_6
 
 def _load(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _places(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`_objects`, with both kinds' clusters in one place and their own fields in two."""
+    kind = manifest["kind"]
+    for place, value in _objects(manifest):
+        yield f"{kind} spec" if place == "spec" else place.replace(_CLUSTER[kind], "rayClusterSpec"), value
 
 
 def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,23 +107,27 @@ def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    return manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    return _cluster(manifest)["workerGroupSpecs"]
+
+
+def _cluster(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["spec"][_CLUSTER[manifest["kind"]]]
 
 
 def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    head = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]
+    head = _cluster(manifest)["headGroupSpec"]
     return [group["template"]["spec"] for group in (head, *_groups(manifest))]
 
 
-def test_there_is_a_manifest() -> None:
-    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml"]
+def test_there_are_two_manifests() -> None:
+    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml", "rayservice.yaml"]
 
 
 @pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
 def test_every_field_is_in_the_schema(path: Path) -> None:
     manifest = _load(path)
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
-    for place, value in _objects(manifest):
+    assert (manifest["apiVersion"], manifest["kind"].lower()) == ("ray.io/v1", path.stem)
+    for place, value in _places(manifest):
         assert place in _FIELDS, f"{place} is not in the tables of this test"
         assert set(value) <= set(_FIELDS[place].split()), place
         assert set(_REQUIRED.get(place, "").split()) <= set(value), place
@@ -120,7 +139,7 @@ def test_every_field_is_in_the_schema(path: Path) -> None:
 def test_the_tables_notice_a_field_that_is_not_there() -> None:
     manifest = _load(_MANIFESTS[0])
     _groups(manifest)[0]["template"]["spec"]["containers"][0]["livenessProbe"]["httpGet"]["url"] = "x"
-    strange = [place for place, value in _objects(manifest) if not set(value) <= set(_FIELDS[place].split())]
+    strange = [place for place, value in _places(manifest) if not set(value) <= set(_FIELDS[place].split())]
     assert set(strange) == {"template.spec.containers[].readinessProbe.httpGet"}
 
 
@@ -138,8 +157,9 @@ def test_pods_have_requests_probes_and_time_to_drain(path: Path) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
     for group in _groups(manifest):
         pod = group["template"]["spec"]
-        stop = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert int(stop[-1]) < pod["terminationGracePeriodSeconds"]
+        stop = pod["containers"][0]["lifecycle"]["preStop"]
+        takes_s = stop["sleep"]["seconds"] if "sleep" in stop else int(stop["exec"]["command"][-1])
+        assert takes_s < pod["terminationGracePeriodSeconds"]
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())  # the schema's type
 
@@ -152,13 +172,17 @@ def test_no_secret_is_inside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", _MANIFESTS, ids=lambda path: path.name)
-def test_the_groups_hold_what_the_entrypoint_plans(path: Path) -> None:
-    """The entrypoint's configuration, planned on the nodes that the manifest makes, with Mixtral's sizes."""
+def test_the_groups_hold_what_is_planned(path: Path) -> None:
+    """The configuration that is run, planned on the nodes that the manifest makes, with Mixtral's sizes."""
     manifest = _load(path)
-    words = manifest["spec"]["entrypoint"].split()
-    assert words[:2] == ["tiermoe", "run"]
-    assert not {"&&", "|", ";"} & set(words)  # KubeRay's submitter would run the rest itself
-    config = load_run_config(words[words.index("--config") + 1])
+    if manifest["kind"] == "RayJob":
+        words = manifest["spec"]["entrypoint"].split()
+        assert words[:2] == ["tiermoe", "run"]
+        assert not {"&&", "|", ";"} & set(words)  # KubeRay's submitter would run the rest itself
+        config = load_run_config(words[words.index("--config") + 1])
+    else:
+        args = _application(manifest)["args"]
+        config = load_run_config(args["config"], args["runtime"])
     nodes = _nodes(manifest)
     topology = plan_topology(cluster_spec(config, engine_settings(config), _MIXTRAL, nodes), _MIXTRAL, nodes)
     groups = {actor.name: actor.node.rpartition("-")[0] for actor in topology.actors}
@@ -166,6 +190,46 @@ def test_the_groups_hold_what_the_entrypoint_plans(path: Path) -> None:
         "lead": "gpu", "shard-1": "gpu", "store-0": "store", "ndp-0": "ndp", "ndp-1": "ndp", "directory": "gpu",
     }  # fmt: skip
     assert sum(actor.experts for actor in topology.having("lead", "shard")) == sum(owned_experts(32, 8, 2))
+
+
+def test_serve_takes_the_application() -> None:
+    """Serve's own schema accepts it, its import path is there, and its deployments are those that are configured."""
+    schema = pytest.importorskip("ray.serve.schema")
+    manifest = _load(configs_dir() / "k8s" / "rayservice.yaml")
+    parsed = schema.ServeDeploySchema.model_validate(yaml.safe_load(manifest["spec"]["serveConfigV2"]))
+    (application,) = parsed.applications
+    module, _, name = application.import_path.partition(":")
+    built = getattr(importlib.import_module(module), name)(application.args)
+    deployments = {deployment.name: deployment for deployment in application.deployments}
+    assert set(deployments) == {"ApiServer", "Runtime"}
+    server = built._bound_deployment
+    assert server.name == "ApiServer"
+    settings, runtime = server.init_args
+    assert runtime._bound_deployment.name == "Runtime"
+    # more requests at a time than the server lets in: it refuses with 429, Serve would keep them waiting
+    inside = settings.limits.waiting + load_run_config(settings.config, settings.runtime).kv.max_requests
+    assert deployments["ApiServer"].max_ongoing_requests > inside
+
+
+def test_the_server_is_probed_and_drained_where_it_runs() -> None:
+    manifest = _load(configs_dir() / "k8s" / "rayservice.yaml")
+    serve = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    (group,) = [group for group in _groups(manifest) if group["groupName"] == "api"]
+    pod = group["template"]["spec"]
+    probe = pod["containers"][0]["readinessProbe"]["httpGet"]
+    assert (probe["path"], probe["port"]) == ("/ready", serve["http_options"]["port"])
+    # worker groups without a replica have no proxy: they must not be probed for one
+    others = [pod for pod in _pods(manifest) if pod["containers"][0]["readinessProbe"]["httpGet"]["port"] == 8000]
+    assert others == [pod]
+    sleep_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    for deployment in _application(manifest)["deployments"]:
+        assert deployment["ray_actor_options"]["resources"] == {"api": 0.01}
+        assert deployment["graceful_shutdown_timeout_s"] < sleep_s
+
+
+def _application(manifest: dict[str, Any]) -> dict[str, Any]:
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    return application
 
 
 def _nodes(manifest: dict[str, Any]) -> list[NodeInfo]:

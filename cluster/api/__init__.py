@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server before a running deployment, on Ray Serve."""

@@ -1,0 +1,136 @@
+"""Prometheus metrics of the server, under vLLM's names with our prefix, and the runtime's counters beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+_BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 5.0)
+_TOTAL_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+# name -> (help, counter of the engine)
+_EXPERTS = {
+    "expert_hits": ("Experts that a forward needed and found resident.", "hits"),
+    "expert_misses": ("Experts that a forward needed and did not find resident.", "misses"),
+    "expert_bytes_wasted": ("Bytes that a prefetch loaded and nobody used.", "bytes_wasted"),
+    "blocked_io_seconds": ("Seconds that the compute waited for copies.", "blocked_io_s"),
+    "ndp_tokens": ("(token, expert) pairs that NDP workers computed.", "ndp_tokens"),
+    "substitutions": ("Experts that another one stood in for.", "substitutions"),
+}
+_CAUSES = ("demand", "prefetch", "migration")
+
+disable_created_metrics()  # a second series for each, which nobody reads
+
+
+class Metrics:
+    """Counters and histograms of one server process.
+
+    Choices are counted one by one, as the runtime sees them: a request with n = 2 and three prompts is six.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.runtime = RuntimeCounters()
+        self.registry.register(self.runtime)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self.registry)
+
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
+        self._between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN_S)
+        self._total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
+        self._prompt = Counter("tiermoe_prompt_tokens", "Prompt tokens processed.", registry=self.registry)
+        self._generated = Counter("tiermoe_generation_tokens", "Tokens generated.", registry=self.registry)
+        self._ended = Counter(
+            "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
+            ["finished_reason"], registry=self.registry,
+        )  # fmt: skip
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came so long after its arrival."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        """So many tokens came together, so long after the one before."""
+        for _ in range(tokens):
+            self._between.observe(seconds / tokens)
+
+    def ended(self, reason: str, total_s: float, queue_s: float, prompt_tokens: int, tokens: int) -> None:
+        """A request is over."""
+        self._total.observe(total_s)
+        self._queue.observe(max(0.0, queue_s))
+        self._prompt.inc(prompt_tokens)
+        self._generated.inc(tokens)
+        self._ended.labels(finished_reason=reason).inc()
+
+    def page(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class RuntimeCounters(Collector):
+    """What the runtime counts, as it was when last asked."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, Any] | None = None
+        self.load: dict[str, float] | None = None
+        self.waiting_here = 0
+
+    def collect(self) -> Iterable[Metric]:
+        load, stats = self.load, self.stats
+        if load is not None:
+            waiting = load["waiting"] + self.waiting_here
+            yield GaugeMetricFamily("tiermoe_num_requests_running", "Requests in forwards.", load["running"])
+            yield GaugeMetricFamily("tiermoe_num_requests_waiting", "Requests before their first forward.", waiting)
+            yield GaugeMetricFamily("tiermoe_kv_cache_usage_ratio", "Share of the KV cache in use.", load["kv_usage"])
+        if stats is not None:
+            for name, (about, key) in _EXPERTS.items():
+                yield CounterMetricFamily(f"tiermoe_{name}", about, stats.get(key, 0))
+            loaded = CounterMetricFamily(
+                "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
+            )
+            for cause in _CAUSES:
+                loaded.add_metric([cause], stats.get(f"bytes_loaded_{cause}", 0))
+            yield loaded
+
+
+class RuntimeReader:
+    """Asks the runtime for its counters, once in `every_s` however often it is scraped.
+
+    Args:
+        ask: what a control method of the lead returns.
+        sharded: whether other GPUs count as well.
+        counters: where the answers go.
+    """
+
+    def __init__(self, ask: Any, sharded: bool, counters: RuntimeCounters, every_s: float = 1.0) -> None:
+        self._ask, self._sharded, self._counters, self._every_s = ask, sharded, counters, every_s
+        self._read_s: float | None = None
+        self._lock = asyncio.Lock()
+
+    async def refresh(self, waiting_here: int) -> None:
+        """Bring the counters up to date.
+
+        Raises:
+            RuntimeFailure: the runtime does not answer; the counters stay as they were.
+        """
+        self._counters.waiting_here = waiting_here
+        async with self._lock:
+            if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
+                return
+            stats, load = (await self._ask("stats")).as_dict(), await self._ask("load")
+            if self._sharded:  # the lead's are among them
+                parts = await self._ask("shard_stats")
+                for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
+                    if any(key in part for part in parts):
+                        stats[key] = sum(part.get(key, 0) for part in parts)
+            self._counters.stats, self._counters.load = stats, load
+            self._read_s = time.monotonic()

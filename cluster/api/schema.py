@@ -1,0 +1,225 @@
+"""Requests as OpenAI's clients write them, checked: what is not here is refused by name.
+
+Parameters that would change nothing at the value that clients send by default (a penalty of 0, no tools) are accepted
+at that value only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from ...actors.requests import SamplingParams
+from .errors import refused, unsupported
+
+MAX_LOGPROBS = 20
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 1024
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+# parameter -> the values at which it means nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}), "suffix": (None, ""), "tools": (None, []), "tool_choice": (None, "none", "auto"),
+    "functions": (None, []), "function_call": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
+    "response_format": (None, {"type": "text"}), "store": (None, False), "metadata": (None, {}),
+    "modalities": (None, ["text"]), "service_tier": (None, "auto", "default"), "min_p": (None, 0),
+}  # fmt: skip
+
+
+class Body(BaseModel):
+    """Base: no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """What both kinds of completions take."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, description="0 or -1: no limit")
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    n: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # neutral values only; see `_NEUTRAL`
+    best_of: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    min_p: Any = None
+
+    def check(self) -> None:
+        """Refuse what would have no effect.
+
+        Raises:
+            ApiError: 400 with the parameter's name.
+        """
+        for name in type(self).model_fields:
+            if name in _NEUTRAL and getattr(self, name) not in _NEUTRAL[name]:
+                raise unsupported(name)
+        if self.stream_options is not None and not self.stream:
+            raise refused("'stream_options' is for streams; set stream, or leave it out", "stream_options")
+        if len(self.stops) > _MAX_STOPS:
+            raise refused(f"{len(self.stops)} stop strings; give at most {_MAX_STOPS}", "stop")
+        for stop in self.stops:
+            if not 1 <= len(stop) <= _MAX_STOP_CHARS:
+                raise refused(f"a stop string of {len(stop)} characters; give 1 to {_MAX_STOP_CHARS}", "stop")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        found = self.stop
+        return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+    @property
+    def choices(self) -> int:
+        """Choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(
+        self, max_tokens: int, index: int, logprobs: int | None = None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """How choice number `index` of a prompt picks its tokens.
+
+        Choice 0 draws with the seed itself, choice i with seed + i: the same prompt gives the same choices, alone and
+        in a list.
+        """
+        if (self.min_tokens or 0) > max_tokens:
+            raise refused(f"min_tokens {self.min_tokens} exceeds the {max_tokens} tokens that may come", "min_tokens")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else float(self.temperature),
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            top_k=max(self.top_k or 0, 0),
+            seed=None if self.seed is None else (self.seed + index) % 2**64,
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    suffix: Any = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry for each prompt: text or token ids."""
+        found = self.prompt
+        if isinstance(found, str):
+            return [found]
+        if found and isinstance(found[0], int):
+            return [found]  # type: ignore[list-item]  # a list of numbers is one prompt
+        return list(found)  # type: ignore[arg-type]
+
+    @property
+    def wanted_tokens(self) -> int:
+        """OpenAI's default for completions is 16 tokens."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ContentPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat; a template decides which roles it knows."""
+
+    role: Text
+    content: str | list[ContentPart]
+    name: str | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As templates expect it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    store: Any = None
+    metadata: Any = None
+    modalities: Any = None
+    service_tier: Any = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise refused("give max_tokens or max_completion_tokens, not both", "max_completion_tokens")
+        if self.max_tokens == 0:
+            raise refused("'max_tokens' is 0; ask for at least one token", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """None: as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: text as a completion's prompt, or messages as a chat's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("give either prompt or messages", "prompt")
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity: a token that cannot come is given -9999, as vLLM gives it."""
+    return logprob if math.isfinite(logprob) else -9999.0
+

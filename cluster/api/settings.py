@@ -1,0 +1,46 @@
+"""What a server needs to know: the `args` of a Serve application, and of `tiermoe serve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from ...actors.settings import Settings
+
+
+class LimitSettings(Settings):
+    """What one client may ask for, and how much may wait."""
+
+    waiting: int = Field(default=256, ge=0, description="choices that wait for the runtime; more get 429")
+    choices: int = Field(default=128, ge=1, description="choices of one request: prompts times n")
+    body_bytes: int = Field(default=4 * 2**20, ge=1024, description="bytes of a request's body; more get 413")
+    request_s: float = Field(default=3600.0, gt=0, description="seconds that one choice may take")
+    stalled_s: float = Field(default=120.0, gt=0, description="/ready fails when running requests get no token so long")
+
+
+class ApiSettings(Settings):
+    """One server.
+
+    With `config` or `runtime` it starts a runtime of its own in the Ray that Serve runs in; else it serves the one that
+    `deployment` names, or the only one.
+    """
+
+    deployment: str | None = Field(default=None, description="id of a running deployment; none: the only one")
+    config: str | None = Field(default=None, description="run configuration: YAML file, or name in configs/clusters")
+    runtime: dict[str, Any] = Field(default_factory=dict, description="keys of a run configuration, over `config`")
+    model_name: str | None = Field(default=None, description="what clients call the model; none: its folder's name")
+    tokenizer: str | None = Field(default=None, description="folder with tokenizer.json; none: the expert store")
+    chat_template: str | None = Field(default=None, description="Jinja file; none: the model's own")
+    api_key_file: str | None = Field(default=None, description="file with the bearer key; none: no key is asked for")
+    limits: LimitSettings = LimitSettings()
+
+    @model_validator(mode="after")
+    def _one_runtime(self) -> ApiSettings:
+        if self.deployment is not None and self.starts_runtime:
+            raise ValueError("deployment names a running runtime; leave config and runtime out")
+        return self
+
+    @property
+    def starts_runtime(self) -> bool:
+        return self.config is not None or bool(self.runtime)

@@ -1,0 +1,208 @@
+"""`tiermoe serve` on the default model, as its clients see it: one server for all tests, ended by the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiermoe.cluster.config import default_model_dir
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("ray.serve")
+
+_TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
+_WAIT_S = 120.0
+_KEY = "sesame-open"
+_PROMPT = "def read_config(path):"
+
+pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+
+
+@dataclass
+class Server:
+    """A server that is ready."""
+
+    process: subprocess.Popen[str]
+    family: list[psutil.Process]
+    url: str
+    address: str
+    environment: dict[str, str]
+    folder: Path
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=_WAIT_S, headers={"Authorization": f"Bearer {_KEY}"})
+
+    def complete(self, prompt: Any, **options: Any) -> dict[str, Any]:
+        with self.client() as http:
+            response = http.post("/v1/completions", json={"prompt": prompt, "temperature": 0} | options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        with self.client() as http:
+            text = http.get("/metrics").text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    def wait_until_idle(self) -> None:
+        end_s = time.monotonic() + _WAIT_S
+        with self.client() as http:
+            while http.get("/ready").json()["runtime"]["running"]:
+                assert time.monotonic() < end_s
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "key").write_text(f"{_KEY}\n")
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    variables |= {"XDG_RUNTIME_DIR": str(folder)}
+    command = [_TIERMOE, "serve", "--threads", "1", "--device", "cpu", "--port", "0", "--api-key-file", folder / "key"]
+    with (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:  # ends with the process; bounded by pytest
+            said += line
+            if "end it" in line:
+                break
+        url, address = re.search(r"http://\S+(?=/v1)", said), re.search(r"ready at (\S+)", said)
+        assert url is not None, said + (folder / "stderr").read_text()
+        assert address is not None
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield Server(process, family, url[0], address[1], variables, folder)
+    finally:
+        process.terminate()
+        process.communicate(timeout=_WAIT_S)
+
+
+def test_greedy_text_is_that_of_run(server: Server) -> None:
+    command = [_TIERMOE, "run", _PROMPT, "--attach", server.address, "--max-tokens", "24", "--json"]
+    done = subprocess.run(
+        command, env=server.environment, capture_output=True, text=True, timeout=_WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    answer = server.complete(_PROMPT, max_tokens=24, logprobs=0)
+    (choice,) = answer["choices"]
+    assert choice["text"] == run["text"]
+    assert answer["usage"] == {"prompt_tokens": run["prompt_tokens"], "completion_tokens": 24,
+                               "total_tokens": run["prompt_tokens"] + 24}  # fmt: skip
+    with server.client() as http:
+        ids = http.post("/tokenize", json={"prompt": _PROMPT}).json()["tokens"]
+        shown = http.post("/detokenize", json={"tokens": run["token_ids"]}).json()["prompt"]
+    assert shown == "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert server.complete(ids, max_tokens=24)["choices"][0]["text"] == run["text"]
+
+
+def test_openais_client_streams_what_it_gets_whole(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=_KEY, max_retries=0, timeout=_WAIT_S)
+    (model,) = client.models.list().data
+    options: dict[str, Any] = {"model": model.id, "temperature": 0.8, "seed": 7, "max_tokens": 20, "n": 2}
+    whole = client.completions.create(prompt=_PROMPT, **options)
+    assert whole.choices[0].text != whole.choices[1].text
+    parts = ["", ""]
+    for chunk in client.completions.create(prompt=_PROMPT, stream=True, **options):
+        for choice in chunk.choices:
+            parts[choice.index] += choice.text
+    assert parts == [choice.text for choice in whole.choices]
+
+    messages: Any = [{"role": "user", "content": "import os"}]
+    asked: dict[str, Any] = {"model": model.id, "messages": messages, "temperature": 0, "max_completion_tokens": 12}
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **asked)
+    assert answer.choices[0].finish_reason == "length"
+    scores = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in scores) == answer.choices[0].message.content
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in scores)
+    *chunks, last = client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+    assert last.usage == answer.usage
+
+
+def test_a_prompts_scores_as_lm_evaluation_harness_asks(server: Server) -> None:
+    answer = server.complete(_PROMPT, max_tokens=1, logprobs=1, echo=True)
+    found = answer["choices"][0]["logprobs"]
+    assert answer["choices"][0]["text"].startswith(_PROMPT)
+    assert len(found["tokens"]) == answer["usage"]["prompt_tokens"] + 1
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    for logprob, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
+        assert logprob <= max(top.values()) <= 0
+    assert found["text_offset"][-1] == len(_PROMPT)
+
+
+def test_four_at_a_time_get_what_each_gets_alone(server: Server) -> None:
+    prompts = [_PROMPT, "import os", "class Cache:", "for i in range("]
+    alone = [server.complete(prompt, max_tokens=32)["choices"] for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda prompt: server.complete(prompt, max_tokens=32)["choices"], prompts)) == alone
+    assert [c["text"] for c in server.complete(prompts, max_tokens=32)["choices"]] == [a[0]["text"] for a in alone]
+
+
+def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
+    server.wait_until_idle()
+    before = server.metrics()["tiermoe_generation_tokens_total",]
+    body = {"prompt": _PROMPT, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert next(response.iter_lines()).startswith("data: {")
+    server.wait_until_idle()
+    with server.client() as http, pytest.raises(httpx.ReadTimeout):  # and one that waits for the whole answer
+        http.post("/v1/completions", json=body, timeout=0.5)
+    server.wait_until_idle()
+    after = server.metrics()
+    assert after["tiermoe_request_success_total", "abort"] == 2
+    assert after["tiermoe_generation_tokens_total",] - before < 2 * 2000
+
+
+def test_the_key_is_asked_for(server: Server) -> None:
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+        assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_ids_and_errors_pass_the_proxy(server: Server) -> None:
+    with server.client() as http:
+        response = http.post("/v1/completions", json={"prompt": "p", "best_of": 3}, headers={"X-Request-Id": "mine"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+        assert response.headers.get_list("x-request-id") == ["mine"]
+        assert http.post("/v1/completions", content=b" " * (5 * 2**20)).status_code == 413
+
+
+def test_metrics_of_server_and_runtime(server: Server) -> None:
+    found = server.metrics()
+    assert found["tiermoe_time_to_first_token_seconds_count",] >= 10
+    assert found["tiermoe_request_queue_time_seconds_sum",] >= 0
+    assert found["tiermoe_expert_hits_total",] > 0
+    assert found["tiermoe_expert_misses_total",] > 0
+    assert found["tiermoe_expert_bytes_loaded_total", "demand"] > 0
+    assert found["tiermoe_kv_cache_usage_ratio",] == 0
+
+
+def test_sigterm_lets_streams_end_and_leaves_nothing(server: Server) -> None:
+    body = {"prompt": _PROMPT, "max_tokens": 64, "ignore_eos": True, "stream": True}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        server.process.terminate()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(timeout=_WAIT_S) == 143
+    assert not psutil.wait_procs(server.family, timeout=30)[1]
+    assert not (server.folder / "tiermoe").exists()
+    assert "Traceback" not in (server.folder / "stderr").read_text()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")

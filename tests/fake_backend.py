@@ -1,0 +1,127 @@
+"""A server over canned events in this process: no Ray, no model, no network."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
+from tiermoe.cluster.api.chat_template import ChatTemplate
+from tiermoe.cluster.api.routes import make_app
+from tiermoe.cluster.api.service import Service
+from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.errors import RuntimeFailure
+
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte: token i is byte i; 256 is a special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = _byte_order(alphabet)
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(by_byte)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def _byte_order(alphabet: Sequence[str]) -> list[str]:
+    printable = [letter for letter in alphabet if ord(letter) < 256]
+    others = iter(sorted(letter for letter in alphabet if ord(letter) >= 256))
+    return [chr(byte) if chr(byte) in printable else next(others) for byte in range(256)]
+
+
+class FakeBackend:
+    """Answers each prompt with bytes, `step` tokens an event.
+
+    Attributes:
+        answers: prompt text -> answer; others are answered with their own text in upper case.
+        hold: while set to an event, every answer waits for it after its first event.
+        cancelled: ids of requests whose consumer left.
+        requests: all that came.
+    """
+
+    def __init__(self, answers: dict[str, bytes] | None = None, *, step: int = 1, max_requests: int = 4) -> None:
+        self.plan: dict[str, Any] = {
+            "model": "/models/fake", "max_requests": max_requests, "max_prompt_tokens": 64, "policy": "next-gate",
+            "lossless": True, "shards": None,
+        }  # fmt: skip
+        self.answers, self.step = answers or {}, step
+        self.last_event_s = time.monotonic()
+        self.hold: asyncio.Event | None = None
+        self.cancelled: list[str] = []
+        self.requests: list[GenerationRequest] = []
+        self.failure: str | None = None
+        self.asked = 0
+        self.open = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+        self.requests.append(request)
+        self.open += 1
+        name, params, ended = request.request_id, request.sampling, False
+        prompt = bytes(request.prompt_ids).decode()
+        tokens = [*self.answers.get(prompt, prompt.upper().encode())]
+        if not params.ignore_eos:
+            tokens.append(EOS)
+        finish = "stop" if len(tokens) <= params.max_tokens and not params.ignore_eos else "length"
+        tokens = tokens[: params.max_tokens]
+        try:
+            for begin in range(0, len(tokens), self.step):
+                part = tuple(tokens[begin : begin + self.step])
+                prompt_scores = score(request.prompt_ids[1:], params.prompt_logprobs) if begin == 0 else ()
+                yield TokenEvent(
+                    name, part, logprobs=score(part, params.logprobs), prompt_logprobs=prompt_scores
+                )
+                if self.hold is not None:
+                    await self.hold.wait()
+                if self.failure is not None:
+                    raise RuntimeFailure(self.failure, "send it again")
+                await asyncio.sleep(0)
+            ended = True
+            yield TokenEvent(name, (), finish, ttft_s=0.01, queue_s=0.002)
+        finally:
+            self.open -= 1
+            if not ended:
+                self.cancelled.append(name)
+
+    async def ask(self, method: str) -> Any:
+        self.asked += 1
+        if self.failure is not None:
+            raise RuntimeFailure(self.failure, "start it again")
+        return {
+            "health": {"state": "serving", "running": self.open},
+            "load": {"running": self.open, "waiting": 0, "kv_usage": 0.25},
+            "stats": EngineStats(layers=[LayerStats(hits=5, misses=2, bytes_loaded_prefetch=64)]),
+        }[method]
+
+
+def score(tokens: Sequence[int], top: int | None) -> tuple[TokenLogprob, ...]:
+    """Token t has log-probability -t/100, and token 0 and its successors are the likeliest."""
+    if top is None:
+        return ()
+    return tuple(TokenLogprob(t, -t / 100, tuple((i, -i / 100) for i in range(top))) for t in tokens)
+
+
+def serving(
+    backend: FakeBackend,
+    *,
+    template: str | None = "{% for m in messages %}{{ m.content }}{% endfor %}",
+    key: str | None = None,
+    limits: LimitSettings | None = None,
+) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
+    """The service, and clients of it."""
+    chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
+    service = Service(backend, byte_tokenizer(), chats, "fake", limits or LimitSettings())
+    app = make_app(service, key)
+
+    def client() -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+    return service, client

@@ -1,0 +1,521 @@
+"""The server over a backend that answers from a table: requests, refusals, streams, limits, the key, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_backend import EOS, FakeBackend, serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiermoe.cluster.api.chat_template import load_chat_template
+from tiermoe.cluster.api.key import read_key
+from tiermoe.cluster.api.schema import finite
+from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.errors import ConfigError
+
+_WAIT_S = 20.0
+Call = Callable[[httpx.AsyncClient], Awaitable[Any]]
+
+
+def ask(backend: FakeBackend, call: Call, **options: Any) -> Any:
+    """What a call on a client of a fresh server returns."""
+
+    async def run() -> Any:
+        service, client = serving(backend, **options)
+        async with client() as http:
+            result = await asyncio.wait_for(call(http), _WAIT_S)
+        assert service.gate.waiting == service.gate.inside == backend.open == 0
+        return result
+
+    return asyncio.run(run())
+
+
+def post(path: str, body: Any, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:
+    headers = options.pop("headers", None)
+    return ask(backend or FakeBackend(), lambda http: http.post(path, json=body, headers=headers), **options)
+
+
+def complete(body: dict[str, Any], backend: FakeBackend | None = None, **options: Any) -> dict[str, Any]:
+    response = post("/v1/completions", {"temperature": 0} | body, backend, **options)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat(body: dict[str, Any], backend: FakeBackend | None = None, **options: Any) -> dict[str, Any]:
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    response = post("/v1/chat/completions", messages | body, backend, **options)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end as OpenAI's do."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def error(response: httpx.Response) -> tuple[int, str | None, str]:
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    return response.status_code, body["param"], body["message"]
+
+
+def test_a_completion() -> None:
+    answer = complete({"prompt": "hi", "model": "fake"})
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "fake"
+    assert answer["choices"] == [{"index": 0, "text": "HI", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_prompts_as_text_and_as_ids_alone_and_in_lists() -> None:
+    ids = list(b"hi")
+    for prompt in ("hi", ids, ["hi"], [ids]):
+        assert complete({"prompt": prompt})["choices"][0]["text"] == "HI"
+    answer = complete({"prompt": ["a", "b"], "n": 2})
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+
+
+def test_what_the_runtime_is_asked() -> None:
+    backend = FakeBackend()
+    body = {"prompt": "p", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": -1, "n": 2,
+            "min_tokens": 3, "ignore_eos": True, "logprobs": 4, "user": "me"}  # fmt: skip
+    complete(body, backend)
+    first, second = (request.sampling for request in backend.requests)
+    assert (first.max_tokens, first.temperature, first.top_p, first.top_k) == (7, 0.5, 0.9, 0)
+    assert (first.min_tokens, first.ignore_eos, first.logprobs, first.prompt_logprobs) == (3, True, 4, None)
+    assert (first.seed, second.seed) == (2**64 - 1, 0)  # each choice draws for itself
+    assert len({request.request_id for request in backend.requests}) == 2
+    backend = FakeBackend()
+    complete({"prompt": "p", "temperature": None}, backend)
+    defaults = backend.requests[0].sampling
+    assert (defaults.max_tokens, defaults.temperature, defaults.seed) == (16, 1.0, None)
+
+
+def test_a_stop_string_ends_the_request_in_the_runtime() -> None:
+    backend = FakeBackend({"p": b"one two three"}, step=3)
+    answer = complete({"prompt": "p", "stop": ["zzz", " tw"]}, backend)
+    assert answer["choices"][0] == {"index": 0, "text": "one", "logprobs": None, "finish_reason": "stop"}
+    assert answer["usage"]["completion_tokens"] == 6
+    assert backend.cancelled == [backend.requests[0].request_id]
+
+
+def test_length_is_said() -> None:
+    answer = complete({"prompt": "hello", "max_tokens": 3})
+    assert answer["choices"][0] == {"index": 0, "text": "HEL", "logprobs": None, "finish_reason": "length"}
+
+
+@pytest.mark.parametrize("step", [1, 2, 64])
+@pytest.mark.parametrize("body", [{}, {"stop": "ü"}, {"n": 3, "max_tokens": 5}, {"logprobs": 2, "echo": True}], ids=str)
+def test_a_stream_gives_what_the_whole_answer_gives(step: int, body: dict[str, Any]) -> None:
+    table = {"p": "grüße 🙂!".encode()}
+    whole = complete({"prompt": "p"} | body, FakeBackend(table, step=step))
+    response = post("/v1/completions", {"prompt": "p", "temperature": 0, "stream": True} | body,
+                    FakeBackend(table, step=step))  # fmt: skip
+    chunks = events(response)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "usage" not in chunks[0]
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if choice["logprobs"] is not None:
+            for key, values in choice["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][key]] == values, key
+
+
+def test_usage_in_a_stream() -> None:
+    body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(post("/v1/completions", body))
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+def test_echo_with_logprobs_scores_the_prompt() -> None:
+    """As lm-evaluation-harness asks: one token, echo, and the log-probability of each prompt token."""
+    backend = FakeBackend()
+    answer = complete({"prompt": [list(b"ab"), list(b"xyz")], "max_tokens": 1, "logprobs": 1, "echo": True}, backend)
+    first, second = answer["choices"]
+    assert (first["text"], second["text"]) == ("abA", "xyzX")
+    assert second["logprobs"] == {
+        "tokens": ["x", "y", "z", "X"],
+        "token_logprobs": [None, -1.21, -1.22, -0.88],
+        "top_logprobs": [None, {"\x00": 0, "y": -1.21}, {"\x00": 0, "z": -1.22}, {"\x00": 0, "X": -0.88}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert first["logprobs"]["token_logprobs"] == [None, -0.98, -0.65]
+    assert backend.requests[0].sampling.prompt_logprobs == 1
+
+
+def test_no_token_at_all_but_the_prompts_scores() -> None:
+    answer = complete({"prompt": "ab", "max_tokens": 0, "logprobs": 0, "echo": True})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.98]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_a_token_that_cannot_come_is_json() -> None:
+    assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)
+
+
+def test_a_chat() -> None:
+    answer = chat({"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9})
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": "HI", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    entry = choice["logprobs"]["content"][0]
+    assert (entry["token"], entry["bytes"], entry["logprob"]) == ("H", [72], -0.72)
+    assert [top["bytes"] for top in entry["top_logprobs"]] == [[0], [1]]
+    assert answer["usage"]["prompt_tokens"] == 2
+
+
+def test_a_chat_fills_the_context_unless_told() -> None:
+    backend = FakeBackend()
+    chat({}, backend)
+    assert backend.requests[0].sampling.max_tokens == 62
+
+
+def test_a_chat_stream_begins_with_the_role() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stream": True, "n": 2}
+    chunks = events(post("/v1/chat/completions", body))
+    deltas: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for chunk in chunks:
+        assert chunk["object"] == "chat.completion.chunk"
+        for part in chunk["choices"]:
+            deltas[part["index"]].append(part["delta"])
+    for found in deltas.values():
+        assert found[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in found) == "HI"
+
+
+def test_the_template_makes_the_prompt() -> None:
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}a:"
+    backend = FakeBackend({"": b""})
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    found = ask(FakeBackend(), lambda http: http.post("/tokenize", json=body), template=template).json()
+    assert found["tokens"] == [*b"u:hi", EOS, *b"a:"]
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "--chat-template"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages.__class__.__mro__ }}", "messages"),
+        ("{% for i in range(10**9) %}{% endfor %}", "messages"),
+    ],
+)
+def test_chats_that_have_no_prompt(template: str | None, words: str) -> None:
+    response = post("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, template=template)
+    status, param, message = error(response)
+    assert (status, param) == (400, "messages")
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [257]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "x" * 64}, "prompt"),
+        ({"prompt": "x" * 60}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"best_of": 2}, "best_of"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"suffix": "x"}, "suffix"),
+        ({"temprature": 1}, "temprature"),
+    ],
+    ids=str,
+)
+def test_refused_with_the_parameters_name(change: dict[str, Any], param: str) -> None:
+    backend = FakeBackend()
+    status, found, message = error(post("/v1/completions", {"prompt": "p"} | change, backend))
+    assert (status, found) == (400, param), message
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"echo": True}, "echo"),
+    ],
+    ids=str,
+)
+def test_chats_refused_with_the_parameters_name(change: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} | change
+    assert error(post("/v1/chat/completions", body))[:2] == (400, param)
+
+
+def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
+    body = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
+    assert complete({"prompt": "hi"} | body)["choices"][0]["text"] == "HI"
+    assert chat({"tools": [], "response_format": {"type": "text"}, "parallel_tool_calls": True})["choices"]
+
+
+def test_other_refusals() -> None:
+    assert error(post("/v1/completions", {"prompt": "p", "model": "other"}))[:2] == (404, "model")
+    assert error(ask(FakeBackend(), lambda http: http.get("/v1/nothing")))[0] == 404
+    assert error(ask(FakeBackend(), lambda http: http.get("/v1/completions")))[0] == 405
+    broken = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": ', headers={
+        "content-type": "application/json"}))  # fmt: skip
+    assert error(broken)[0] == 400
+    assert "JSON" in error(broken)[2]
+
+
+def test_the_runtimes_failure_is_503_and_in_a_stream_an_event() -> None:
+    backend = FakeBackend()
+    backend.failure = "the worker died"
+    assert error(post("/v1/completions", {"prompt": "hi"}, backend))[0] == 503
+    *_, last = events(post("/v1/completions", {"prompt": "hi", "stream": True}, backend))
+    assert "the worker died" in last["error"]["message"]
+
+
+def test_the_key_opens_everything_but_health() -> None:
+    async def call(http: httpx.AsyncClient) -> list[tuple[int, str]]:
+        good = {"Authorization": "Bearer sesame"}
+        paths = ["/v1/models", "/metrics", "/version", "/ready", "/docs", "/openapi.json"]
+        found = []
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}, good):
+            found += [(await http.get(path, headers=headers)).status_code for path in paths]
+            body = {"prompt": "hi"}
+            found.append((await http.post("/v1/completions", json=body, headers=headers)).status_code)
+        found.append((await http.get("/health")).status_code)
+        return found
+
+    assert ask(FakeBackend(), call, key="sesame") == [401] * 21 + [200] * 8
+
+
+def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        for _ in range(8):
+            yield b" " * 512
+
+    async def call(http: httpx.AsyncClient) -> list[int]:
+        said = await http.post("/v1/completions", content=b" " * 2000)
+        unsaid = await http.post("/v1/completions", content=stream())
+        return [said.status_code, unsaid.status_code]
+
+    assert ask(FakeBackend(), call, limits=LimitSettings(body_bytes=1024)) == [413, 413]
+
+
+def test_request_ids_come_back() -> None:
+    async def call(http: httpx.AsyncClient) -> list[tuple[str, str]]:
+        found = []
+        for given in ("mine-1", "not a word"):
+            response = await http.post("/v1/completions", json={"prompt": "p"}, headers={"X-Request-Id": given})
+            found.append((response.headers["x-request-id"], response.json()["id"]))
+        return found
+
+    (name, answer), (other, _) = ask(FakeBackend(), call)
+    assert (name, answer) == ("mine-1", "cmpl-mine-1")
+    assert other != "not a word"
+
+
+def test_a_full_queue_is_429_and_moves_on() -> None:
+    async def call(http: httpx.AsyncClient) -> tuple[httpx.Response, list[int]]:
+        backend.hold = asyncio.Event()
+        body = {"prompt": "hello"}
+        running = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+        while len(backend.requests) < 1:
+            await asyncio.sleep(0)
+        refused = await http.post("/v1/completions", json=body)
+        backend.hold.set()
+        return refused, [(await task).status_code for task in running]
+
+    backend = FakeBackend(max_requests=1)
+    refused, others = ask(backend, call, limits=LimitSettings(waiting=1))
+    assert error(refused)[0] == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert others == [200, 200]
+    assert error(post("/v1/completions", {"prompt": "p", "n": 3}, FakeBackend(max_requests=1),
+                      limits=LimitSettings(waiting=1)))[0] == 429  # all choices or none  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
+    """Below HTTP: what the server sees is a disconnect while the answer is held."""
+
+    async def run() -> None:
+        backend = FakeBackend()
+        backend.hold = asyncio.Event()
+        service, client = serving(backend)
+        body = json.dumps({"prompt": "hello", "stream": stream, "n": 2}).encode()
+        inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+            "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+            "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+
+        async def send(message: Any) -> None:
+            return None
+
+        call = asyncio.create_task(client()._transport.app(scope, inbox.get, send))  # type: ignore[attr-defined]
+        while backend.open < 2:
+            await asyncio.sleep(0)
+        inbox.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(call, _WAIT_S)
+        while backend.open or service.gate.inside:
+            await asyncio.sleep(0)
+        assert len(backend.cancelled) == 2
+        assert service.gate.waiting == 0
+        assert 'finished_reason="abort"} 2.0' in service.metrics.page().decode()
+
+    asyncio.run(asyncio.wait_for(run(), _WAIT_S))
+
+
+def test_tokenize_and_back() -> None:
+    found = post("/tokenize", {"prompt": "hé"}).json()
+    assert found == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 64}
+    assert post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "hé"}
+    assert error(post("/tokenize", {}))[0] == 400
+
+
+def test_models_version_and_readiness() -> None:
+    async def call(http: httpx.AsyncClient) -> list[Any]:
+        models = (await http.get("/v1/models")).json()
+        assert models["data"][0]["id"] == "fake"
+        assert "tiermoe" in (await http.get("/version")).json()
+        ready = await http.get("/ready")
+        backend.failure = "the worker died"
+        return [ready.status_code, (await http.get("/ready")).status_code, (await http.get("/health")).status_code]
+
+    backend = FakeBackend()
+    assert ask(backend, call) == [200, 503, 200]
+
+
+def test_metrics_parse_and_count() -> None:
+    async def call(http: httpx.AsyncClient) -> str:
+        await http.post("/v1/completions", json={"prompt": "hi", "n": 2})
+        await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+        first = await http.get("/metrics")
+        asked = backend.asked
+        assert (await http.get("/metrics")).status_code == 200
+        assert backend.asked == asked  # the runtime is not asked at every scrape
+        return first.text
+
+    backend = FakeBackend()
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(ask(backend, call))
+        for sample in family.samples
+    }
+    assert found["tiermoe_request_success_total", "stop"] == 2
+    assert found["tiermoe_request_success_total", "length"] == 1
+    assert found["tiermoe_prompt_tokens_total",] == 9
+    assert found["tiermoe_generation_tokens_total",] == 8
+    assert found["tiermoe_time_to_first_token_seconds_count",] == 3
+    assert found["tiermoe_inter_token_latency_seconds_count",] == 5
+    assert found["tiermoe_e2e_request_latency_seconds_count",] == 3
+    assert found["tiermoe_request_queue_time_seconds_count",] == 3
+    assert found["tiermoe_expert_hits_total",] == 5
+    assert found["tiermoe_expert_bytes_loaded_total", "prefetch"] == 64
+    assert found["tiermoe_kv_cache_usage_ratio",] == 0.25
+    wanted = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
+    assert all((f"tiermoe_{name}_total",) in found for name in wanted)
+    assert {("tiermoe_num_requests_running",), ("tiermoe_num_requests_waiting",)} <= set(found)
+
+
+def test_the_plain_template_that_ships() -> None:
+    template = load_chat_template(default_model_dir(), configs_dir() / "serve" / "plain-chat.jinja")
+    assert template is not None
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert template.render(messages) == "system: Be brief.\nuser: hi\nassistant:"
+
+
+def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path, None) is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "{{ bos_token }}D"}]
+    settings = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_chat_template(tmp_path, None)
+    assert found is not None
+    assert found.render([]) == "<s>D"
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert load_chat_template(tmp_path, None).render([]) == "own file"  # type: ignore[union-attr]
+    (tmp_path / "bad").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        load_chat_template(tmp_path, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two words", "naïve"])
+def test_key_files_that_hold_no_key(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="key file"):
+        read_key(str(tmp_path / "key"))
+
+
+def test_a_key_file() -> None:
+    assert read_key(None) is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key("/nowhere/key")
+
+
+def test_applications_are_checked_before_anything_starts() -> None:
+    build = pytest.importorskip("tiermoe.cluster.api.app").build
+    for args in ({"colour": "red"}, {"limits": {"waiting": -1}}, {"deployment": "abcdef", "config": "laptop"}):
+        with pytest.raises(ConfigError):
+            build(args)
+
+
+def test_a_port_is_ours_alone() -> None:
+    server = pytest.importorskip("tiermoe.cluster.api.server")
+    held = server.PortReservation("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match="choose another --port"):
+            server.PortReservation("127.0.0.1", held.port)
+        with socket.socket() as proxy:  # as Serve binds it
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            proxy.bind(("127.0.0.1", held.port))
+    finally:
+        held.close()
