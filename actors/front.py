@@ -1,7 +1,7 @@
 """The front of a model, for a node without store files: everything that is no routed expert.
 
-Configuration, tokenizer, manifest and dense weights come from a store over its channel, in bounded pieces, and are
-checked against the manifest's digests before anything reads them. NumPy only.
+Configuration, tokenizer, manifest, dense weights and the tables of its replicas come from a store over its channel, in
+bounded pieces, and are checked against the manifest's digests before anything reads them. NumPy only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..errors import MessageError, PeerLost, RuntimeFailure, StoreError
+from ..errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError
 from ..proto.channel import Channel
 from ..proto.messages import FileReply, FileRequest
 from .expert_store import ExpertStore, StoreView
 from .links import StoreLink
+from .replica_format import REPLICAS_NAME, read_replicas
 from .settings import StoreSettings
 from .store_format import MANIFEST_NAME, FileRecord, Manifest, decode_manifest
 from .store_readers import open_store_channel
@@ -49,6 +50,7 @@ def fetch_front(stores: Sequence[StoreLink], folder: Path, settings: StoreSettin
         (folder / MANIFEST_NAME).write_bytes(data)
         for record in (manifest.dense, *manifest.extras):
             _fetch_file(source, record, folder)
+        _fetch_tables(source, manifest, folder)
     finally:
         source.close()
     return front_view(folder, manifest)
@@ -101,6 +103,17 @@ def front_here(view: StoreView, stores: Sequence[StoreLink], settings: StoreSett
         yield Path(folder)
 
 
+def _fetch_tables(source: _Front, manifest: Manifest, folder: Path) -> None:
+    """What calibration measured, where the store has replicas (`describe_replicas` with tables_only)."""
+    try:
+        (folder / REPLICAS_NAME).write_bytes(source.read(REPLICAS_NAME))
+    except _NotGiven:
+        return
+    replicas = read_replicas(folder, manifest)
+    if replicas is not None:
+        _fetch_file(source, replicas.losses, folder)
+
+
 def _fetch_file(source: _Front, record: FileRecord, folder: Path) -> None:
     digest = hashlib.sha256()
     path = folder / record.file
@@ -117,6 +130,10 @@ def _fetch_file(source: _Front, record: FileRecord, folder: Path) -> None:
         )
 
 
+class _NotGiven(StoreError):
+    """Every store refused to give a file."""
+
+
 class _Front:
     """Pieces of files from the first store that gives them."""
 
@@ -127,12 +144,16 @@ class _Front:
 
     def manifest(self) -> tuple[bytes, Manifest]:
         """The manifest, as bytes too, which carry their own digest."""
-        first = self._piece(MANIFEST_NAME, 0, PIECE_BYTES)
-        if first.size > _MOST_MANIFEST_BYTES:
-            raise StoreError(f"the manifest of {self.name} has {first.size} bytes", "see whether it is a store")
-        data = first.data.tobytes()
-        data += b"".join(self.pieces(MANIFEST_NAME, first.size, len(data)))
+        data = self.read(MANIFEST_NAME)
         return data, decode_manifest(data, f"the manifest of {self.name}")
+
+    def read(self, name: str) -> bytes:
+        """A file that nothing says the size of but the store."""
+        first = self._piece(name, 0, PIECE_BYTES)
+        if first.size > _MOST_MANIFEST_BYTES:
+            raise StoreError(f"{name} of {self.name} has {first.size} bytes", "see whether it is a store")
+        data = first.data.tobytes()
+        return data + b"".join(self.pieces(name, first.size, len(data)))
 
     def pieces(self, name: str, size: int, offset: int = 0) -> Iterator[memoryview]:
         """The bytes of a file from `offset` on, in order."""
@@ -153,21 +174,24 @@ class _Front:
     def _piece(self, name: str, offset: int, length: int) -> FileReply:
         until_s = time.monotonic() + self._settings.deadline_s
         problems: dict[str, str] = {}
-        while True:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise StoreError(
-                    f"{name} was not had from a store ({'; '.join(f'{n}: {p}' for n, p in problems.items())})",
-                    "see whether the nodes with the stores are up",
-                )
+        refused: set[str] = set()
+        while (left_s := until_s - time.monotonic()) > 0 and len(refused) < len(self._stores):
             try:
-                return self._ask(FileRequest(name, offset, length), left_s / max(1, len(self._stores)))
+                return self._ask(FileRequest(name, offset, length), left_s / len(self._stores))
             except RuntimeFailure as failure:
-                problems[self._stores[0].name] = str(failure)
+                store = self._stores.pop(0)
+                self._stores.append(store)
+                problems[store.name] = str(failure)
+                if isinstance(failure, RemoteFailure):
+                    refused.add(store.name)
                 self.close()
-                self._stores.append(self._stores.pop(0))
                 if len(problems) == len(self._stores):
-                    time.sleep(min(_LOOK_S, max(0.0, left_s)))  # all are gone: one may come back
+                    time.sleep(min(_LOOK_S, left_s))  # none gives it now: one may come back
+        kind = _NotGiven if len(refused) == len(self._stores) else StoreError
+        raise kind(
+            f"{name} was not had from a store ({'; '.join(f'{n}: {p}' for n, p in problems.items())})",
+            "see whether the nodes with the stores are up",
+        )
 
     def _ask(self, request: FileRequest, deadline_s: float) -> FileReply:
         if self._channel is None:

@@ -79,14 +79,15 @@ class GpuWorker:
         with front_here(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
             if settings.policy.replica_widths:
-                replicas = describe_replicas(folder, verify="stamp")
+                fetched = bool(self._stores) and not self._view.layers
+                replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
                 tables = None if replicas is None else read_tables(replicas)
         blocks = find_blocks(self._model, manifest)
         pinned = None
         if device.executor == "real":
             mapped = self._sources.mapped
             layers_pinned = [device.pin_host(layer.tensors) for layer in mapped]  # all layers, even after a failure
-            pinned = all(layers_pinned)
+            pinned = all(layers_pinned) and self._sources.remote is None
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards
@@ -96,6 +97,7 @@ class GpuWorker:
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        self._plan["stores"] = self._sources.describe()
         return self._plan
 
     def plan(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Kept(Generic[T]):
         connect: makes a connection, once the peer said that it is the one that is meant and well. What it raises is
             kept as the problem, and it is called again.
         hang_up: ends one; may take its time.
+        ended: why a connection is of no more use; None while it is.
         changed: notified when one is made or lost; several may share it. None: its own.
 
     Attributes:
@@ -33,9 +34,10 @@ class Kept(Generic[T]):
         name: str,
         connect: Callable[[], T],
         hang_up: Callable[[T], None],
+        ended: Callable[[T], str | None],
         changed: threading.Condition | None = None,
     ) -> None:
-        self.name, self._connect, self._hang_up = name, connect, hang_up
+        self.name, self._connect, self._hang_up, self._ended = name, connect, hang_up, ended
         self._changed = changed if changed is not None else threading.Condition()
         self._current: T | None = None
         self._lost_s = time.monotonic()
@@ -47,18 +49,22 @@ class Kept(Generic[T]):
 
     @property
     def current(self) -> T | None:
-        """The connection; None while there is none."""
-        return self._current
+        """The connection; None while there is none. Looks whether it ended."""
+        connection = self._current
+        if connection is not None and (why := self._ended(connection)) is not None:
+            self.lost(connection, why)
+            return None
+        return connection
 
     @property
     def lost_s(self) -> float | None:
         """Since when there is none, `time.monotonic` seconds; None while there is one."""
-        return None if self._current is not None else self._lost_s
+        return None if self.current is not None else self._lost_s
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there is a connection within this time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._current is not None, timeout_s)
+            return self._changed.wait_for(lambda: self.current is not None, timeout_s)
 
     def lost(self, connection: T, why: str) -> None:
         """This connection is of no more use; nothing if another took its place."""

@@ -99,13 +99,14 @@ class ReplicaTables:
 
 
 def describe_replicas(
-    store: str | os.PathLike[str], verify: Literal["full", "stamp"] = "full"
+    store: str | os.PathLike[str], verify: Literal["full", "stamp"] = "full", tables_only: bool = False
 ) -> ReplicaView | None:
     """Verify the replicas of a store: manifest, lengths, headers, shapes, SHA-256, finite scales and tables.
 
     Args:
         verify: "full" reads every file; "stamp" skips those whose size, modification time and inode are those of an
             earlier full verification, recorded in the folder.
+        tables_only: look at the file of `read_tables` alone; the view has no layers. For a node without the others.
 
     Returns:
         None where the store has no replicas.
@@ -120,7 +121,8 @@ def describe_replicas(
         return None
     experts = main.experts
     files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE)
-    stamps = {record.file: files.stamp(record) for record in manifest.records()}
+    records = (manifest.losses,) if tables_only else manifest.records()
+    stamps = {record.file: files.stamp(record) for record in records}
 
     def file_view(record: FileRecord, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> ReplicaFileView:
         arrays = files.arrays(record.file, tensors)
@@ -139,16 +141,17 @@ def describe_replicas(
         layers={
             bits: tuple(file_view(file, layer_tensors(bits)) for file in manifest.files if file.bits == bits)
             for bits in manifest.widths
+            if not tables_only
         },
         tables=file_view(
             manifest.losses, table_tensors(len(main.layers), experts.num_experts, len(manifest.widths))
         ),
     )
     known = files.read_stamps() if verify == "stamp" else {}
-    doubtful = [record for record in manifest.records() if known.get(record.file) != stamps[record.file]]
+    doubtful = [record for record in records if known.get(record.file) != stamps[record.file]]
     files.check_hashes(doubtful)
     _check_values(view, {record.file for record in doubtful})
-    if known != stamps:
+    if known != stamps and not tables_only:
         files.write_stamps(stamps)
     return view
 

@@ -20,7 +20,9 @@ from .settings import StoreSettings
 from .store_format import Manifest, manifest_digest
 from .verified_files import NUMPY_TYPES
 
-PART_BYTES = 16 << 20  # of one message: a larger expert comes in several, in neurons
+# Of one message: a larger expert comes in several, in neurons, so that one part is written, one travels and one is read
+# at the same time. Measured from 1 to 16 MiB over gRPC: 1.45 GB/s at 2 MiB, 0.91 at 16.
+PART_BYTES = 2 << 20
 _CONNECT_S = 2.0
 # Bulk fills the way for longer than the messages of a layer do: give signs of life more time, and do not ask for an
 # answer that is on its way, for it would be sent twice.
@@ -52,7 +54,13 @@ class ChannelReader:
 
     @property
     def transport(self) -> str:
+        """ "shm" or "grpc"."""
         return self._channel.transport
+
+    @property
+    def ended(self) -> str | None:
+        """Why the channel is of no more use; None while it is."""
+        return self._channel.closed_because
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         shape = self._manifest.experts
@@ -114,6 +122,7 @@ class RefReader:
     """Over Ray: the store puts experts into its node's object store, and Ray carries them to this one's."""
 
     transport = "ray"
+    ended = None  # nobody tells: the next question does
 
     def __init__(self, store: ActorStore, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +36,7 @@ from ..proto.messages import (
 from .expert_store import ExpertStore, LayerArrays, StoreView
 from .links import Directory, store_name
 from .object_refs import RefBook
+from .replica_format import REPLICAS_NAME, read_replicas
 from .store_format import MANIFEST_NAME, REBUILD, manifest_digest
 from .verified_files import check_unchanged
 
@@ -76,7 +79,10 @@ class StoreWorker:
         }
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
-        self._front = {MANIFEST_NAME} | {record.file for record in (manifest.dense, *manifest.extras)}
+        self._front = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
+        with suppress(StoreError):  # replicas of no use are the NDP worker's to refuse
+            replicas = read_replicas(Path(self._view.path), manifest)
+            self._front |= set() if replicas is None else {REPLICAS_NAME, replicas.losses.file}
         self._lock = threading.Lock()
         self._experts_sent = self._bytes_sent = 0
         self._refs = RefBook(ref_bytes)
@@ -198,11 +204,13 @@ class StoreWorker:
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
+                if request.offset > size:
+                    raise StoreError(f"{request.name} of {self._name} has {size} bytes", "ask for what is there")
                 file.seek(request.offset)
-                data = file.read(min(request.length, self._most))
-        except (OSError, OverflowError, ValueError) as error:
-            raise StoreError(f"{path} cannot be read ({error})", REBUILD) from error
-        return FileReply(request.name, request.offset, max(size, request.offset), np.frombuffer(data, np.uint8))
+                data = file.read(min(request.length, self._most, size - request.offset))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read ({error.strerror})", REBUILD) from error
+        return FileReply(request.name, request.offset, size, np.frombuffer(data, np.uint8))
 
     def _count(self, experts: int, nbytes: int) -> None:
         with self._lock:

@@ -222,7 +222,8 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
     if config.ray.address is None and cpus is not None and cpus < needed:
         shards, ndp = config.cluster.shards, ndp_workers(config, policy)
         times = f" on each of {shards} GPUs" if shards > 1 else ""
-        near = f", {f'{ndp} NDP workers' if ndp > 1 else 'the NDP worker'}'s {config.ndp.threads}" if ndp else ""
+        who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
+        near = f", {who} {config.ndp.threads}" if ndp else ""
         raise ConfigError(
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",

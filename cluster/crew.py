@@ -133,7 +133,7 @@ class Crew:
         from ..actors.shard_worker import ShardWorker
 
         stores = self._stores_for(planned)
-        named = {"layers": planned.layers, "stores": stores} if stores else {}
+        named: dict[str, Any] = {"layers": planned.layers, "stores": stores} if stores else {}
         return self._keep(
             planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token, **named
         )
@@ -183,8 +183,8 @@ class Crew:
             threads: of its arithmetic libraries, where that is not what the whole Ray was started with.
         """
         options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
-        if threads is not None and not self._local:  # a local Ray would have to start a process for an environment
-            options["runtime_env"] = {"env_vars": thread_limits(threads)}
+        if threads not in (None, self._settings.threads) and not self._local:  # where Ray starts a process for it
+            options["runtime_env"] = {"env_vars": thread_limits(threads or 1)}
         handle = self._placement.make(planned, plain, *args, options=options, **named)
         self.actors[role_of(planned)] = handle
         return handle

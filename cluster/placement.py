@@ -62,7 +62,7 @@ class Placement:
                 [dict(bundle) for bundle in group.bundles],
                 strategy=group.strategy,
                 name=f"{self._name}/{group.name}",
-                bundle_label_selector=selectors if any(selectors) else None,  # type: ignore[arg-type]
+                bundle_label_selector=selectors if any(selectors) else None,
             )
         patience_s = time.monotonic() + _PATIENCE_S
         told = self._local

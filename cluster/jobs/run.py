@@ -147,7 +147,8 @@ def as_record(job: RunJob, result: RunResult) -> dict[str, Any]:
         "sampling": asdict(job.sampling),
         **result.stats.as_dict(),
         "plan": plan,
-        "topology": result.planned.as_dict(),
+        "topology": result.planned.topology.as_dict() | {"notes": list(result.planned.notes)},
+        "prediction": result.planned.prediction.as_dict(),
         "versions": versions(),
     }
 

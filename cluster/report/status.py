@@ -30,8 +30,8 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
         yield Text("")
     if record["counters"] is not None:
         yield facts("Since the start", _counters(record))
-    if len(record.get("gpus", ())) > 1:
-        yield _gpus(record["gpus"])
+    if len(gpus := record.get("gpus", ())) > 1:
+        yield _gpus(gpus)
 
 
 def _actors(record: Mapping[str, Any]) -> Table:

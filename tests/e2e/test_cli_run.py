@@ -63,6 +63,8 @@ def test_the_budget_holds_and_the_numbers_add_up(result: dict[str, Any]) -> None
     assert sum(layer["misses"] for layer in result["layers"]) == result["misses"] > 0
     assert len(result["layers"]) == plan["moe_layers"]
     assert result["bytes_loaded"] % plan["slot_bytes"] == 0
+    assert [actor["name"] for actor in result["topology"]["actors"]] == ["lead", "store-0"]
+    assert result["prediction"]["label"] == "predicted"
     assert (result["ndp_tokens"], result["substitutions"], result["dropped"]) == (0, 0, 0)
 
 
@@ -100,7 +102,8 @@ def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code:
     with _streaming() as process:
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        assert process.wait(timeout=60) == code
+        ended = process.wait(timeout=60)
+        assert ended == code, process.stderr.read()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

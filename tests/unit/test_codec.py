@@ -23,6 +23,8 @@ from tiermoe.proto.messages import (
     Context,
     ExpertResult,
     Failure,
+    FileReply,
+    FileRequest,
     HealthReport,
     HealthRequest,
     Message,
@@ -59,6 +61,10 @@ MESSAGES: list[Message] = [
     Failure("StoreError", "what", "remedy"),
     StoreRequest(1, np.array([3, 1], np.int32)),
     StoreReply(1, np.array([3], np.int32), {"gate_up": np.ones((1, 2, 3), np.float16), "q": np.ones((1, 5), np.uint8)}),
+    StoreRequest(1, np.array([3], np.int32), first=2**31, neurons=7),
+    StoreReply(0, np.array([], np.int32), {}, first=9),
+    FileRequest("config.json", 2**40, 4096),
+    FileReply("config.json", 2, 5, np.array([1, 2, 255], np.uint8)),
     Acknowledged(),
 ]
 
@@ -134,6 +140,9 @@ BAD: list[tuple[str, Message]] = [
     ("layer of text", replace(batch(), layer="x")),  # type: ignore[arg-type]
     ("objects", StoreReply(1, np.array([1], _i32), {"a": np.array([None])})),
     ("tensor without rows", StoreReply(1, np.array([1], _i32), {"a": np.ones((2, 2), _F32)})),
+    ("file bytes of int32", FileReply("a", 0, 4, np.zeros(1, _i32))),  # type: ignore[arg-type]
+    ("offset below 0", FileRequest("a", -1, 1)),
+    ("neurons below 0", StoreRequest(0, np.array([1], _i32), 0, -1)),
     ("no message", "text"),  # type: ignore[list-item]
 ]
 
@@ -164,6 +173,11 @@ REFUSED: list[tuple[str, Message]] = [
     ("hot key out of range", PlacementCommand(np.array([-1], _i32), False, True)),
     ("key out of range", PrefetchCommand(0, 0, np.array([128], _i32), np.ones(1, _F32))),
     ("too many experts", Context(0, 0, np.ones(1, np.int64), np.ones((1, 1), _F32), np.ones((1, 17), _F32))),
+    ("a file of no length", FileRequest("config.json", 0, 0)),
+    ("more of a file than a message", FileRequest("config.json", 0, 2**31)),
+    ("a long file name", FileRequest("x" * 257, 0, 1)),
+    ("a long file name, answered", FileReply("x" * 257, 0, 1, np.zeros(1, np.uint8))),
+    ("more than the file", FileReply("config.json", 3, 4, np.zeros(2, np.uint8))),
     ("infinite weights", StoreReply(0, np.array([0], _i32), {"w": np.full((1, 1), np.inf, _F32)})),
 ]
 

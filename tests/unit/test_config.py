@@ -23,6 +23,7 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
+from tiermoe.cluster.topology.local import LocalRay, local_ray
 from tiermoe.cluster.topology.settings import ClusterConfig
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
@@ -222,3 +223,20 @@ def test_settings_are_frozen() -> None:
     config: Any = RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.budget = "1"
+
+
+def test_cpus_of_a_local_ray_are_those_of_all_actors() -> None:
+    actors = {"threads": 2, "ndp": {"threads": 3}, "cluster": {"shards": 2, "ndp_workers": 2}}
+    config = load_run_config(None, actors | {"policy": "context-ndp-full", "ray": {"num_cpus": 9}})
+    match = "the worker's 2 threads on each of 2 GPUs, 2 NDP workers with 3 and the store need 11"
+    with pytest.raises(ConfigError, match=match):
+        engine_settings(config)
+    more = config.model_copy(update={"ray": config.ray.model_copy(update={"num_cpus": None})})
+    assert local_ray(more, engine_settings(more)) == LocalRay(11, {"ndp": 2.0})
+
+
+def test_options_of_the_cluster_are_named_as_they_are_written() -> None:
+    with pytest.raises(ConfigError, match=r"^--shards is 65; input should be less than or equal to 64$"):
+        load_run_config(None, {"cluster": {"shards": 65}})
+    with pytest.raises(ConfigError, match=r"^--ndp-workers is 'many'"):
+        load_run_config(None, {"cluster": {"ndp_workers": "many"}})

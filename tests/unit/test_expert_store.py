@@ -13,58 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from handmade_store import LAYERS, layer_values, write_store
 
 from tiermoe.actors.expert_store import ExpertStore, open_views
-from tiermoe.actors.store_format import (
-    MANIFEST_NAME,
-    DenseFile,
-    ExpertShape,
-    FileRecord,
-    LayerFile,
-    Manifest,
-    build_header,
-    encode_manifest,
-    layer_name,
-)
+from tiermoe.actors.store_format import MANIFEST_NAME, layer_name
 from tiermoe.errors import StoreError
-
-SHAPE = ExpertShape(num_experts=3, hidden=8, intermediate=5, gates=2, has_bias=True)
-LAYERS = 2
-
-
-def record(path: Path, data: bytes) -> dict[str, Any]:
-    path.write_bytes(data)
-    return {"file": path.name, "nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def layer_values(index: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(index)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPE.stacked().items()}
-
-
-def write_store(folder: Path) -> Path:
-    folder.mkdir()
-    layers = []
-    for index in range(LAYERS):
-        values = layer_values(index)
-        head, _ = build_header({name: ("F32", array.shape) for name, array in values.items()})
-        data = head + b"".join(array.tobytes() for array in values.values())
-        layers.append(LayerFile(index=index, module=f"m.{index}", **record(folder / layer_name(index), data)))
-    head, _ = build_header({"norm": ("F32", (8,))})
-    manifest = Manifest(
-        format_version=1,
-        model="tiny",
-        architecture="Tiny",
-        dtype="float32",
-        transformers_version="5",
-        experts=SHAPE,
-        layers=tuple(layers),
-        dense=DenseFile(tied=(), **record(folder / "dense.safetensors", head + bytes(32))),
-        extras=(FileRecord(**record(folder / "config.json", b"{}")),),
-        source=(),
-    )
-    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
-    return folder
 
 
 @pytest.fixture
@@ -211,3 +164,48 @@ def test_opening_needs_no_torch(store: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_slice_needs_only_its_own_layers(store: Path) -> None:
+    (store / layer_name(0)).unlink()
+    opened = ExpertStore(store, layers=[1])
+    (layer,) = opened.layers
+    assert layer.index == 1
+    np.testing.assert_array_equal(layer.down, layer_values(1)["down"])
+    view = opened.describe()
+    assert [found.index for found in view.layers] == [1]
+    assert len(view.manifest.layers) == LAYERS
+    assert [arrays.index for arrays in open_views(view)] == [1]
+    assert opened.health().layers == 1
+    assert opened.health().nbytes == sum(
+        record.nbytes for record in view.manifest.files() if record.file != layer_name(0)
+    )
+    with pytest.raises(StoreError, match="missing"):
+        ExpertStore(store, "stamp")
+    with pytest.raises(StoreError, match=layer_name(0)):
+        ExpertStore(store, "stamp", layers=[0])
+
+
+def test_a_slice_of_nothing_still_has_the_front(store: Path) -> None:
+    for index in range(LAYERS):
+        (store / layer_name(index)).unlink()
+    assert ExpertStore(store, layers=[]).describe().layers == ()
+    (store / "config.json").write_bytes(b"[]")
+    with pytest.raises(StoreError, match=r"config\.json"):
+        ExpertStore(store, layers=[])
+
+
+def test_a_slice_with_a_layer_that_there_is_not(store: Path) -> None:
+    with pytest.raises(StoreError, match="0 to 1, not 2"):
+        ExpertStore(store, layers=[0, 2])
+
+
+def test_slices_of_one_folder_keep_each_others_stamps(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ExpertStore(store, layers=[0])
+    ExpertStore(store, "stamp", layers=[1])
+    monkeypatch.setattr("tiermoe.actors.verified_files.VerifiedFiles.check_hashes", _hashes_nothing)
+    ExpertStore(store, "stamp")
+
+
+def _hashes_nothing(files: Any, records: Any) -> None:
+    assert not records

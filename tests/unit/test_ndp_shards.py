@@ -21,7 +21,7 @@ from tiermoe.actors.settings import EngineSettings, NdpSettings, PlacementSettin
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.proto.messages import PlacementCommand
+from tiermoe.proto.messages import ExpertBatch, PlacementCommand
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
@@ -182,6 +182,14 @@ def test_places_that_do_not_fit_one_gpu_are_refused(store: ExpertStore, links: l
         shard.close()
 
 
+def _one_row(layer: int, experts: list[int], decode: bool = False) -> ExpertBatch:
+    n = len(experts)
+    return ExpertBatch(
+        layer, np.array(experts, np.int32), np.zeros(n, np.uint8), np.arange(n + 1, dtype=np.int32),
+        np.zeros(n, np.int32), np.full(n, 0.5, np.float32), np.ones((1, 32), np.float32), decode=decode,
+    )  # fmt: skip
+
+
 def test_a_shard_holds_what_it_is_told(store: ExpertStore) -> None:
     shard = ShardWorker(_settings("context", 2), 1, store.describe().path, Noticeboard())
     try:
@@ -191,12 +199,20 @@ def test_a_shard_holds_what_it_is_told(store: ExpertStore) -> None:
             assert set(cache.residency.held()) == set(keys)
         with pytest.raises(StoreError, match="no expert 16"):
             shard.handle(PlacementCommand(np.array([16], np.int32), False, False))
+        shard.handle(_one_row(0, [1, 3, 5, 7]))  # a prompt takes turns with itself before it takes their slots
+        held = set(cache.residency.held())
+        assert {9, 11} < held
         shard.handle(PlacementCommand(np.array([], np.int32), True, False))  # holds them no longer, but drops none
-        assert set(cache.residency.held()) == {9, 11}
+        assert set(cache.residency.held()) == held
+        shard.handle(_one_row(0, [1, 3, 5, 7]))
+        assert set(cache.residency.held()) == {1, 3, 5, 7}
+        assert cache.stats.total().bytes_demanded_decode == 0
         cache.flush()
         assert cache.stats.bytes_preloaded == 3 * cache.residency.slot_bytes
         assert cache.stats.total().bytes_loaded_migration == cache.residency.slot_bytes  # of 11
-        assert cache.stats.total().bytes_loaded_demand == cache.stats.total().bytes_loaded_prefetch == 0
+        assert cache.stats.total().bytes_loaded_prefetch == 0
+        shard.handle(_one_row(0, [1], decode=True))
+        assert cache.stats.total().bytes_demanded_decode == cache.residency.slot_bytes
         cache.check_integrity()
     finally:
         shard.close()

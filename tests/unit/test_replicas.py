@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from typer.testing import CliRunner
 
 from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.front import fetch_front
+from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
 from tiermoe.actors.replica_format import REPLICA_STAMP_NAME, REPLICAS_NAME, replica_name
 from tiermoe.actors.replica_store import describe_replicas, open_replicas, read_tables
+from tiermoe.actors.settings import StoreSettings
+from tiermoe.actors.store_worker import StoreWorker
 from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, is_store, prepare, replica_job
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_texts, read_windows
 from tiermoe.cluster.jobs.prepare.capture import open_inputs
@@ -121,6 +126,21 @@ def test_tables_count_what_the_router_chose(made: Path, checkpoint: Path, calibr
     assert counts.sum() == windows.tokens * 2 * 2
     assert np.abs(tables.counts - counts).sum() <= 4  # a near tie may fall the other way
     assert tables.scores == pytest.approx(scores, abs=1.0)
+
+
+def test_the_tables_travel_to_a_node_without_the_store(made: Path, tmp_path: Path) -> None:
+    with closing(StoreWorker(str(made), verify="stamp", directory=(board := Noticeboard()))):
+        link = StoreLink("store/0", (), PeerLink(board, name="store/0"))
+        fetch_front([link], tmp_path, StoreSettings())
+    view = describe_replicas(tmp_path, tables_only=True)
+    assert view is not None
+    assert view.layers == {}
+    here, there = read_tables(view), read_tables(describe_replicas(made))  # type: ignore[arg-type]
+    assert here.widths == there.widths
+    assert np.array_equal(here.losses, there.losses)
+    assert np.array_equal(here.counts, there.counts)
+    with pytest.raises(StoreError, match="missing from the replicas"):
+        describe_replicas(tmp_path)
 
 
 def test_a_store_without_replicas(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,18 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray.exceptions as rex
-from fakes import FakeWorker, fake_plan
+from fakes import FAKE_FACTS, FakeWorker, fake_plan
 from rich.console import Console
 from safetensors.numpy import save_file
 
 from tiermoe.actors.settings import EngineSettings, LinkSettings
-from tiermoe.cluster.config import load_policy
+from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.failures import as_failure
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.report.plan import plan_table
 from tiermoe.cluster.report.summary import summary_table
 from tiermoe.cluster.report.tables import seconds, size
 from tiermoe.cluster.report.timeline import check_writable, write_timeline
+from tiermoe.cluster.report.topology import placed_tables
+from tiermoe.cluster.topology.make import make_plan
+from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RuntimeFailure, StoreError
 
 _SETTINGS = EngineSettings(policy=load_policy("next-gate"), budget=0.25, link=LinkSettings(gbps=16, latency_us=10))
@@ -110,3 +113,13 @@ def test_doctor_counts_routed_experts_only(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="no readable header"):
         routed_expert_elements(tmp_path)
+
+
+def test_the_placed_topology_says_where_and_that_the_speed_is_predicted() -> None:
+    config = load_run_config(None, {"policy": "context-ndp-full", "device": "cpu", "threads": 1})
+    node = NodeInfo("n", "10.0.0.7", True, {"CPU": 4, "ndp": 1})
+    planned = make_plan(config, engine_settings(config), FAKE_FACTS, [node], "the Ray at h:1", ["[a note]"])
+    text = "".join(_text(table) for table in placed_tables(planned.as_dict()))
+    for part in ("Topology on the Ray at h:1", "lead", "store-0", "10.0.0.7", "1 CPU, 1 ndp", "Predicted", "[a note]"):
+        assert part in text
+    assert json.loads(json.dumps(planned.as_dict()))["topology"]["groups"][0]["strategy"] == "STRICT_PACK"

@@ -13,7 +13,7 @@ from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.runtime_options import refuse_runtime_options, runtime_options
-from tiermoe.cluster.jobs.status import _plain
+from tiermoe.cluster.jobs.status import _plain, merged_residency
 from tiermoe.cluster.names import new_id, split_name
 from tiermoe.cluster.report.heatmap import residency_map
 from tiermoe.cluster.report.progress import LineProgress
@@ -69,6 +69,34 @@ def test_the_tables_of_a_deployment() -> None:
         "restarting, restarted 2 times", "L0 ██~····· 2/8", "75.0% (6 hits, 2 misses)", "next-gate: lossless",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_residency_of_all_gpus_is_one_map() -> None:
+    lead = [{"states": (2, 0, 0, 0), "uses": (5, 0, 0, 0)}, {"states": (0, 0, 1, 0), "uses": (0, 0, 1, 0)}]
+    shard = [{"states": (0, 2, 0, 1), "uses": (0, 3, 0, 1)}, {"states": (0, 0, 0, 2), "uses": (0, 0, 0, 9)}]
+    both = [{"states": [2, 2, 0, 1], "uses": [5, 3, 0, 1]}, {"states": [0, 0, 1, 2], "uses": [0, 0, 1, 9]}]
+    assert merged_residency([lead, shard]) == both
+    assert merged_residency([lead, None]) == [{name: list(layer[name]) for name in layer} for layer in lead]
+    assert merged_residency([None]) is None
+
+
+def test_the_table_of_gpus_names_the_lost_one() -> None:
+    counters = {
+        "hits": 3, "misses": 1, "slots": 4, "bytes_loaded": 2048, "total_io_s": 0.5, "blocked_io_s": 0.25,
+        "expert_bytes_peak": 1024, "expert_budget_bytes": 4096,
+    }  # fmt: skip
+    gpus = [
+        {"shard": "shard/0", "state": "serving", "residency": [{"states": (2, 1, 2), "uses": (1, 1, 1)}]} | counters,
+        {"shard": "shard/1", "state": "lost", "residency": None},
+    ]
+    record = {"id": "d3f1aa", "address": "h:1", "actors": [], "residency": None, "counters": None, "gpus": gpus}
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    for table in status_tables(record, console.width):
+        console.print(table)
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "shard/0 serving 2 in 4 slots 75.0% of 4 2.00 KiB 500.0 ms 250.0 ms 1.00 KiB of 4.00 KiB" in lines
+    assert "shard/1 lost" in lines
 
 
 def _entry(name: str, state: str = "ALIVE", **more: Any) -> dict[str, Any]:

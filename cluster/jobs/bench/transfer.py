@@ -1,8 +1,9 @@
-"""`tiermoe bench transfer`: experts out of another process's store, over our channel and as Ray objects, side by side.
+"""`tiermoe bench transfer`: experts out of another node's store, over our channel and as Ray objects, side by side.
 
-One `StoreWorker` serves both ways at once: an actor on the second of two Ray nodes of this machine, whose objects travel
-to the first one's object store before they are read, and whose channel server is asked over gRPC, as from another host.
-Every answer is compared with the file, byte by byte, outside of what is timed.
+One `StoreWorker` serves both ways at once: an actor on the second of two Ray nodes of this machine, whose objects
+travel to the first one's object store before they are read, and whose channel server is asked over gRPC, as from
+another host. They are read as a worker's loader reads them (`engine.sources`): small experts share requests, two
+requests are under way. Every answer is compared with the file, byte by byte, outside of what is timed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from ....actors.engine.device import Tensors
+from ....actors.engine.sources import RemoteStores, host_weights
 from ....actors.expert_store import ExpertStore
 from ....actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from ....actors.settings import StoreSettings
@@ -32,7 +36,6 @@ from ....actors.store_format import (
     encode_manifest,
     layer_name,
 )
-from ....actors.store_readers import Expert, connect_store
 from ....actors.store_worker import StoreWorker
 from ....errors import RuntimeFailure
 from ....proto.channel import ServerOptions
@@ -81,7 +84,7 @@ class ForgetfulStore(StoreWorker):
 def bench_transfer(repeats: int, progress: Progress | None) -> Report:
     """Milliseconds and GB/s (1e9 bytes) per reading: one expert, or a batch of experts of one layer.
 
-    memcpy: the same bytes copied within this process. grpc: one request over our channel. ray: an actor call for refs,
+    memcpy: the same bytes copied within this process. grpc: over our channel. ray: an actor call for refs,
     the experts put into the store's object store, then `ray.get`; put before: as if the store had put them earlier.
 
     Raises:
@@ -132,26 +135,29 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
     )  # fmt: skip
     board = Noticeboard({store_name(0): ray.get(worker.channel.remote())})
     link = StoreLink(store_name(0), (0,), PeerLink(board, name=store_name(0)), actor)
+    ways: tuple[Literal["grpc", "ray"], ...] = ("grpc", "ray")
     readers = {
-        transport: connect_store(link, opened.manifest, StoreSettings(transport=transport, deadline_s=_DEADLINE_S))  # type: ignore[arg-type]
-        for transport in ("grpc", "ray")
+        way: RemoteStores(opened.manifest, [0], [link], StoreSettings(transport=way, deadline_s=_DEADLINE_S))
+        for way in ways
     }
+    for reader in readers.values():
+        reader.start(_DEADLINE_S)
     layer = opened.layers[0]
+    tensors = [tensor.view(torch.int16) for tensor in host_weights(opened.layers)[0].tensors]
 
-    def check(found: Sequence[Expert], experts: Sequence[int]) -> None:
-        for e, (gate_up, down) in zip(experts, found, strict=True):
-            if not (np.array_equal(gate_up, layer.gate_up[e]) and np.array_equal(down, layer.down[e])):
-                raise RuntimeFailure(f"expert {e} arrived with other bytes than the file's", "report this as a bug")
-
-    def reading(transport: str, experts: list[int], before: bool) -> Measures:
+    def reading(way: Literal["grpc", "ray"], experts: list[int], before: bool) -> Measures:
         held: Any = None
         ray.get(worker.forget.remote())
         if before:
             held = ray.get(worker.expert_refs.remote(0, experts))
         begin_s = time.perf_counter()
-        found = readers[transport].ask(0, experts, _DEADLINE_S)()
+        promises = [readers[way].layer(0).expert(e) for e in experts]
+        found = []
+        for i, promise in enumerate(promises):
+            promise.ask(promises[i + 1 :])
+            found.append(promise.tensors())
         taken_s = time.perf_counter() - begin_s
-        check(found, experts)
+        check_bytes(found, experts, tensors)
         del held
         return _measures(taken_s, len(experts) * nbytes)
 
@@ -168,13 +174,30 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
         experts = list(range(count))
         what = f"{model.name}, {count} x {nbytes / 2**20:.3g} MiB"
         cases = {
-            "memcpy": lambda e=experts: copied(e),  # type: ignore[misc]
-            "grpc": lambda e=experts: reading("grpc", e, before=False),  # type: ignore[misc]
-            "ray": lambda e=experts: reading("ray", e, before=False),  # type: ignore[misc]
-            "ray, put before": lambda e=experts: reading("ray", e, before=True),  # type: ignore[misc]
+            "memcpy": lambda e=experts: copied(e),
+            "grpc": lambda e=experts: reading("grpc", e, before=False),
+            "ray": lambda e=experts: reading("ray", e, before=False),
+            "ray, put before": lambda e=experts: reading("ray", e, before=True),
         }
         out += [_Reading(Case(f"{what}: {name}", run), _nothing) for name, run in cases.items()]
-    return [*out[:-1], _Reading(out[-1].case, readers["grpc"].close)]
+    return [
+        *out[:-2], *(_Reading(last.case, readers[t].close) for last, t in zip(out[-2:], readers, strict=True)),
+    ]  # fmt: skip
+
+
+def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequence[torch.Tensor]) -> None:
+    """Whether what arrived is what the file holds, as 16-bit patterns.
+
+    Args:
+        found: the tensors of each of `experts`.
+        layer: those of the file, with experts in front.
+
+    Raises:
+        RuntimeFailure: it is not.
+    """
+    for e, arrays in zip(experts, found, strict=True):
+        if not all(torch.equal(a.view(torch.int16), t[e]) for a, t in zip(arrays, layer, strict=True)):
+            raise RuntimeFailure(f"expert {e} arrived with other bytes than the file's", "report this as a bug")
 
 
 def _nothing() -> None: ...
