@@ -78,7 +78,7 @@ def _error(lead: GpuWorker, prompt: tuple[int, ...]) -> str:
     generation = Generation("e")
     for event in lead.submit(GenerationRequest("e", prompt, SamplingParams(max_tokens=TOKENS))):
         generation.add(event)
-    assert generation.finish == "error"
+    assert (generation.finish, event.error_type) == ("error", "StoreError")
     assert generation.error is not None
     return generation.error
 
