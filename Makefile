@@ -1,6 +1,6 @@
 # make run     set up .venv where there is none, then generate text with the default model
-# make test    the whole test suite
-# make test-nodes   of it, the runtime over several nodes (Linux namespaces; else on loopback)
+# make test    the test suite but for
+# make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make lint    ruff and mypy
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
@@ -35,7 +35,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
 test-nodes: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -rs tests/unit/test_machines.py tests/multinode
+	$(BIN)/python -m pytest -rs -m nodes
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -36,7 +36,10 @@ main()
 """  # `tiermoe bench scale` with three processes instead of thirteen
 _GONE_S = 60.0
 
-pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there"),
+]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,10 @@ pytest.importorskip("fastapi")
 
 _WAIT_S = 200.0
 
-pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there"),
+]
 
 
 @pytest.fixture

@@ -25,7 +25,10 @@ _TIERMOE = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()"
 _RAY = str(Path(sys.executable).with_name("ray"))
 _WAIT_S = 90.0
 
-pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there"),
+]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ STORE_DEADLINE_S = 10.0  # of a read: longer than a cut
 NOT_ISOLATED = why_not_isolated()
 
 pytestmark = [
+    pytest.mark.nodes,
     pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there"),
     pytest.mark.timeout(600),  # the first test starts three nodes and a runtime, which a busy machine is slow at
 ]
