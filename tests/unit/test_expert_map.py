@@ -313,7 +313,7 @@ class TestArrays:
             arrays["maps"][0, 0, 0] = np.inf
         else:
             arrays["embeddings"][0] *= 2
-        with pytest.raises(ValueError, match="arrays|fit|finite|length"):
+        with pytest.raises(ValueError, match=r"arrays|fit|finite|length"):
             ExpertMapStore(L, J, D, 2, 9).load(arrays)
 
     def test_a_store_with_entries_takes_no_others(self) -> None:
