@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .settings import NdpSettings, ShardSettings
+from .settings import MatcherSettings, NdpSettings, ShardSettings
 
 NDP = "ndp/0"  # the name under which the NDP worker is registered
+MATCHER = "matcher"  # and the matcher of expert maps
 
 
 def shard_name(index: int) -> str:
@@ -56,7 +57,7 @@ class PeerLink:
         """Where the worker is now; None when it has not said so."""
         return self.directory.lookup(self.name)
 
-    def connect(self, address: str, settings: NdpSettings | ShardSettings) -> Any:
+    def connect(self, address: str, settings: NdpSettings | ShardSettings | MatcherSettings) -> Any:
         """A `proto.channel.Channel` to the worker.
 
         Raises:

@@ -13,13 +13,14 @@ import select
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from ..actors.links import NDP, Noticeboard, PeerLink, shard_name
-from ..actors.settings import EngineSettings, NdpSettings
+from ..actors.links import MATCHER, NDP, Noticeboard, PeerLink, shard_name
+from ..actors.map_file import MapShape
+from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..errors import RuntimeFailure
 
 _START_S = 120.0
@@ -31,10 +32,10 @@ class Role:
     """What a child is to be.
 
     kind: which class it runs. index: number among those of its kind. threads: of its numerical libraries.
-    settings: as plain values, for `NdpSettings` or `EngineSettings`.
+    settings: as plain values, for `NdpSettings` or `EngineSettings`; of a matcher its arguments.
     """
 
-    kind: Literal["ndp", "shard"]
+    kind: Literal["ndp", "shard", "matcher"]
     index: int
     threads: int
     settings: dict[str, Any]
@@ -49,15 +50,24 @@ class Role:
         """Shard `index`, 1..G-1."""
         return Role("shard", index, settings.threads, settings.model_dump())
 
+    @staticmethod
+    def matcher(
+        settings: MatcherSettings, shape: MapShape, top_k: int, snapshot: Path | None = None, warm: Path | None = None
+    ) -> Role:
+        """The matcher of expert maps."""
+        files = {name: None if path is None else str(path) for name, path in (("snapshot", snapshot), ("warm", warm))}
+        arguments = {"settings": settings.model_dump(), "shape": asdict(shape), "top_k": top_k} | files
+        return Role("matcher", 0, 1, arguments)
+
     @property
     def name(self) -> str:
         """Under which it registers."""
-        return NDP if self.kind == "ndp" else shard_name(self.index)
+        return {"ndp": NDP, "matcher": MATCHER}.get(self.kind) or shard_name(self.index)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return "NDP worker" if self.kind == "ndp" else f"shard {self.index}"
+        return {"ndp": "NDP worker", "matcher": "matcher"}.get(self.kind) or f"shard {self.index}"
 
 
 class WorkerProcess:
@@ -65,13 +75,13 @@ class WorkerProcess:
 
     Args:
         role: what it runs.
-        store: folder of the expert store.
+        store: folder of the expert store; a matcher reads none.
 
     Attributes:
         link: give it to `GpuWorker`; it leads to the present process, also after `restart`.
     """
 
-    def __init__(self, role: Role, store: Path) -> None:
+    def __init__(self, role: Role, store: Path | None = None) -> None:
         self._role, self._store = role, store
         self._board = Noticeboard()
         self.link = PeerLink(self._board, name=role.name)
@@ -183,10 +193,18 @@ def _worker(request: dict[str, Any]) -> Any:
         from ..actors.ndp_worker import NdpWorker
 
         return NdpWorker(NdpSettings(**request["settings"]), request["store"], Noticeboard())
+    if request["kind"] == "matcher":
+        from ..actors.matcher import Matcher
+
+        asked = request["settings"]
+        settings, shape = MatcherSettings(**asked["settings"]), MapShape(**asked["shape"])
+        return Matcher(
+            settings, shape, asked["top_k"], Noticeboard(), snapshot=asked["snapshot"], warm=asked["warm"]
+        )
     from ..actors.shard_worker import ShardWorker
 
-    settings, index = EngineSettings(**request["settings"]), request["index"]
-    return ShardWorker(settings, index, request["store"], Noticeboard(), gpu=index)
+    engine, index = EngineSettings(**request["settings"]), request["index"]
+    return ShardWorker(engine, index, request["store"], Noticeboard(), gpu=index)
 
 
 def main() -> None:

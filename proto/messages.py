@@ -66,12 +66,15 @@ class PrefetchCommand:
     Attributes:
         keys: [N], layer * experts of a layer + expert.
         priorities: [N], higher goes first.
+        hints: how many of the keys, at the end, are not to be loaded: their priorities only say what eviction may
+            want to know.
     """
 
     iteration: int
     layer: int
     keys: NDArray[np.int32]
     priorities: NDArray[np.float32]
+    hints: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,10 @@ MESSAGES: list[Message] = [
     replace(batch(), hidden=np.full((2, 8), 0x3F80, np.uint16)),
     ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0),
     PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32)),
+    PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32), 2),
     Context(5, 2, np.array([2**40], np.int64), np.ones((1, 3), _F32), np.ones((1, 16), _F32)),
+    Context(5, 0, np.array([1, 2], np.int64), np.ones((2, 3), _F32), np.empty((2, 0), _F32)),
+    Context(5, 2, np.array([1, 2], np.int64), np.empty((2, 0), _F32), np.ones((2, 16), _F32)),
     HealthRequest(),
     HealthReport("ndp", {"a": "text", "b": 3, "c": 0.5, "d": True, "e": -1, "f": False}),
     Failure("StoreError", "what", "remedy"),
@@ -159,6 +162,7 @@ REFUSED: list[tuple[str, Message]] = [
     ("time below 0", ExpertResult(np.ones((1, 1), _F32), -1.0, 0.0, 0.0)),
     ("time that is none", ExpertResult(np.ones((1, 1), _F32), 0.0, float("nan"), 0.0)),
     ("key out of range", PrefetchCommand(0, 0, np.array([128], _i32), np.ones(1, _F32))),
+    ("more hints than keys", PrefetchCommand(0, 0, np.array([1], _i32), np.ones(1, _F32), 2)),
     ("too many experts", Context(0, 0, np.ones(1, np.int64), np.ones((1, 1), _F32), np.ones((1, 17), _F32))),
     ("infinite weights", StoreReply(0, np.array([0], _i32), {"w": np.full((1, 1), np.inf, _F32)})),
 ]

@@ -99,7 +99,7 @@ class TestSelection:
 
     def test_priority_and_back(self) -> None:
         p = np.array([0.5, 0.25], np.float32)
-        priorities = prefetch_priority(p, 5, 3)  # layers 0..2 have run; l - l_now = 3
+        priorities = prefetch_priority(p, np.array([5, 5]), 3)  # layers 0..2 have run; l - l_now = 3
         assert priorities.tolist() == pytest.approx([0.5 / 3, 0.25 / 3])
         assert probability_of(priorities, np.array([5, 5], np.int32), 3).tolist() == pytest.approx([0.5, 0.25])
 

@@ -122,23 +122,16 @@ class ExpertMapPrefetch:
     def _forecast(self, now: int, match: Match | None, targets: range, semantic: bool) -> Forecast | None:
         if match is None:
             return None
-        wanted, others = [], []
-        for layer in targets:
-            maps = self.store.layer(layer)[0][match.entries]  # [S, J]
-            picked = select(maps, match.scores, self._top_k, self._dynamic).any(axis=0)
-            keys = np.arange(layer * self.store.experts, (layer + 1) * self.store.experts, dtype=np.int32)
-            priorities = prefetch_priority(maps.max(axis=0), layer, now)
-            wanted.append((keys[picked], priorities[picked]))
-            others.append((keys[~picked], priorities[~picked]))
-        parts = [_ordered(wanted), _ordered(others)]
-        return Forecast(
-            now,
-            np.concatenate([keys for keys, _ in parts]),
-            np.concatenate([priorities for _, priorities in parts]),
-            len(parts[0][0]),
-            match.scores,
-            semantic,
-        )
+        store = self.store
+        maps = store.maps_of(match.entries, targets)  # [T, S, J]
+        scores = np.tile(match.scores, len(targets))
+        picked = select(maps.reshape(len(scores), -1), scores, self._top_k, self._dynamic)
+        picked = picked.reshape(maps.shape).any(axis=1).ravel()  # [T * J]
+        layers = np.arange(targets.start, targets.stop)[:, None]
+        priorities = prefetch_priority(maps.max(axis=1), layers, now).ravel()
+        order = np.lexsort((-priorities, ~picked))  # stable: then by key
+        keys = order.astype(np.int32) + np.int32(targets.start * store.experts)
+        return Forecast(now, keys, priorities[order], int(picked.sum()), match.scores, semantic)
 
 
 def threshold(scores: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -164,31 +157,24 @@ def select(
         Whether each expert is taken [S, J].
     """
     sequences, experts = probabilities.shape
+    rows = np.arange(sequences)[:, None]
     order = np.argsort(-probabilities, axis=1, kind="stable")
     counts = np.full(sequences, min(top_k, experts))
     if dynamic:
-        sums = np.take_along_axis(probabilities, order, axis=1).cumsum(axis=1, dtype=np.float64)
+        sums = probabilities[rows, order].cumsum(axis=1, dtype=np.float64)
         counts = np.maximum(counts, (sums <= threshold(scores)[:, None]).sum(axis=1) + 1)
     taken = np.zeros((sequences, experts), np.bool_)
-    np.put_along_axis(taken, order, np.arange(experts) < counts[:, None], axis=1)
+    taken[rows, order] = np.arange(experts) < counts[:, None]
     return taken
 
 
-def prefetch_priority(probabilities: NDArray[np.float32], layer: int, now: int) -> NDArray[np.float32]:
+def prefetch_priority(
+    probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int
+) -> NDArray[np.float32]:
     """p / (l - l_now) (fMoE section 4.5); layers from 0, `now` layers were seen, so l - l_now = layer + 1 - now."""
-    return (probabilities / np.float32(layer + 1 - now)).astype(np.float32)
+    return (probabilities / (layers + 1 - now)).astype(np.float32)
 
 
-def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.int32], now: int) -> NDArray[np.float32]:
+def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
     """The probabilities that `prefetch_priority` made these of, for eviction."""
     return (priorities * (layers + 1 - now)).astype(np.float32)
-
-
-def _ordered(
-    parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]],
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """By descending priority, then by key."""
-    keys = np.concatenate([keys for keys, _ in parts])
-    priorities = np.concatenate([priorities for _, priorities in parts])
-    order = np.lexsort((keys, -priorities))
-    return keys[order], priorities[order]

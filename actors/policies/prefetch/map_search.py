@@ -136,4 +136,4 @@ def _best(scores: NDArray[np.floating]) -> Match | None:
     if scores.shape[1] == 0:
         return None
     entries = scores.argmax(axis=1)
-    return Match(entries, np.take_along_axis(scores, entries[:, None], axis=1)[:, 0].astype(np.float64))
+    return Match(entries, scores[np.arange(len(entries)), entries].astype(np.float64))

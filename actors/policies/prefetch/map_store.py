@@ -71,9 +71,9 @@ class ExpertMapStore:
         """P_layer of all n entries [n, J], and their squared lengths [n]; views."""
         return self._maps[layer, : self._count], self._squares[layer, : self._count]
 
-    def map_of(self, entry: int, layer: int) -> NDArray[np.float32]:
-        """P_layer of one entry [J]; a view."""
-        return self._maps[layer, entry]
+    def maps_of(self, entries: NDArray[np.integer], layers: range) -> NDArray[np.float32]:
+        """P_l of these entries [S] in consecutive layers [T]: [T, S, J]."""
+        return self._maps[layers.start : layers.stop, entries]
 
     def semantic_scores(self, embedding: NDArray[np.float32]) -> NDArray[np.float32]:
         """Cosine (fMoE equation 4) of a unit or zero embedding [D] with each of the n entries [n]."""
