@@ -6,6 +6,7 @@ which model they are of; a file of another one, of another version or with numbe
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -54,10 +55,10 @@ def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapS
         save_file(dict(arrays), part, metadata=header)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
-        raise StoreError(f"expert maps cannot be written to '{path}': {error}", "free space or give another path") from (
-            error
-        )
+        with contextlib.suppress(OSError):
+            part.unlink()
+        why = f"expert maps cannot be written to '{path}': {error}"
+        raise StoreError(why, "free space or give another path") from error
 
 
 def load_maps(path: Path, shape: MapShape, width: int) -> dict[str, NDArray[Any]]:

@@ -194,9 +194,8 @@ class Matcher:
             try:
                 forecast = self._forecast(context)
             except ValueError as error:
-                raise ConfigError(f"a context is out of order: {error}", "send each layer once, first the embedding") from (
-                    error
-                )
+                why = f"a context is out of order: {error}"
+                raise ConfigError(why, "send the embedding first, then each layer once") from error
             self._search_s += time.perf_counter() - begin_s
             command = None if forecast is None else self._command(context.iteration, forecast)
             if context.layer == self._shape.layers - 1 and context.probabilities.shape[1]:
@@ -278,9 +277,8 @@ class Matcher:
             try:
                 self._maps.load(warm)
             except ValueError as error:
-                raise StoreError(f"the expert maps of another replica are of no use: {error}", "leave them out") from (
-                    error
-                )
+                why = f"the expert maps of another replica are of no use: {error}"
+                raise StoreError(why, "leave them out") from error
             self._origin = "replica"
 
     def _keep_saving(self) -> None:

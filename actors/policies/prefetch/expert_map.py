@@ -124,7 +124,7 @@ class ExpertMapPrefetch:
             return None
         store = self.store
         maps = store.maps_of(match.entries, targets)  # [T, S, J]
-        scores = np.tile(match.scores, len(targets))
+        scores = match.scores if len(targets) == 1 else np.tile(match.scores, len(targets))
         picked = select(maps.reshape(len(scores), -1), scores, self._top_k, self._dynamic)
         picked = picked.reshape(maps.shape).any(axis=1).ravel()  # [T * J]
         layers = np.arange(targets.start, targets.stop)[:, None]
@@ -136,7 +136,7 @@ class ExpertMapPrefetch:
 
 def threshold(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """delta = clip(1 - score, 0, 1) (fMoE section 4.3)."""
-    return np.clip(1.0 - scores, 0.0, 1.0)
+    return np.minimum(np.maximum(1.0 - scores, 0.0), 1.0)  # np.clip takes three times as long on few numbers
 
 
 def select(
