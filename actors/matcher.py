@@ -147,6 +147,7 @@ class Matcher:
             "bytes": self._maps.nbytes,
             "begun_from": self._origin,
             "snapshot_problem": self._problem,
+            "unsaved": 0 if self._snapshot is None else self._maps.generation - self._saved,
             "search_s": self._search_s,
             "update_s": self._update_s,
             "shards_connected": sum(shard.channel is not None for shard in self._shards),
