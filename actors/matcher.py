@@ -40,6 +40,7 @@ from .policies.sharding import shard_of
 from .settings import MatcherSettings, ShardSettings
 
 _log = logging.getLogger(__name__)
+_SPIN_S, _DOZE_S = 20e-6, 0.02  # a lead publishes every layer: while it does, it need not wake this process
 
 
 class Matcher:
@@ -109,7 +110,8 @@ class Matcher:
         self._saved = self._maps.generation
         self._closing = threading.Event()
         self._saver = threading.Thread(target=self._keep_saving, name="tiermoe-matcher-snapshots", daemon=True)
-        options = replace(options or ServerOptions(), host=directory.host(), token=token)
+        options = options or ServerOptions(spin_s=_SPIN_S, doze_s=_DOZE_S)
+        options = replace(options, host=directory.host(), token=token)
         self._server = ChannelServer(self.handle, options)
         for shard in self._shards:
             shard.start()

@@ -105,6 +105,11 @@ class MatcherLink:
             self._said = kind
         return "expert-map" if problem is None else "next-gate"
 
+    @property
+    def waiting(self) -> int:
+        """Contexts whose answers were not taken."""
+        return len(self._asked)
+
     def begin(self, iteration: int, sequences: NDArray[np.int64], embeddings: NDArray[np.float32]) -> None:
         """Before the first layer.
 

@@ -65,7 +65,7 @@ def _run(link: MatcherLink, shown: Iteration) -> list[PrefetchCommand]:
     for layer in range(SHAPE.layers):
         link.observe(shown.number, layer, *_at(shown, layer))
     taken: list[PrefetchCommand] = []
-    while link._asked:
+    while link.waiting:
         link._asked[0].pending.result()  # at most its deadline
         taken += link.take(shown.number, -1)
     return taken

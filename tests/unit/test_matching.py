@@ -285,7 +285,7 @@ def _run(link: MatcherLink, shown: Iteration, count: int) -> list[PrefetchComman
         link.observe(shown.number, layer, shown.sequences, shown.probabilities[layer])
     taken: list[PrefetchCommand] = []
     until_s = time.monotonic() + _PATIENCE_S
-    while link._asked:
+    while link.waiting:
         assert time.monotonic() < until_s
         link._asked[0].pending.result()  # waits for the event; `take` does not
         taken += link.take(shown.number, -1)
