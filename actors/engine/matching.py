@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import DeadlinePassed, MessageTooLarge, PeerLost, RuntimeFailure
+from ...errors import DeadlinePassed, MessageError, PeerLost, RuntimeFailure
 from ...proto.channel import Channel, Pending
 from ...proto.messages import Context, PrefetchCommand
 from ..links import PeerLink
@@ -63,8 +63,7 @@ class MatcherLink:
         self._channel: Channel | None = None  # which was published to last
         self._asked: deque[_Asked] = deque()
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)  # whether a command came in time
-        self._no_embedding = np.empty((0, 0), np.float32)
-        self._no_probabilities = np.empty((0, 0), np.float32)
+        self._nothing = np.empty((0, 0), np.float32)  # [S, 0]
         self._slow = False
         self._forecasts = False  # whether the newest iteration that was answered had a forecast
         self._said: str | None = None
@@ -118,16 +117,13 @@ class MatcherLink:
             sequences: ids [S].
             embeddings: [S, H], mean of each sequence's input embeddings in this iteration.
         """
-        if len(self._no_probabilities) != len(sequences):
-            self._no_probabilities = np.empty((len(sequences), 0), np.float32)
-            self._no_embedding = np.empty((len(sequences), 0), np.float32)
-        self._publish(Context(iteration, 0, sequences, embeddings, self._no_probabilities), True)
+        self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
 
     def observe(
         self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
     ) -> None:
         """Once a layer's router has run: its probabilities [S, E], each sequence's mean over its tokens."""
-        self._publish(Context(iteration, layer, sequences, self._no_embedding, probabilities), False)
+        self._publish(Context(iteration, layer, sequences, self._none_for(sequences), probabilities), False)
 
     def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:
         """Commands that came since the last look, oldest first, of this iteration and for layers after `layer`.
@@ -157,6 +153,11 @@ class MatcherLink:
         """Hang up. Safe to call twice."""
         self._peer.close()
 
+    def _none_for(self, sequences: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(self._nothing) != len(sequences):
+            self._nothing = np.empty((len(sequences), 0), np.float32)
+        return self._nothing
+
     def _publish(self, context: Context, begins: bool) -> None:
         begin_s = time.perf_counter()
         channel = self._peer.channel
@@ -170,7 +171,7 @@ class MatcherLink:
             return
         try:
             pending = channel.submit(context, self._deadline_s)
-        except (DeadlinePassed, MessageTooLarge):
+        except (DeadlinePassed, MessageError):
             self._counts["dropped"] += 1
             self._judge(False)
             return

@@ -119,6 +119,12 @@ class TestPublish:
             )  # fmt: skip
             assert link.report()["published"] == 2
 
+    def test_a_forward_that_it_joins_midway(self) -> None:
+        """Nothing was published of its beginning: no other number of sequences is assumed."""
+        with linked() as (link, _, channel):
+            link.observe(0, 3, np.zeros(2, np.int64), np.ones((2, SHAPE.experts), np.float32))
+            assert channel.sent[0].context.embedding.shape == (2, 0)
+
     def test_nothing_waits_for_a_matcher_that_does_not_answer(self) -> None:
         with linked() as (link, _, channel):
             for number in range(9):
