@@ -406,6 +406,16 @@ class TestPrefetch:
         assert policy.end() == 1
         assert policy.begin(embeddings(random, 1)) is not None
 
+    def test_unknown_embeddings_forecast_nothing(self) -> None:
+        random = np.random.default_rng(5)
+        store, e, m = store_of(random, 12)
+        policy = ExpertMapPrefetch(store, D, K)
+        assert policy.begin(np.zeros((2, D), np.float32)) is None
+        one = embeddings(random, 1)
+        scores = [cosine(one, y) for y in e]
+        mixed = policy.begin(np.concatenate([np.zeros((1, D), np.float32), one]))
+        check(mixed, direct_forecast([0, 1, 2], 0, m, [int(np.argmax(scores))], [max(scores)]))
+
     def test_ablations(self) -> None:
         random = np.random.default_rng(1)
         store, _, _ = store_of(random, 9, distance=1)

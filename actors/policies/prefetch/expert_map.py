@@ -82,7 +82,9 @@ class ExpertMapPrefetch:
         return None if self._search is None else self._search.sequences
 
     def begin(self, embeddings: NDArray[np.float32]) -> Forecast | None:
-        """A new iteration with these embeddings [S, H], zero rows where there are none; one under way is forgotten.
+        """A new iteration with these embeddings [S, H]; one under way is forgotten.
+
+        Zero rows are sequences whose embeddings are not known: nothing is forecast for them yet.
 
         Returns:
             The forecast of layers 0..d; None where there is none.
@@ -92,6 +94,9 @@ class ExpertMapPrefetch:
         """
         self._search = MapSearch(self.store, self._sketch(embeddings))
         match = self._search.semantic() if self._semantic else None
+        known = embeddings.any(axis=1)
+        if match is not None and not known.all():  # similarity 0 would ask for everything
+            match = Match(match.entries[known], match.scores[known]) if known.any() else None
         return self._forecast(0, match, range(min(self.store.distance + 1, self.store.layers)), True)
 
     def observe(self, layer: int, probabilities: NDArray[np.float32]) -> Forecast | None:
