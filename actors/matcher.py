@@ -236,7 +236,7 @@ class Matcher:
         keys = forecast.keys
         if not self._shards:
             hints = len(keys) - forecast.wanted
-            return PrefetchCommand(iteration, forecast.now, keys, forecast.priorities, hints)
+            return PrefetchCommand(iteration, forecast.now, keys, forecast.priorities, hints, mapped=True)
         hint = np.arange(len(keys)) >= forecast.wanted
         own = np.ones(len(keys), np.bool_)
         for index, shard in enumerate(self._shards, start=1):
@@ -301,4 +301,5 @@ def _part(
 ) -> PrefetchCommand:
     """The chosen keys of a forecast; they keep their order, so hints stay last."""
     hints = int((chosen & hint).sum())
-    return PrefetchCommand(iteration, forecast.now, forecast.keys[chosen], forecast.priorities[chosen], hints)
+    keys, priorities = forecast.keys[chosen], forecast.priorities[chosen]
+    return PrefetchCommand(iteration, forecast.now, keys, priorities, hints, mapped=True)

@@ -175,7 +175,7 @@ def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResu
 
 
 def _prefetch(m: PrefetchCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints)
+    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints, mapped=m.mapped)
     return body.SerializeToString(), (m.keys, m.priorities)
 
 
@@ -187,6 +187,7 @@ def _to_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> PrefetchCommand
         _ids("keys", arrays[0], limits.layers * limits.experts),
         _finite("priorities", arrays[1]),
         _below("the number of hints", command.hints, len(arrays[0]) + 1),
+        command.mapped,
     )
 
 

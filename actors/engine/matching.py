@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,8 @@ from ...proto.messages import Context, PrefetchCommand
 from ..links import PeerLink
 from ..map_file import MapShape
 from ..peer import PeerConnection
+from ..policies.eviction import EvictionPolicy, ExpertMapEviction
+from ..policies.prefetch.expert_map import probability_of
 from ..settings import MatcherSettings
 
 _log = logging.getLogger(__name__)
@@ -213,7 +215,7 @@ class MatcherLink:
             if kept:
                 self._counts["commands"] += 1
                 keys, priorities = command.keys[later], command.priorities[later]
-                return PrefetchCommand(iteration, command.layer, keys, priorities, len(keys) - kept)
+                return replace(command, keys=keys, priorities=priorities, hints=len(keys) - kept)
         self._counts["late"] += 1
         return None
 
@@ -233,6 +235,25 @@ class MatcherLink:
         self._asked.clear()
         self._outcomes.clear()
         self._slow = self._forecasts = False
+
+
+def wanted_keys(command: PrefetchCommand) -> list[int]:
+    """What a command wants loaded, most wanted first."""
+    wanted = len(command.keys) - command.hints
+    order = np.argsort(-command.priorities[:wanted], kind="stable")
+    keys: list[int] = command.keys[order].tolist()
+    return keys
+
+
+def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
+    """Tell a policy that wants to know how probable the command's experts are, if a map says so.
+
+    Args:
+        experts: of a layer.
+    """
+    if command.mapped and isinstance(eviction, ExpertMapEviction):
+        probabilities = probability_of(command.priorities, command.keys // experts, command.layer)
+        eviction.expect(command.keys.tolist(), probabilities.tolist())
 
 
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:

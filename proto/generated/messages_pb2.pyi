@@ -98,14 +98,16 @@ class ExpertResult(_message.Message):
     def __init__(self, measured_s: _Optional[float] = ..., modelled_s: _Optional[float] = ..., paced_s: _Optional[float] = ...) -> None: ...
 
 class PrefetchCommand(_message.Message):
-    __slots__ = ("iteration", "layer", "hints")
+    __slots__ = ("iteration", "layer", "hints", "mapped")
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     iteration: int
     layer: int
     hints: int
-    def __init__(self, iteration: _Optional[int] = ..., layer: _Optional[int] = ..., hints: _Optional[int] = ...) -> None: ...
+    mapped: bool
+    def __init__(self, iteration: _Optional[int] = ..., layer: _Optional[int] = ..., hints: _Optional[int] = ..., mapped: _Optional[bool] = ...) -> None: ...
 
 class Context(_message.Message):
     __slots__ = ("iteration", "layer")

@@ -50,7 +50,7 @@ MESSAGES: list[Message] = [
     replace(batch(), hidden=np.full((2, 8), 0x3F80, np.uint16)),
     ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0),
     PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32)),
-    PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32), 2),
+    PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32), 2, True),
     Context(5, 2, np.array([2**40], np.int64), np.ones((1, 3), _F32), np.ones((1, 16), _F32)),
     Context(5, 0, np.array([1, 2], np.int64), np.ones((2, 3), _F32), np.empty((2, 0), _F32)),
     Context(5, 2, np.array([1, 2], np.int64), np.empty((2, 0), _F32), np.ones((2, 16), _F32)),

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.engine.matching import MatcherLink, sequence_means
+from tiermoe.actors.engine.matching import MatcherLink, sequence_means, tell_eviction, wanted_keys
 from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink
 from tiermoe.actors.matcher import Matcher
+from tiermoe.actors.policies.eviction import ExpertMapEviction, Lru
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
@@ -303,3 +304,22 @@ def test_sequence_means() -> None:
     values = np.array([[1, 2], [3, 4], [5, 6], [7, 9]], np.float32)
     assert sequence_means(values, [0, 1, 4]).tolist() == [[1, 2], [5, pytest.approx(19 / 3)]]
     assert sequence_means(values, [0, 1, 2, 3, 4]).tolist() == values.tolist()
+
+
+def test_wanted_keys_leave_hints_out() -> None:
+    given = PrefetchCommand(0, 0, np.array([3, 9, 4, 5], np.int32), np.array([1, 2, 1, 7], np.float32), hints=1)
+    assert wanted_keys(given) == [9, 3, 4]
+
+
+def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
+    eviction = ExpertMapEviction()
+    for key in (8, 9, 10):
+        eviction.admitted(key)
+    keys, priorities = np.array([9, 8, 10], np.int32), np.array([0.35, 0.1, 0.05], np.float32)
+    guess = PrefetchCommand(0, 0, keys, np.array([1, 2, 3], np.float32))
+    tell_eviction(eviction, guess, 8)
+    assert eviction.victims(3, lambda key: True) == [8, 9, 10]
+    tell_eviction(eviction, PrefetchCommand(0, 0, keys, priorities, 2, mapped=True), 8)
+    assert eviction.victims(3, lambda key: True) == [10, 8, 9]
+    assert eviction._probability[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
+    tell_eviction(Lru(), guess, 8)
