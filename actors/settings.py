@@ -145,6 +145,23 @@ class StoreSettings(Settings):
     )
 
 
+class MatcherSettings(Settings):
+    """The matcher of expert maps (fMoE), and the channel to it.
+
+    semantic and dynamic are off in the paper's ablations: T has neither, T+S has semantic.
+    """
+
+    capacity: int = Field(default=1000, ge=1, le=1 << 20, description="expert maps that are kept")
+    distance: int = Field(default=3, ge=0, le=64, description="prefetch distance in layers")
+    width: int = Field(default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched")
+    semantic: bool = Field(default=True, description="forecast the first layers by the prompt's embedding")
+    dynamic: bool = Field(default=True, description="prefetch more experts where the match is less similar")
+    learn: bool = Field(default=True, description="store the maps of the iterations that are served")
+    snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of the store, if it changed")
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    deadline_s: float = Field(default=1.0, gt=0, description="seconds after which an answer is worth nothing")
+
+
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 

@@ -69,12 +69,17 @@ class PrefetchCommand:
     Attributes:
         keys: [N], layer * experts of a layer + expert.
         priorities: [N], higher goes first.
+        hints: how many of the keys, at the end, are not to be loaded: their priorities only say what eviction may
+            want to know.
+        mapped: the priorities are p / (layer of the key + 1 - `layer`), p of a matched expert map.
     """
 
     iteration: int
     layer: int
     keys: NDArray[np.int32]
     priorities: NDArray[np.float32]
+    hints: int = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,20 +7,22 @@ So the bookkeeping needs no lock: an arrived copy becomes resident when the forw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import RuntimeFailure, StoreError
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
-from .device import Copied, Device
-from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
-from .pool import ExpertSource, SlotPool
+from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
 from .stats import EngineStats
 from .timeline import Timeline
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from .device import Copied, Device
+    from .pool import LayerWeights, SlotPool
 
 
 class ExpertCache:
@@ -34,6 +36,8 @@ class ExpertCache:
         eviction: order of leaving.
         governor: told which prefetches were used.
         stats: counters, one `LayerStats` per MoE layer.
+        loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
+            The simulator gives both.
     """
 
     def __init__(
@@ -46,12 +50,15 @@ class ExpertCache:
         governor: PrefetchGovernor,
         stats: EngineStats,
         timeline: Timeline,
+        loader: CopyQueue | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.stats, self.governor, self.timeline = stats, governor, timeline
         self._weights = weights
         self._experts = residency.keys // len(weights)
-        self._loader = Loader(device)
+        self._loader: CopyQueue = Loader(device) if loader is None else loader
+        self._clock = clock
         self.uses = [0] * residency.keys  # forwards that ran each expert here, since the counters were reset
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
@@ -153,6 +160,14 @@ class ExpertCache:
         self._unused_prefetches.update(absent)
         self._loader.submit([self._reserve(k, "prefetch") for k in absent], PREFETCH)
         return len(absent)
+
+    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
+        """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
+        for key in keys:
+            job = self._jobs.get(key)
+            if job is not None:
+                self._wait(job, layer)
+                self._land(key)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -313,9 +328,9 @@ class ExpertCache:
         """Block until a copy is done; the time is `layer`'s, whose forward waits."""
         if job.done.is_set():
             return
-        start_s = time.perf_counter()
+        start_s = self._clock()
         job.done.wait()
-        end_s = time.perf_counter()
+        end_s = self._clock()
         self.stats.layers[layer].blocked_io_s += end_s - start_s
         if self.timeline.enabled:
             self.timeline.span("wait", f"L{layer} wait", start_s, end_s)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...proto.messages import ExpertResult
+if TYPE_CHECKING:  # the simulator uses this module without channels
+    from ...proto.messages import ExpertResult
 
 PeerKind = Literal["ndp", "shard"]
 

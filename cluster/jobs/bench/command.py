@@ -167,6 +167,14 @@ def kernel(
     _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check, out)
 
 
+@bench_app.command()
+def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check: Check = False) -> None:
+    """Expert maps: time of a search and an update, memory, and what publishing costs the lead."""
+    from .matcher import bench_matcher
+
+    _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
+
+
 def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
     if config is None:
         return
