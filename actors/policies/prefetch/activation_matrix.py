@@ -151,7 +151,7 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
         wanted = []
         for layer in range(now + 1, min(now + 1 + self.distance, self._layers)):
             row = counts[layer]
-            share, near = row / max(1, row.sum()), 1.0 - (layer - now) / (self._layers + 1)
+            share, near = row / max(1, row.sum()), 1.0 - (layer - now) / self._layers
             for e in most_probable(share, self._top):
                 wanted.append(Wanted(layer * self._experts + e, (float(share[e]) + _EPSILON) * near))
         return wanted
