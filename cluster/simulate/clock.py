@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from ...actors.engine.loader import LoadJob
@@ -38,16 +37,19 @@ class VirtualCopy:
 class VirtualDone:
     """A copy's end, like `threading.Event`: to wait for it sets the clock to it."""
 
-    __slots__ = ("_ended", "_wait")
+    __slots__ = ("_loader", "job")
 
-    def __init__(self, ended: Callable[[], bool], wait: Callable[[], None]) -> None:
-        self._ended, self._wait = ended, wait
+    def __init__(self, loader: VirtualLoader) -> None:
+        self._loader = loader
+        self.job: LoadJob | None = None  # once it is submitted
 
     def is_set(self) -> bool:
-        return self._ended()
+        return self.job is not None and self._loader.ended(self.job)
 
     def wait(self) -> None:
-        self._wait()
+        if self.job is None:
+            raise AssertionError("waiting for a copy that was not submitted")
+        self._loader.wait(self.job)
 
     def set(self) -> None:
         raise AssertionError("a simulated copy ends by the clock")
@@ -71,11 +73,14 @@ class VirtualLoader:
         self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
         self._free_s = 0.0
 
+    def event(self) -> VirtualDone:
+        return VirtualDone(self)
+
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         self._catch_up()
         now_s = self._clock.now_s
         for job in jobs:
-            job.done = VirtualDone(lambda job=job: self._ended(job), lambda job=job: self._wait(job))  # type: ignore[misc]
+            cast(VirtualDone, job.done).job = job
             heapq.heappush(self._heap, (priority, self._number, now_s, job))
             self._number += 1
         self._catch_up()
@@ -108,12 +113,14 @@ class VirtualLoader:
             entry[3].cancelled = True
         self._heap.clear()
 
-    def _ended(self, job: LoadJob) -> bool:
+    def ended(self, job: LoadJob) -> bool:
+        """Whether a copy has arrived or was cancelled."""
         self._catch_up()
         return job.copied is not None or job.cancelled
 
-    def _wait(self, job: LoadJob) -> None:
-        while not self._ended(job):
+    def wait(self, job: LoadJob) -> None:
+        """Let time pass until a copy has ended."""
+        while not self.ended(job):
             if self._current is None:
                 raise AssertionError("waiting for a copy that nobody makes")
             self._clock.now_s = self._current[2]

@@ -116,6 +116,10 @@ class SimulatedEngine:
         for layer in range(self.header.layers):
             self._layer(layer, spans, parts)
 
+    def reset_stats(self) -> None:
+        """Zero the counters; residency and the clock stay."""
+        self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
+
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
         if self._prefetch is not None:

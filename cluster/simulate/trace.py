@@ -187,15 +187,14 @@ def read_chunk(path: Path, header: TraceHeader, record: ChunkRecord) -> Arrays:
 
 def check_chunk(header: TraceHeader, record: ChunkRecord, arrays: Arrays) -> str | None:
     """What is wrong with a chunk; None if nothing is."""
-    begun = len(arrays["requests"]) if "requests" in arrays else 0
     embedded = len(arrays["embedding_tokens"]) if "embedding_tokens" in arrays else 0
     expected: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
         name: (dtype, (record.rows, *shape)) for name, (dtype, shape) in header.row_arrays().items()
     }
     expected |= {
         "iterations": (np.int64, (record.forwards, 4)),
-        "requests": (np.int64, (begun, 2)),
-        "prompt_embeddings": (np.float32, (begun, header.hidden)),
+        "requests": (np.int64, (record.requests, 2)),
+        "prompt_embeddings": (np.float32, (record.requests, header.hidden)),
         "embedding_tokens": (np.int32, (embedded,)),
         "embeddings": (np.float16, (embedded, header.hidden)),
     }

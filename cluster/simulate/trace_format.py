@@ -23,10 +23,13 @@ number: 996 for the default model, 2.2 KB for Mixtral-8x7B with D = 4; besides, 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...actors.store_format import Manifest
 
 HEADER_NAME = "trace.json"
 MAX_DISTANCE = 8
@@ -56,13 +59,15 @@ class Costs(_Frozen):
 
 
 class ChunkRecord(_Frozen):
-    """One chunk. first_request: added to the chunk's request numbers (chunks of merged traces begin at 0 again)."""
+    """One chunk. requests: that begin in it. first_request: added to its request numbers, which are those of the trace
+    that it was written for: merged traces have several that begin at 0."""
 
     file: Annotated[str, Field(pattern=r"^chunk-[0-9]{5}\.safetensors$")]
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     rows: Count
     forwards: Count
+    requests: Whole
     first_request: Whole
 
 
@@ -113,6 +118,10 @@ class TraceHeader(_Frozen):
     def rows(self) -> int:
         return sum(chunk.rows for chunk in self.chunks)
 
+    @property
+    def requests(self) -> int:
+        return sum(chunk.requests for chunk in self.chunks)
+
     def row_arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
         """dtype and shape after the rows of each array that has a row per token."""
         layers, top, d = self.layers, self.top_k, self.distances
@@ -129,3 +138,9 @@ class TraceHeader(_Frozen):
         """Whether two traces can be taken together."""
         kept = {"layers", "experts", "top_k", "hidden", "distances", "slot_bytes", "fingerprint", "expert_dtype"}
         return self.model_dump(include=kept) == other.model_dump(include=kept)
+
+
+def model_fingerprint(manifest: Manifest) -> str:
+    """Of the files of the checkpoint that a store was made from."""
+    source = "\n".join(file.model_dump_json() for file in manifest.source)
+    return hashlib.sha256(source.encode()).hexdigest()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from ...errors import ConfigError, TraceError
-from .trace import read_chunk, read_header
+from .trace import read_header
 from .trace_format import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader
 
 CHUNK_BYTES = 16 << 20
@@ -106,7 +106,7 @@ class TraceWriter:
         replace_file(self._out / file, data)
         record = ChunkRecord(
             file=file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=self._held,
-            forwards=len(self._iterations), first_request=0,
+            forwards=len(self._iterations), requests=len(begun), first_request=0,
         )  # fmt: skip
         self.header = self.header.model_copy(update={"chunks": (*self.header.chunks, record)})
         self._write_header()
@@ -138,15 +138,13 @@ def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
     chunks: list[ChunkRecord] = []
     first = 0
     for path, header in zip(traces, headers, strict=True):
-        last = first
         for chunk in header.chunks:
             moved = chunk.model_copy(
                 update={"file": f"chunk-{len(chunks):05d}.safetensors", "first_request": chunk.first_request + first}
             )
             _copy(path / chunk.file, out / moved.file)
-            last = max(last, moved.first_request + _last_request(path, header, chunk) + 1)
             chunks.append(moved)
-        first = last
+        first += header.requests
     merged = headers[0].model_copy(
         update={"chunks": tuple(chunks), "complete": all(header.complete for header in headers)}
     )
@@ -184,7 +182,3 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
     except OSError as error:
         raise TraceError(f"'{source}' cannot be copied: {error.strerror}", "free space, or record it again") from error
-
-
-def _last_request(path: Path, header: TraceHeader, chunk: ChunkRecord) -> int:
-    return int(read_chunk(path, header, chunk)["iterations"][:, 0].max())

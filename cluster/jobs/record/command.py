@@ -81,7 +81,7 @@ def _say(header: TraceHeader, out: Path, console: Console, as_json: bool) -> Non
     stored = sum(chunk.bytes for chunk in read_header(out).chunks)
     record = {
         "trace": str(out), "model": header.model, "layers": header.layers, "experts": header.experts,
-        "top_k": header.top_k, "rows": header.rows, "forwards": sum(chunk.forwards for chunk in header.chunks),
+        "top_k": header.top_k, "requests": header.requests, "rows": header.rows, "forwards": sum(chunk.forwards for chunk in header.chunks),
         "bytes": stored, "bytes_per_row": header.row_bytes, "complete": header.complete,
         "costs": None if header.costs is None else header.costs.model_dump(),
     }  # fmt: skip

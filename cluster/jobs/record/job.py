@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from ....actors.store_format import Manifest, read_manifest
 from ....errors import RuntimeFailure, UnsupportedModelError
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
-from ...simulate.trace_format import TraceHeader
+from ...simulate.trace_format import TraceHeader, model_fingerprint
 from ...simulate.trace_writer import CHUNK_BYTES, TraceWriter
 from ..bench.serving import prepared_store
 from .capture import Capture
@@ -111,10 +110,9 @@ def _run(worker: Any, capture: Capture, request: GenerationRequest) -> None:
 
 def _header(worker: Any, manifest: Manifest, distances: int, hidden: int) -> TraceHeader:
     engine = worker.engine
-    source = "\n".join(file.model_dump_json() for file in manifest.source)
     return TraceHeader(
         model=manifest.model,
-        fingerprint=hashlib.sha256(source.encode()).hexdigest(),
+        fingerprint=model_fingerprint(manifest),
         layers=len(engine.layers),
         experts=engine.experts,
         top_k=engine.top_k,
