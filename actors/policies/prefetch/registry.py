@@ -44,7 +44,7 @@ def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
         case "next-gate":
             return NextGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
         case "popularity":
-            return PopularityPrefetch(o.layers, o.experts, o.top, o.distance)
+            return PopularityPrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
         case "activation-matrix":
             return ActivationMatrixPrefetch(o.layers, o.experts, o.top, o.distance, synchronous=o.synchronous)
         case "layerwise":
