@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tiermoe.cluster.simulate.trace_format import Costs, TraceHeader
 from tiermoe.cluster.simulate.trace_writer import Rows, TraceWriter
 

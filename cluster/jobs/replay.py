@@ -207,9 +207,9 @@ def _options(
         elif first:
             predictors = train_predictors(header, islice(trace.requests(), first), distance)
         else:
-            raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7 to train some")
+            raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7")
     elif file is not None:
-        raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out, or use --prefetch stride")
+        raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out")
     wanted = header.top_k if top is None else top
     return PrefetchOptions(header.layers, header.experts, wanted, distance, synchronous, predictors)
 
@@ -224,7 +224,7 @@ def _figures(record: dict[str, Any]) -> Table:
 
 
 def _recalls(rows: list[Recall], distances: range) -> Table:
-    table = Table("source", *(f"distance {d}" for d in distances), title="recall of the true top-k")
+    table = Table("source", *(f"{d}" for d in distances), title="recall of the true top-k, by distance")
     for source in dict.fromkeys(row.source for row in rows):
         by = {row.distance: row.overall for row in rows if row.source == source}
         table.add_row(source, *(f"{by[d]:.3f}" if d in by else "-" for d in distances))

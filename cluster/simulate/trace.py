@@ -155,7 +155,8 @@ def read_header(path: Path) -> TraceHeader:
     try:
         return TraceHeader.model_validate_json(file.read_bytes())
     except OSError as error:
-        raise TraceError(f"'{path}' is no routing trace: {error.strerror}", "record one with `tiermoe record`") from error
+        what = f"'{path}' is no routing trace: {error.strerror}"
+        raise TraceError(what, "record one with `tiermoe record`") from error
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
         where = ".".join(map(str, finding["loc"])) or "the file"

@@ -1,7 +1,7 @@
 """The format of a routing trace: a folder with `trace.json` and chunks in safetensors.
 
-A chunk holds whole forward passes, in the order in which they ran, one request after the other (t rows in all, n forward
-passes, r requests that begin in the chunk, u tokens that no earlier chunk has embedded):
+A chunk holds whole forward passes, in the order in which they ran, one request after the other (t rows in all, n
+forward passes, r requests that begin in the chunk, u tokens that no earlier chunk has embedded):
 
     tokens                 int32   [t]            the input token of each row
     probabilities          float16 [t, L, E]      softmax of the router's logits
@@ -16,8 +16,8 @@ passes, r requests that begin in the chunk, u tokens that no earlier chunk has e
     embedding_tokens       int32   [u]            with `embeddings` gives the mean input embedding of any iteration
     embeddings             float16 [u, H]
 
-Layers are MoE layers, counted from 0. A row takes 4 + L * (2E + K * (s + 2) * (1 + D)) bytes, s = 1 or 2 for an expert's
-number: 996 for the default model, 2.2 KB for Mixtral-8x7B with D = 4; besides, 2H + 4 for each distinct token.
+Layers are MoE layers, counted from 0. A row takes 4 + L * (2E + K * (s + 2) * (1 + D)) bytes, s = 1 or 2 for an
+expert's number: 996 for the default model and 1476 for Mixtral-8x7B with D = 4; besides, 2H + 4 for each distinct token.
 `trace.json` is rewritten, whole, after each chunk: what is on disk is a valid trace at any moment.
 """
 

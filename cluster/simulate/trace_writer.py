@@ -174,7 +174,8 @@ def replace_file(path: Path, data: bytes) -> None:
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}", "free space, or name another folder") from error
+        what = f"'{path}' cannot be written: {error.strerror}"
+        raise ConfigError(what, "free space, or name another folder") from error
 
 
 def _copy(source: Path, target: Path) -> None:

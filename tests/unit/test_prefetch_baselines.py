@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from tiermoe.actors.policies.prefetch.activation_matrix import ActivationMatrixPrefetch, MatrixCollection
 from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted, ranked
 from tiermoe.actors.policies.prefetch.layerwise import LayerwisePrefetch

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import traces
+
 from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Cause, LoadJob
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
@@ -16,6 +17,7 @@ from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
 from tiermoe.actors.policies.prefetch.popularity import PopularityPrefetch
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.simulate.clock import VirtualClock, VirtualLoader
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine, load_machine
@@ -154,7 +156,7 @@ def test_whole_layers_on_demand_bring_every_expert(trace: Trace) -> None:
 
 def test_a_governor_rests_a_policy_that_guesses_badly(trace: Trace) -> None:
     engine = SimulatedEngine(
-        trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2), PrefetchGovernor(1.0, window=4, rest=9)
+        trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2), PrefetchGovernor(1.0, 4, 9)
     )
     serve(engine, trace.requests())
     always = SimulatedEngine(trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2))
@@ -220,7 +222,8 @@ def test_machines(trace: Trace, tmp_path: Path) -> None:
     recorded = load_machine(trace.header, None, 2.0, None)
     assert (recorded.name, recorded.link_gbps, recorded.expert_s) == ("recorded", 2.0, 2e-4)
     file = tmp_path / "m.yaml"
-    file.write_text("name: m\n" + "".join(f"{k}: {v}\n" for k, v in traces.COSTS.model_dump().items()) + "link_gbps: 9\n")
+    lines = [f"{key}: {value}" for key, value in ({"name": "m"} | traces.COSTS.model_dump() | {"link_gbps": 9}).items()]
+    file.write_text("\n".join(lines))
     assert load_machine(trace.header, file, None, 3.0).link == Link(9.0, 3.0)
     file.write_text("name: m\nforward_s: -1\n")
     with pytest.raises(ConfigError):
@@ -287,3 +290,10 @@ def test_replay_without_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, _, err = command(capsys, "replay", str(tmp_path))
     assert code == 2
     assert "is no routing trace" in err
+
+
+def test_shipped_machines() -> None:
+    files = sorted((configs_dir() / "machines").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert load_machine(traces.header(), file, None, None).name == file.stem

@@ -10,6 +10,7 @@ import pytest
 import serving
 import tiny_models
 import torch
+
 from tiermoe.actors.policies.eviction import EVICTION
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store_format import read_manifest
@@ -75,7 +76,7 @@ def test_recorded_routing_is_the_model_s_own(recorded: tuple[Path, Path, dict]) 
     step = next(iter(trace.requests())).iterations[0]
     seen: list[torch.Tensor] = []
     with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
-        blocks = [layer for layer in worker.engine.layers]
+        blocks = list(worker.engine.layers)
         for layer in blocks:
             layer.observe = None
             plain = layer.forward
@@ -128,3 +129,48 @@ def test_header_states_costs_and_bytes(recorded: tuple[Path, Path, dict]) -> Non
     held = sum(chunk.bytes for chunk in header.chunks)
     assert held > header.rows * header.row_bytes
     assert json.loads((path / "trace.json").read_text())["complete"] is True
+
+
+def test_an_interrupt_keeps_what_ran(recorded: tuple[Path, Path, dict], tmp_path: Path) -> None:
+    from collections.abc import Iterator
+
+    from tiermoe.actors.expert_store import ExpertStore
+
+    store = recorded[0]
+
+    def interrupted() -> Iterator[list[int]]:
+        yield from PROMPTS[:2]
+        raise KeyboardInterrupt
+
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
+        with pytest.raises(KeyboardInterrupt):
+            record_with(worker, read_manifest(store), interrupted(), tmp_path / "t", sampling)  # type: ignore[arg-type]
+    trace = Trace(tmp_path / "t")
+    assert not trace.header.complete
+    assert [(r.prompt_tokens, len(r.iterations)) for r in trace.requests()] == [(37, TOKENS), (3, TOKENS)]
+
+
+def test_a_failing_write_ends_the_recording(
+    recorded: tuple[Path, Path, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer runs on the forward's thread: its error must reach the caller, and what was written stays valid."""
+    from tiermoe.actors.expert_store import ExpertStore
+    from tiermoe.cluster.simulate.trace_writer import TraceWriter
+    from tiermoe.errors import ConfigError
+
+    store, flush, calls = recorded[0], TraceWriter._flush, []
+
+    def fail_later(self: TraceWriter) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ConfigError("no space", "free some")
+        flush(self)
+
+    monkeypatch.setattr(TraceWriter, "_flush", fail_later)
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
+        with pytest.raises(ConfigError, match="no space"):
+            record_with(worker, read_manifest(store), PROMPTS, tmp_path / "t", sampling, chunk_bytes=1000)
+    (request,) = Trace(tmp_path / "t").requests()
+    assert request.prompt_tokens == 37

@@ -30,7 +30,7 @@ def prepare_command(
     group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="Quantize the strongest inputs first.")] = False,
     predictors: Annotated[
-        Path | None, typer.Option(help="Add predictors of later layers, trained on this routing trace.", metavar="TRACE")
+        Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
 ) -> None:

@@ -14,7 +14,6 @@ from ....errors import ConfigError, RequestError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, load_model_config, sampling_params
 from ...report.progress import progress_on
-from ...simulate.trace import read_header
 from ...simulate.trace_format import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import merge_traces
 from ..bench.serving import run_config
@@ -78,11 +77,12 @@ def merge_command(
 
 
 def _say(header: TraceHeader, out: Path, console: Console, as_json: bool) -> None:
-    stored = sum(chunk.bytes for chunk in read_header(out).chunks)
+    stored = sum(chunk.bytes for chunk in header.chunks)
     record = {
         "trace": str(out), "model": header.model, "layers": header.layers, "experts": header.experts,
-        "top_k": header.top_k, "requests": header.requests, "rows": header.rows, "forwards": sum(chunk.forwards for chunk in header.chunks),
-        "bytes": stored, "bytes_per_row": header.row_bytes, "complete": header.complete,
+        "top_k": header.top_k, "requests": header.requests, "rows": header.rows,
+        "forwards": sum(chunk.forwards for chunk in header.chunks), "bytes": stored,
+        "bytes_per_row": header.row_bytes, "complete": header.complete,
         "costs": None if header.costs is None else header.costs.model_dump(),
     }  # fmt: skip
     console.print(

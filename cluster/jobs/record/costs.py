@@ -14,7 +14,7 @@ _KEPT = 4096  # samples of each kind
 
 @dataclass
 class _Pass:
-    """One forward: rows, seconds between its layers and inside them, experts and (token, expert) pairs of all layers."""
+    """One forward: rows, seconds between its layers and inside them, experts and pairs of all layers."""
 
     rows: int
     start_s: float
