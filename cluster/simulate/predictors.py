@@ -109,7 +109,7 @@ def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predic
             array = part[name]
             if array is None or array.dtype != np.float32 or array.shape != shape or not np.isfinite(array).all():
                 raise TraceError(f"'{path}': {name} of layer {layer} is not what it should be", _REMEDY)
-        if not (part["scale"] > 0).all():  # type: ignore[operator]
+        if not (part["scale"] > 0).all():
             raise TraceError(f"'{path}': a scale of layer {layer} is not positive", _REMEDY)
-        found.append(Predictor(**part))  # type: ignore[arg-type]
+        found.append(Predictor(**part))
     return found

@@ -17,7 +17,7 @@ forward passes, r requests that begin in the chunk, u tokens that no earlier chu
     embeddings             float16 [u, H]
 
 Layers are MoE layers, counted from 0. A row takes 4 + L * (2E + K * (s + 2) * (1 + D)) bytes, s = 1 or 2 for an
-expert's number: 996 for the default model and 1476 for Mixtral-8x7B with D = 4; besides, 2H + 4 for each distinct token.
+expert's number: 996 for the default model, 1476 for Mixtral-8x7B with D = 4; besides, 2H + 4 for each distinct token.
 `trace.json` is rewritten, whole, after each chunk: what is on disk is a valid trace at any moment.
 """
 

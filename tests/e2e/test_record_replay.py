@@ -45,7 +45,7 @@ def test_record_prepare_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 0, err
     file = tmp_path / "store" / "predictors-2.safetensors"
     code, out, err = command(
-        capsys, "replay", trace, "--prefetch", "stride", "--distance", 2, "--predictors", file, "--link-gbps", 2, "--json"
+        capsys, "replay", trace, "--prefetch", "stride", "--distance", 2, "--predictors", file, "--json"
     )
     assert code == 0, err
     record = json.loads(out)

@@ -143,9 +143,9 @@ def test_an_interrupt_keeps_what_ran(recorded: tuple[Path, Path, dict], tmp_path
         raise KeyboardInterrupt
 
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
-        with pytest.raises(KeyboardInterrupt):
-            record_with(worker, read_manifest(store), interrupted(), tmp_path / "t", sampling)  # type: ignore[arg-type]
+    engine = serving.serving(ExpertStore(str(store)), serving.settings(1.0))
+    with engine as worker, pytest.raises(KeyboardInterrupt):
+        record_with(worker, read_manifest(store), interrupted(), tmp_path / "t", sampling)  # type: ignore[arg-type]
     trace = Trace(tmp_path / "t")
     assert not trace.header.complete
     assert [(r.prompt_tokens, len(r.iterations)) for r in trace.requests()] == [(37, TOKENS), (3, TOKENS)]
@@ -163,14 +163,14 @@ def test_a_failing_write_ends_the_recording(
 
     def fail_later(self: TraceWriter) -> None:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) >= 2:
             raise ConfigError("no space", "free some")
         flush(self)
 
     monkeypatch.setattr(TraceWriter, "_flush", fail_later)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
-        with pytest.raises(ConfigError, match="no space"):
-            record_with(worker, read_manifest(store), PROMPTS, tmp_path / "t", sampling, chunk_bytes=1000)
+    engine = serving.serving(ExpertStore(str(store)), serving.settings(1.0))
+    with engine as worker, pytest.raises(ConfigError, match="no space"):
+        record_with(worker, read_manifest(store), PROMPTS, tmp_path / "t", sampling, chunk_bytes=1000)
     (request,) = Trace(tmp_path / "t").requests()
     assert request.prompt_tokens == 37

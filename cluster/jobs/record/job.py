@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from ....actors.engine.layer import RouterProbe
 from ....actors.engine.model import find_blocks
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.store_format import Manifest, read_manifest
@@ -64,11 +65,12 @@ def record_with(
 ) -> TraceHeader:
     """`record` on a started `GpuWorker` with no request in flight. Raises like `record`."""
     model, engine = worker.model, worker.engine
-    routers = [block.router for block in find_blocks(model, manifest)]
-    if None in routers:
-        raise UnsupportedModelError(
-            f"MoE layer {routers.index(None)} exposes no router logits", "record a model whose routers can be asked"
-        )
+    routers: list[RouterProbe] = []
+    for layer, block in enumerate(find_blocks(model, manifest)):
+        if block.router is None:
+            what = f"MoE layer {layer} exposes no router logits"
+            raise UnsupportedModelError(what, "record a model whose routers can be asked")
+        routers.append(block.router)
     embedding = model.get_input_embeddings()
 
     @torch.no_grad()
