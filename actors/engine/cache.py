@@ -247,6 +247,7 @@ class ExpertCache:
             after=self.device.mark_use(),
             layer=layer,
             cause=cause,
+            done=self._loader.event(),
         )
         return job
 

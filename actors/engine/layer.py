@@ -15,6 +15,7 @@ from .dispatch import Dispatcher
 from .placer import Placer
 from .routing import Routing
 from .shards import Shards
+from .stats import LayerStats
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer, ids [T, K], weights [T, K])
@@ -66,6 +67,11 @@ class MoeLayer:
         self._placer, self._shards = placer, shards
         self.observe: Observer | None = None
 
+    @property
+    def stats(self) -> LayerStats:
+        """This layer's counters since the last reset."""
+        return self._cache.stats.layers[self.index]
+
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
 
@@ -73,7 +79,7 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
         """
         cache, base = self._cache, self._base
-        stats = cache.stats.layers[self.index]
+        stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         routing = Routing.of(ids)  # route: done by the model, sorted here
         if self.observe is not None:

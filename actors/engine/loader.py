@@ -54,6 +54,7 @@ class LoadJob:
 class CopyQueue(Protocol):
     """What the cache asks of a loader."""
 
+    def event(self) -> Done: ...
     def submit(self, jobs: list[LoadJob], priority: int) -> None: ...
     def promote(self, job: LoadJob) -> None: ...
     def cancel(self, job: LoadJob) -> bool: ...
@@ -82,6 +83,10 @@ class Loader:
         self._busy = False
         self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
         self._thread.start()
+
+    def event(self) -> Done:
+        """For a new job's `done`."""
+        return threading.Event()
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""

@@ -72,14 +72,14 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
 
     Rule: the predicted EAM is the stored one at the least distance
         d(M1, M2) = 1 - 1/L * sum_l cos(M1[l] / sum(M1[l]), M2[l] / sum(M2[l]))
-    (a row without counts has cosine 0). Of each later layer l, the experts with the greatest share p = M[l,e] / sum(M[l])
-    are asked for with priority (p + epsilon) * (1 - (l - l_now) / L): likely experts and near layers first. Before a
-    request's first layer nothing is matched, and the experts most popular over the whole collection are asked for.
-    What is asked for ends with `top` experts of each of `distance` layers, where the paper goes on through all layers
-    until its buffers are full: beyond that, guesses only push each other out.
+    (a row without counts has cosine 0). Of each later layer l, the experts with the greatest share
+    p = M[l,e] / sum(M[l]) are asked for with priority (p + epsilon) * (1 - (l - l_now) / L): likely experts and near
+    layers first. Before a request's first layer nothing is matched, and the experts most popular over the whole
+    collection are asked for. What is asked for ends with `top` experts of each of `distance` layers, where the paper
+    goes on through all layers until its buffers are full: beyond that, guesses only push each other out.
 
     Cost: O(C * E) per layer and sequence: only the row that has changed is compared again; C * L * E * 12 bytes.
-    The paper evicts by this matrix too; fMoE's evaluation (section 6.5), which this is a baseline of, pairs it with LFU.
+    The paper evicts by this matrix too; as a baseline of fMoE (its section 6.5) it goes with LFU.
 
     Args:
         layers, experts: L and E. top: experts per layer to ask for. distance: layers ahead.
@@ -151,7 +151,7 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
         wanted = []
         for layer in range(now + 1, min(now + 1 + self.distance, self._layers)):
             row = counts[layer]
-            share, near = row / max(1, row.sum()), 1.0 - (layer - now) / (self._layers + 1)
+            share, near = row / max(1, row.sum()), 1.0 - (layer - now) / self._layers
             for e in most_probable(share, self._top):
                 wanted.append(Wanted(layer * self._experts + e, (float(share[e]) + _EPSILON) * near))
         return wanted

@@ -20,9 +20,10 @@ class PopularityPrefetch(PrefetchPolicy):
         layers, experts: L and E. top: experts per layer.
     """
 
-    def __init__(self, layers: int, experts: int, top: int, distance: int = 1) -> None:
+    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self.counts = np.zeros((layers, experts), np.int64)
-        self._experts, self._top, self.distance = experts, top, distance
+        self._experts, self._top = experts, top
+        self.distance, self.synchronous = distance, synchronous
 
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
         return self._popular(0)
