@@ -56,7 +56,8 @@ class Matcher:
         token: what a client must show; None: only this machine may connect.
         snapshot: file that the store is saved to, and begun from if it is there; one that is of no use is moved aside
             and said in `health`. None: nothing is saved.
-        warm: what to begin with where there is no snapshot: a file of maps, or the arrays of another replica.
+        warm: what to begin with where there is no snapshot, in place of the settings' file: another file of maps, or the
+            arrays of another replica.
         sharding, shards: the GPUs that share the experts, and the ways to shards 1..G-1; without ways all commands go
             to the lead.
         options: of the channel server; its host and token are those above.
@@ -90,7 +91,7 @@ class Matcher:
         self._maps = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
         self._snapshot = None if snapshot is None else Path(snapshot)
         self._origin, self._problem = "empty", ""
-        self._begin_with(warm)
+        self._begin_with(settings.warm if warm is None else warm)
         self._prefetch = ExpertMapPrefetch(
             self._maps, shape.hidden, top_k, settings.semantic, settings.dynamic, settings.learn
         )

@@ -22,7 +22,7 @@ from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .device import Copied, Device
-    from .pool import LayerWeights, SlotPool
+    from .pool import ExpertSource, SlotPool
 
 
 class ExpertCache:

@@ -68,12 +68,13 @@ def replay_command(
         ahead = distance if distance is not None else settings.prefetch.distance
         share = learn or 0.0
         first = int(found.header.requests * share + 0.5)
-        options = _options(found, chosen, ahead, settings.prefetch.top, synchronous, predictors, first)
+        waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
+        options = _options(found, chosen, ahead, settings.prefetch.top, waits, predictors, first)
         simulated = load_machine(found.header, machine, link_gbps, link_latency_us)
         record = {
             "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
             "policy": settings.name, "eviction": settings.eviction, "prefetch": chosen, "distance": ahead,
-            "synchronous": synchronous, "budget": budget, "at_once": at_once, "learned_requests": first,
+            "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
             "machine": simulated.model_dump(),
         }  # fmt: skip
         record |= replay(found, settings, chosen, options, simulated, parse_budget(budget), at_once, first, console)
