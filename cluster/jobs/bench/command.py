@@ -19,6 +19,8 @@ from ....actors.policies.sharding import Ownership
 from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
+from . import compare_command
+from .compare.kept import Kept
 from .harness import Report, print_report
 from .json_option import JsonCommand
 
@@ -95,6 +97,41 @@ def scale(
     _say_overridden(config, OWN_KEYS)
     work = Workload(policy, budget, link_gbps, tuple(dict.fromkeys(batch or BATCHES)), prompts, ownership)
     _finish(lambda progress: bench_scale(model, repeats, work, progress, config), as_json, check, out)
+
+
+@bench_app.command(cls=JsonCommand)
+def compare(
+    policies: compare_command.Policies,
+    prompts: compare_command.Prompts,
+    budgets: compare_command.Budgets = "0.25",
+    links: compare_command.Links = "16",
+    repeats: compare_command.Repeat = 5,
+    max_tokens: compare_command.MaxTokens = 32,
+    warm: compare_command.Warm = None,
+    batch: compare_command.Batch = 1,
+    prompt_tokens: compare_command.PromptTokens = None,
+    fresh: compare_command.Fresh = False,
+    quality_documents: compare_command.QualityDocuments = 6,
+    model: Model = None,
+    config: Config = None,
+    out: Out = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """Policies side by side on the same prompts, at every budget and link; run again, an interrupted one goes on."""
+    _say_overridden(config, compare_command.OWN_KEYS)
+    kept: list[Kept] = []
+
+    def measure(progress: Progress) -> Report:
+        report, found = compare_command.measure(
+            model, config, out, progress, policies=policies, budgets=budgets, links=links, prompts=prompts, warm=warm,
+            repeats=repeats, max_tokens=max_tokens, batch=batch, prompt_tokens=prompt_tokens, fresh=fresh,
+            quality_documents=quality_documents,
+        )  # fmt: skip
+        kept.append(found)
+        return report
+
+    _finish(measure, as_json, check, out, lambda: kept[0].discard())
 
 
 @bench_app.command(cls=JsonCommand)
@@ -185,7 +222,11 @@ def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
 
 
 def _finish(
-    measure: Callable[[Progress], Report], as_json: bool, check: bool, out: Path | None = None
+    measure: Callable[[Progress], Report],
+    as_json: bool,
+    check: bool,
+    out: Path | None = None,
+    written: Callable[[], None] | None = None,
 ) -> None:
     if out is not None:
         check_writable(out, "--out")
@@ -195,6 +236,8 @@ def _finish(
     print_report(report, console)
     if out is not None:
         write_json(out, report.as_dict())
+        if written is not None:
+            written()
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:
