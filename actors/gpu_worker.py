@@ -95,7 +95,7 @@ class GpuWorker:
         if device.executor == "real":
             mapped = self._sources.mapped
             layers_pinned = [device.pin_host(layer.tensors) for layer in mapped]  # all layers, even after a failure
-            pinned = all(layers_pinned)
+            pinned = all(layers_pinned) and self._sources.remote is None
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
@@ -108,6 +108,7 @@ class GpuWorker:
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        self._plan["stores"] = self._sources.describe()
         return self._plan
 
     def _matcher_link(self) -> Any:
