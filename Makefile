@@ -1,5 +1,6 @@
 # make run     set up .venv where there is none, then generate text with the default model
 # make test    the whole test suite
+# make test-nodes   of it, the runtime over several nodes (Linux namespaces; else on loopback)
 # make lint    ruff and mypy
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
@@ -24,7 +25,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test lint proto clean
+.PHONY: run test test-nodes lint proto clean
 export PROMPT
 
 run: $(VENV)/.installed
@@ -32,6 +33,9 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+test-nodes: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -rs tests/unit/test_machines.py tests/multinode
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

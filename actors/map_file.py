@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from ..errors import StoreError
 from .policies.prefetch.map_store import checked_arrays
+from .store_format import Manifest
 
 FORMAT, VERSION = "tiermoe-expert-maps", "1"
 _REMEDY = "give a file that `tiermoe` wrote for this model, or none: the matcher then learns while it serves"
@@ -39,6 +40,11 @@ class MapShape:
     layers: int
     experts: int
     hidden: int
+
+
+def map_shape(manifest: Manifest) -> MapShape:
+    """Of a store's model."""
+    return MapShape(manifest.model, len(manifest.layers), manifest.experts.num_experts, manifest.experts.hidden)
 
 
 def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapShape) -> None:

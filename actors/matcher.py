@@ -56,7 +56,7 @@ class Matcher:
         token: what a client must show; None: only this machine may connect.
         snapshot: file that the store is saved to, and begun from if it is there; one that is of no use is moved aside
             and said in `health`. None: nothing is saved.
-        warm: what to begin with where there is no snapshot, in place of the settings' file: another file of maps, or the
+        warm: what to begin with where there is no snapshot, in place of the settings' file: another file, or the
             arrays of another replica.
         sharding, shards: the GPUs that share the experts, and the ways to shards 1..G-1; without ways all commands go
             to the lead.

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..errors import ConfigError
 from .policies.sharding import Ownership
 
-
 PrefetchKind = Literal[
     "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
 ]
@@ -44,7 +43,7 @@ class PrefetchSettings(Settings):
         default=1, ge=0, le=8, description="layers ahead; 0, for layerwise only: the rest of the layer that runs"
     )
     top: int | None = Field(
-        default=None, ge=1, description="experts per token, or per layer where no token is asked; none: the router's top-k"
+        default=None, ge=1, description="experts per token, or per layer and sequence; none: the router's top-k"
     )
     min_useful: float = Field(
         default=0.25, ge=0, le=1, description="share of prefetched experts that must be used; below it prefetch rests"

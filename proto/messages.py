@@ -99,12 +99,12 @@ class PlacementCommand:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What the lead saw at one layer of one iteration.
+    """What the lead saw of one iteration: first the embeddings, then each layer's probabilities.
 
     Attributes:
         sequences: [S] sequence ids.
-        embedding: [S, D] the sequences' semantic embedding; D may be 0.
-        probabilities: [S, E] router probabilities at this layer.
+        embedding: [S, D] the sequences' semantic embedding; D is 0 where the probabilities are told.
+        probabilities: [S, E] router probabilities at this layer; E is 0 where the embedding is told.
     """
 
     iteration: int

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ...errors import DeadlinePassed, MessageError, PeerLost, RuntimeFailure
 from ...proto.channel import Channel, Pending
-from ...proto.messages import Context, PrefetchCommand
+from ...proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ..links import PeerLink
 from ..map_file import MapShape
 from ..peer import PeerConnection
@@ -57,7 +57,8 @@ class MatcherLink:
     """
 
     def __init__(self, link: PeerLink, settings: MatcherSettings, shape: MapShape) -> None:
-        self._shape, self._deadline_s = shape, settings.deadline_s
+        self.shape, self._deadline_s = shape, settings.deadline_s
+        self._semantic = settings.semantic  # without, the first forecast of an iteration comes with its first layer
         expected = asdict(shape) | {"distance": settings.distance}
         self._peer = PeerConnection("matcher", link, settings, expected)
         # what may be under way: two iterations. More would wait in the channel for a matcher that does not keep pace.
@@ -151,6 +152,26 @@ class MatcherLink:
                 out |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
         return out
 
+    def reset(self) -> None:
+        """Zero the counters."""
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._publish_s.clear()
+        self._lag_s.clear()
+
+    def account(self, deadline_s: float) -> dict[str, Any]:
+        """The matcher's account of itself; where it is lost or late only that, as its `state`."""
+        channel = self._peer.channel
+        try:
+            report = None if channel is None else channel.call(HealthRequest(), deadline_s)
+        except RuntimeFailure:
+            return {"state": "late"}
+        return dict(report.details) if isinstance(report, HealthReport) else {"state": "lost"}
+
+    @property
+    def connected(self) -> bool:
+        """Whether the matcher is there."""
+        return self._peer.channel is not None
+
     def close(self) -> None:
         """Hang up. Safe to call twice."""
         self._peer.close()
@@ -196,8 +217,10 @@ class MatcherLink:
             self._judge(False)
             _log.debug("a context was not answered: %s", failure)
             return None
-        if asked.begins:
-            self._forecasts = isinstance(answer, PrefetchCommand)
+        if isinstance(answer, PrefetchCommand):
+            self._forecasts = True
+        elif asked.begins and self._semantic:
+            self._forecasts = False
         if not isinstance(answer, PrefetchCommand):
             self._counts["silent"] += 1
             return None
@@ -207,7 +230,7 @@ class MatcherLink:
     def _in_time(self, command: PrefetchCommand, iteration: int, layer: int) -> PrefetchCommand | None:
         wanted = len(command.keys) - command.hints
         if command.iteration == iteration:
-            later = command.keys // self._shape.experts > layer
+            later = command.keys // self.shape.experts > layer
             if later.all():
                 self._counts["commands"] += 1
                 return command

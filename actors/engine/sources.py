@@ -15,7 +15,10 @@ Pipelining. Experts of one layer that stand behind each other in the loader's qu
 `PART_BYTES`; two requests are under way, so that a store prepares one answer while the one before travels and is
 copied. No more, since a demand load queues behind what is under way.
 
-Transport "auto" is our channel. {AUTO}
+Transport "auto" is our channel, over gRPC between hosts. `tiermoe bench transfer` (two busy cores, loopback) gives, for
+it and for Ray's objects put on demand: one expert of 0.19 MiB 4.0 and 10.8 ms, sixteen 6.6 and 57 ms, one of 16.5 MiB
+30 and 38 ms. At 112 MiB it is 269 and 151 ms, in another run 166 and 293: undecided. What decides is that most experts
+are small, that Ray's way needs room for them in two object stores, and that it notices a dead node late.
 """
 
 from __future__ import annotations
@@ -177,6 +180,19 @@ class RemoteStores:
         readers = {name: holder.current for name, holder in self._holders.items()}
         return {name: reader.transport for name, reader in readers.items() if reader is not None}
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Each store: its transport now, the layers that are read from it first, and those it has in reserve."""
+        transports = self.transports
+        return [
+            {
+                "store": name,
+                "transport": transports.get(name),
+                "layers": [layer for layer, having in self._of_layer.items() if having[0] is holder],
+                "spare_layers": [layer for layer, having in self._of_layer.items() if holder in having[1:]],
+            }
+            for name, holder in self._holders.items()
+        ]
+
     def ask(self, wanted: Sequence[RemoteExpert]) -> None:
         """Begin the requests for these experts, in this order, as far as there is room for requests under way."""
         rest = [one for one in wanted if one.fetch is None or one.fetch.failed]
@@ -304,6 +320,10 @@ class Sources:
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""
         return {} if self.remote is None else self.remote.peers()
+
+    def describe(self) -> list[dict[str, Any]] | None:
+        """For the plan: each store that is read from, with its layers; None where all is mapped."""
+        return None if self.remote is None else self.remote.describe()
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""

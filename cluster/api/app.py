@@ -46,8 +46,8 @@ class ApiServer:
         TierMoeError: no such deployment, no tokenizer, an unreadable key or template.
     """
 
-    async def __init__(self, settings: ApiSettings, runtime: Any = None) -> None:
-        wanted = settings.deployment if runtime is None else await runtime.deployment_id.remote()
+    async def __init__(self, settings: ApiSettings, runtime: Any = None) -> None:  # type: ignore[misc]  # Serve awaits
+        wanted = settings.deployment if runtime is None else await runtime.runtime_id.remote()
         self._lead = find_lead(wanted)
         try:
             plan = await self._lead.plan.options(concurrency_group=CONTROL).remote()

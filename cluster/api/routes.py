@@ -37,7 +37,7 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
     limit = service.limits.body_bytes
-    app.add_middleware(Guard, key=key, body_bytes=limit, answer_id=answer_id)  # type: ignore[arg-type]
+    app.add_middleware(Guard, key=key, body_bytes=limit, answer_id=answer_id)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)

@@ -55,7 +55,7 @@ class RuntimeProcess:
             )  # fmt: skip
         self._id = self._wait_until_listed()
 
-    def deployment_id(self) -> str:
+    def runtime_id(self) -> str:
         """The runtime's id."""
         return self._id
 

@@ -133,7 +133,7 @@ class CompletionBody(GenerationBody):
         if isinstance(found, str):
             return [found]
         if found and isinstance(found[0], int):
-            return [found]  # type: ignore[list-item]  # a list of numbers is one prompt
+            return [found]  # a list of numbers is one prompt
         return list(found)  # type: ignore[arg-type]
 
     @property

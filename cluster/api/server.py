@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import socket
 from types import TracebackType
 from typing import Any
@@ -103,8 +104,8 @@ class HttpServer:
             RuntimeFailure: it does not.
         """
         state = serve.status().applications.get(APPLICATION)
-        if state is None or str(state.status) in ("DEPLOY_FAILED", "DELETING", "NOT_STARTED"):
-            why = "it is gone" if state is None else state.message or str(state.status)
+        if state is None or state.status.value in ("DEPLOY_FAILED", "DELETING", "NOT_STARTED"):
+            why = "it is gone" if state is None else state.message or state.status.value
             raise RuntimeFailure(f"the HTTP server ended: {' '.join(why.split())[:300]}", "start it again")
 
     def close(self) -> None:
@@ -135,7 +136,18 @@ class HttpServer:
         # beside this process: key, template and tokenizer are files of this machine
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
         app: Any = application(self._settings, drain_s=_DRAIN_S, resources=here)
-        serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
+        try:
+            serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
+        except RuntimeError as error:
+            raise RuntimeFailure(f"the HTTP server did not start: {_refusal()}", "mend that first") from error
+
+
+def _refusal() -> str:
+    """Why a replica did not start: Serve keeps it as the text of a traceback, whose last line says it."""
+    state = serve.status().applications.get(APPLICATION)
+    messages = [] if state is None else [found.message for found in state.deployments.values() if found.message]
+    lines = [line for message in messages for line in message.strip().splitlines()]
+    return re.sub(r"^[\w.]+: ", "", lines[-1].strip())[:300] if lines else "Serve does not say why"
 
 
 def serve_runs() -> bool:

@@ -28,10 +28,10 @@ class VirtualClock:
 class VirtualCopy:
     """When a simulated copy had the link, with the fields of `engine.device.Copied`."""
 
-    __slots__ = ("end_s", "event", "start_s")
+    __slots__ = ("end_s", "event", "link_s", "start_s")
 
     def __init__(self, start_s: float, end_s: float) -> None:
-        self.start_s, self.end_s, self.event = start_s, end_s, None
+        self.start_s, self.end_s, self.event, self.link_s = start_s, end_s, None, end_s - start_s
 
 
 class VirtualDone:

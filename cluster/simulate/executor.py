@@ -20,7 +20,7 @@ from ...actors.engine.stats import EngineStats, LayerStats
 from ...actors.engine.timeline import Timeline
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.plan import LoadOnMiss
-from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted
+from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.residency import Residency
 from .clock import VirtualClock, VirtualLoader
@@ -111,7 +111,7 @@ class SimulatedEngine:
         spans = spans_of(parts)
         self.cache.decode_only = all(part.decode for _, part in parts)
         if self._prefetch is not None:
-            self._fetch(0, self._prefetch.begin_forward(spans))
+            self._fetch(0, self._prefetch.begin_forward(spans), not self.cache.governor.resting)
         self.clock.advance(self.machine.forward_s)
         for layer in range(self.header.layers):
             self._layer(layer, spans, parts)
@@ -132,7 +132,7 @@ class SimulatedEngine:
         ids = _joined([part.ids[:, layer] for _, part in parts])
         experts, starts = _grouped(ids)
         stats = self.stats.layers[layer]
-        blocked_s = stats.blocked_io_s
+        blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         cache.poll()
         needed = [base + e for e in experts]
         cache.drop_stale(layer, needed)
@@ -141,21 +141,26 @@ class SimulatedEngine:
         if plan.loads:
             cache.issue([load for load in plan.loads if not load.after])
         if self._prefetch is not None:
-            self._fetch(layer, self._prefetch.observed(layer_seen(layer, spans, ids, parts)))
+            seen = layer_seen(layer, spans, ids, parts)
+            self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
         places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(needed)}
         nothing = cast(Any, None)
         self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
         stats.io_path_s += stats.blocked_io_s - blocked_s
+        stats.link_path_s += stats.link_s - busy_s
         if self._check:
             cache.check_integrity()
 
-    def _fetch(self, layer: int, wanted: Sequence[Wanted]) -> None:
-        if not self.cache.governor.allows() or not wanted:
+    def _fetch(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
+        """As `engine.prefetching` does it."""
+        if not allowed or not wanted or self._prefetch is None:
             return
-        keys = [want.key for want in wanted]
-        self.cache.prefetch(keys)
-        if self._prefetch is not None and self._prefetch.synchronous:
-            self.cache.finish_prefetch(keys, layer)
+        held: set[int] = set()
+        for source, keys in runs(wanted, self.header.experts):
+            self.cache.prefetch(keys, held, source or self._prefetch.name)
+            held.update(keys)
+        if self._prefetch.synchronous:
+            self.cache.finish_prefetch([want.key for want in wanted], layer)
 
 
 def spans_of(parts: Sequence[tuple[str, Iteration]]) -> list[Span]:

@@ -23,13 +23,10 @@ expert's number: 996 for the default model, 1476 for Mixtral-8x7B with D = 4; be
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from ...actors.store_format import Manifest
 
 HEADER_NAME = "trace.json"
 MAX_DISTANCE = 8
@@ -138,9 +135,3 @@ class TraceHeader(_Frozen):
         """Whether two traces can be taken together."""
         kept = {"layers", "experts", "top_k", "hidden", "distances", "slot_bytes", "fingerprint", "expert_dtype"}
         return self.model_dump(include=kept) == other.model_dump(include=kept)
-
-
-def model_fingerprint(manifest: Manifest) -> str:
-    """Of the files of the checkpoint that a store was made from."""
-    source = "\n".join(file.model_dump_json() for file in manifest.source)
-    return hashlib.sha256(source.encode()).hexdigest()

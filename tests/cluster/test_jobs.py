@@ -24,7 +24,7 @@ from tiermoe.cluster.scratch import Scratch
 
 _BIN = Path(sys.executable).parent
 _TIERMOE = str(_BIN / "tiermoe")
-_WAIT_S = 90.0
+_WAIT_S = 300.0
 _TWO_GPUS = """\
 import sys
 from tiermoe.cluster.cli import main
@@ -34,7 +34,7 @@ scale.VARIANTS = tuple(v for v in scale.VARIANTS if v.gpus == 1 or v == scale.Va
 sys.argv = ["tiermoe", "bench", "scale", "--batch", "1", "--prompts", "1000000", "--json", sys.argv[1]]
 main()
 """  # `tiermoe bench scale` with three processes instead of thirteen
-_GONE_S = 30.0
+_GONE_S = 60.0
 
 pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
 
@@ -68,7 +68,7 @@ class Cluster:
         submitted = self.submit(*entrypoint, options=[*options, "--runtime-env-json", variables])
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
         words = "ready at" if entrypoint[1] == "up" else "batch 1: 1/"
-        asyncio.run(asyncio.wait_for(_said(self, name, words), 2 * _WAIT_S))
+        asyncio.run(asyncio.wait_for(_said(self, name, words), _WAIT_S))
         wanted = list(entrypoint[1:])  # a script's interpreter is named before it, or not
         processes = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-len(wanted) :] == wanted]
         (driver,) = [p for p in processes if p.environ().get("TMPDIR") == str(folder)]

@@ -78,7 +78,7 @@ def _error(lead: GpuWorker, prompt: tuple[int, ...]) -> str:
     generation = Generation("e")
     for event in lead.submit(GenerationRequest("e", prompt, SamplingParams(max_tokens=TOKENS))):
         generation.add(event)
-    assert generation.finish == "error"
+    assert (generation.finish, event.error_type) == ("error", "StoreError")
     assert generation.error is not None
     return generation.error
 
@@ -103,6 +103,10 @@ def test_two_slices_and_files_of_the_own_node(
     with _stores(store, [0, 1, 3], [4, 6, 7]) as stores, _lead(own.describe(), _config(), stores) as lead:
         assert greedy(lead, prompts, TOKENS) == expected
         assert [type(source).__name__ for source in lead._sources.weights].count("RemoteLayer") == 6
+        assert lead.plan()["stores"] == [
+            {"store": "store/0", "transport": "grpc", "layers": [0, 1, 3], "spare_layers": []},
+            {"store": "store/1", "transport": "grpc", "layers": [4, 6, 7], "spare_layers": []},
+        ]
 
 
 def test_a_replica_takes_over_midway(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:

@@ -1,8 +1,8 @@
 """A program that deploys on the Ray of its machine and does as it is told: one JSON object per line, there and back.
 
-    {"id": 1, "do": "start", "options": {...}, "store": PATH}    -> {"id": 1, "value": {...}}
-    {"id": 2, "do": "generate", "prompt": [...], ...}            -> {"id": 2, "event": {...}}, ..., {"id": 2, "value": null}
-    {"id": 3, "do": "stats"}                                     -> {"id": 3, "error": {"type": ..., "text": ...}}
+    {"id": 1, "do": "start", "options": {...}, "store": PATH}  -> {"id": 1, "value": {...}}
+    {"id": 2, "do": "generate", "prompt": [...], ...}          -> {"id": 2, "event": ...} ..., {"id": 2, "value": null}
+    {"id": 3, "do": "stats"}                                   -> {"id": 3, "error": {"type": ..., "text": ...}}
 
 Every command has a thread, so that one answers while another waits. At the end of its standard input it ends the
 deployment and itself. `remote_runtime` is the other side.

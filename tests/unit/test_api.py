@@ -19,6 +19,7 @@ from tiermoe.cluster.api.chat_template import load_chat_template
 from tiermoe.cluster.api.key import read_key
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.errors import ConfigError
 
@@ -519,3 +520,25 @@ def test_a_port_is_ours_alone() -> None:
             proxy.bind(("127.0.0.1", held.port))
     finally:
         held.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-key-file", "/nowhere/key"], "cannot be read"),
+        (["--chat-template", "/nowhere/template"], "cannot be read"),
+        (["--deployment", "abcdef"], "--attach"),
+        (["--attach", "127.0.0.1:1", "--budget", "25%"], "--budget"),
+        (["--policy", "nothing"], "no policy"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_before_it_starts_anything(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--device", "cpu", *options])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1

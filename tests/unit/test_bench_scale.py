@@ -57,7 +57,7 @@ def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(monkeypatch: pyte
     with pytest.raises(BudgetError, match="keeps every expert"):
         scale.bench_scale(None, 1, Workload(policy="all-resident"), None)
     with pytest.raises(ConfigError, match="works with one GPU"):
-        scale.bench_scale(None, 1, Workload(policy="context-ndp-full"), None)
+        scale.bench_scale(None, 1, Workload(policy="monde"), None)
 
 
 def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_top_k_and_ways_are_checked() -> None:
     with pytest.raises(ConfigError, match="top_k"):
         Matcher(SETTINGS, SHAPE, 9, Noticeboard())
     with pytest.raises(ConfigError, match="4 shards and ways to 1"):
-        matcher(sharding=ShardSettings(count=4), shards=[PeerLink(Noticeboard())])
+        matcher(sharding=ShardSettings(count=4), shards=[PeerLink(Noticeboard(), name=shard_name(1))])
 
 
 class TestStore:

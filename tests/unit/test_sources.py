@@ -265,7 +265,7 @@ def test_a_damaged_store_is_left_until_it_is_well(make: Make) -> None:
     stores = make(range(LAYERS), range(LAYERS))
     file = stores.folder / layer_name(0)
     data = file.read_bytes()
-    with stores.reader(FAST) as reader:
+    with stores.reader() as reader:
         file.unlink()
         file.write_bytes(data)
         with pytest.raises(StoreError, match="changed since it was verified"):
@@ -346,7 +346,7 @@ def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
     stores = make([0, 1])
     own = ExpertStore(stores.folder, "stamp", layers=[2])
     mapped = host_weights(own.layers)[0]
-    with stores.reader(FAST, layers=[0, 1]) as reader, closing(Loader(CpuDevice(LinkSettings()))) as loader:
+    with stores.reader(layers=[0, 1]) as reader, closing(Loader(CpuDevice(LinkSettings()))) as loader:
         shape = stores.manifest.experts
         pool = SlotPool.allocate(shape, 5, torch.float32, torch.device("cpu"))
         wanted = [(0, 1), (2, 0), (1, 2), (0, 0)]
@@ -363,6 +363,7 @@ def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
             assert job.copied is not None
             assert_right(job.dst, layer, e)
         stores.workers[0].close()
+        reader._settings = FAST
         failing = LoadJob(
             Reservation(0, 4, 1), dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2)
         )

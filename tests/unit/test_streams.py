@@ -10,7 +10,7 @@ import pytest
 from tiermoe.actors.engine import streams as streams_module
 from tiermoe.actors.engine.streams import Streams
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
-from tiermoe.errors import RequestError, RuntimeFailure
+from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, told
 
 CAPACITY, EOS, VOCABULARY = 20, 2, 100
 
@@ -45,6 +45,19 @@ def test_the_iterator_waits_for_the_next_event(streams: Streams) -> None:
     streams.finish(stream.name, [10, EOS])
     consumer.join(30)
     assert [event.token_ids for event in seen] == [(10,), (EOS,)]
+
+
+def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> None:
+    lost = StoreError("layers 1, 2 are nowhere; tried store/0", "bring it back")
+    ours, other = streams.open(asked("a")), streams.open(asked("b"))
+    streams.abort(ours.name, "error", "what a manager says", lost)
+    streams.abort(other.name, "error", "what a manager says", ValueError("odd"))
+    (first,), (second,) = ours, other
+    assert (first.error_type, first.error) == ("StoreError", str(lost))
+    assert (second.error_type, second.error) == (None, "what a manager says")
+    again = told(first.error_type, first.error)
+    assert (type(again), again.what, again.remedy) == (StoreError, lost.what, lost.remedy)
+    assert type(told("Unheard", "what; remedy")) is TierMoeError
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tiermoe.cluster.simulate.replay import result, serve
 from tiermoe.cluster.simulate.trace import Trace
 
 PROMPTS = [list(range(3, 40)), [5, 9, 70], list(range(60, 20, -1))]
-TOKENS = 6
+TOKENS = 20
 BUDGET = 0.5
 COUNTERS = (
     "hits", "misses", "bytes_loaded_demand", "bytes_demanded_decode", "bytes_loaded_prefetch", "bytes_wasted",
@@ -33,7 +33,7 @@ COUNTERS = (
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
     """A store, a trace of some prompts, and the engine's counters with the same prompts, one at a time."""
     folder = tmp_path_factory.mktemp(request.param)
-    store = serving.prepared(tiny_models.save_tiny_checkpoint(request.param, folder / "checkpoint"), folder / "store")
+    store = serving.prepared(tiny_models.save_tiny_checkpoint(request.param, folder / "checkpoint", num_experts_per_tok=3), folder / "store")
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     with serving.serving(store, serving.settings(1.0)) as worker:
         record_with(worker, read_manifest(folder / "store"), PROMPTS, folder / "trace", sampling, chunk_bytes=1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,8 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
         learn: finished requests are taken into the collection.
         synchronous: the forward waits for what was asked for, as MoE-Infinity's does.
     """
+
+    name: ClassVar[str] = "activation-matrix"
 
     def __init__(
         self,

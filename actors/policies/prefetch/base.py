@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,21 +58,30 @@ class LayerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An expert (`layer * E + e`) to prefetch; a greater priority goes first. Priorities compare within one policy."""
+    """An expert (`layer * E + e`) to prefetch; a greater priority goes first. Priorities compare within one policy.
+
+    source: whose guess it is, for a policy that joins several; empty: the policy's own.
+    """
 
     key: int
     priority: float
+    source: str = ""
 
 
 class PrefetchPolicy(ABC):
     """Which experts of later layers to ask for. Pure: NumPy, deterministic, owns its state.
 
     Attributes:
-        needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
+        name: what counters call its guesses.
+        needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
+        stateless: it learns nothing from what it is shown, so it need not be asked while nothing would be fetched.
         distance: layers ahead that it may ask for; `lookahead` is asked up to it.
         synchronous: the forward waits until what was asked for has arrived.
     """
 
+    name: ClassVar[str]
+    stateless: ClassVar[bool] = False
+    needs_ids: bool = True
     needs_probabilities: ClassVar[bool] = False
     needs_embeddings: ClassVar[bool] = False
     needs_lookahead: ClassVar[bool] = False
@@ -89,6 +99,14 @@ class PrefetchPolicy(ABC):
     def end(self, sequence: str) -> None:
         """A sequence is over; also for one that no forward carried."""
         return None
+
+
+def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
+    """Neighbours of one layer and source, in order: (source, keys)."""
+    return [
+        (source, [want.key for want in group])
+        for (_, source), group in groupby(wanted, lambda want: (want.key // experts, want.source))
+    ]
 
 
 def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from .base import LayerSeen, PrefetchPolicy, Span, Wanted
 
@@ -19,6 +20,10 @@ class LayerwisePrefetch(PrefetchPolicy):
         distance: 0 or 1.
         synchronous: the layer waits until all of it is there, as DeepSpeed's gather does.
     """
+
+    name: ClassVar[str] = "layerwise"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
 
     def __init__(self, layers: int, experts: int, distance: int = 1, synchronous: bool = False) -> None:
         if distance not in (0, 1):

@@ -27,6 +27,8 @@ class ExpertMapPolicy(PrefetchPolicy):
         expect: told the probabilities of each forecast's layers; `ExpertMapEviction.expect`.
     """
 
+    name: ClassVar[str] = "expert-map"
+    needs_ids = False
     needs_probabilities: ClassVar[bool] = True
     needs_embeddings: ClassVar[bool] = True
 

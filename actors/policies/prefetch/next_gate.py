@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +49,10 @@ class NextGatePrefetch(PrefetchPolicy):
         layers, experts: L and E. top: experts per token.
     """
 
-    needs_lookahead = True
+    name: ClassVar[str] = "next-gate"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+    needs_lookahead: ClassVar[bool] = True
 
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self._layers, self._experts, self._top = layers, experts, top

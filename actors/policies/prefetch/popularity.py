@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class PopularityPrefetch(PrefetchPolicy):
     Args:
         layers, experts: L and E. top: experts per layer.
     """
+
+    name: ClassVar[str] = "popularity"
 
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self.counts = np.zeros((layers, experts), np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,10 @@ class StridePrefetch(PrefetchPolicy):
         stride: the distance that they were trained for.
     """
 
-    needs_probabilities = True
+    name: ClassVar[str] = "stride"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+    needs_probabilities: ClassVar[bool] = True
 
     def __init__(
         self, predictors: Sequence[Predictor], experts: int, top: int, stride: int, synchronous: bool = False

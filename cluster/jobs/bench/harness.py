@@ -149,7 +149,8 @@ def print_report(report: Report, console: Console) -> None:
         for row in report.rows:
             table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))
         # a log has no width: a table squeezed into 80 columns cannot be read
-        console.print(table, width=None if console.is_terminal else _LOG_WIDTH, crop=False)
+        wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
+        wide.print(table)
     for bar in report.bars:
         verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"
         console.print(f"{verdict}  {bar.name}: {bar.value:.3g} {bar.op} {bar.limit:g}", soft_wrap=True)

@@ -145,11 +145,6 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
     layer = opened.layers[0]
     tensors = [tensor.view(torch.int16) for tensor in host_weights(opened.layers)[0].tensors]
 
-    def check(found: Sequence[Tensors], experts: Sequence[int]) -> None:
-        for e, arrays in zip(experts, found, strict=True):
-            if not all(torch.equal(a.view(torch.int16), t[e]) for a, t in zip(arrays, tensors, strict=True)):
-                raise RuntimeFailure(f"expert {e} arrived with other bytes than the file's", "report this as a bug")
-
     def reading(way: Literal["grpc", "ray"], experts: list[int], before: bool) -> Measures:
         held: Any = None
         ray.get(worker.forget.remote())
@@ -162,7 +157,7 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
             promise.ask(promises[i + 1 :])
             found.append(promise.tensors())
         taken_s = time.perf_counter() - begin_s
-        check(found, experts)
+        check_bytes(found, experts, tensors)
         del held
         return _measures(taken_s, len(experts) * nbytes)
 
@@ -179,15 +174,30 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
         experts = list(range(count))
         what = f"{model.name}, {count} x {nbytes / 2**20:.3g} MiB"
         cases = {
-            "memcpy": lambda e=experts: copied(e),  # type: ignore[misc]
-            "grpc": lambda e=experts: reading("grpc", e, before=False),  # type: ignore[misc]
-            "ray": lambda e=experts: reading("ray", e, before=False),  # type: ignore[misc]
-            "ray, put before": lambda e=experts: reading("ray", e, before=True),  # type: ignore[misc]
+            "memcpy": lambda e=experts: copied(e),
+            "grpc": lambda e=experts: reading("grpc", e, before=False),
+            "ray": lambda e=experts: reading("ray", e, before=False),
+            "ray, put before": lambda e=experts: reading("ray", e, before=True),
         }
         out += [_Reading(Case(f"{what}: {name}", run), _nothing) for name, run in cases.items()]
     return [
         *out[:-2], *(_Reading(last.case, readers[t].close) for last, t in zip(out[-2:], readers, strict=True)),
     ]  # fmt: skip
+
+
+def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequence[torch.Tensor]) -> None:
+    """Whether what arrived is what the file holds, as 16-bit patterns.
+
+    Args:
+        found: the tensors of each of `experts`.
+        layer: those of the file, with experts in front.
+
+    Raises:
+        RuntimeFailure: it is not.
+    """
+    for e, arrays in zip(experts, found, strict=True):
+        if not all(torch.equal(a.view(torch.int16), t[e]) for a, t in zip(arrays, layer, strict=True)):
+            raise RuntimeFailure(f"expert {e} arrived with other bytes than the file's", "report this as a bug")
 
 
 def _nothing() -> None: ...

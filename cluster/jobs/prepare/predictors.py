@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ....actors.store_format import read_manifest
+from ....actors.predictor_file import predictors_file
+from ....actors.store_format import model_fingerprint, read_manifest
 from ....errors import TraceError
 from ...report.progress import progress_on
-from ...simulate.predictors import predictors_file, save_predictors, train_predictors
+from ...simulate.predictors import save_predictors, train_predictors
 from ...simulate.trace import Trace
-from ...simulate.trace_format import model_fingerprint
 
 
 def add_predictors(store: Path, trace: Path, stride: int) -> Path:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....actors.engine.layer import MoeLayer, RouterProbe
+from ....actors.engine.layer import MoeLayer
+from ....actors.engine.model import RouterProbe
 from ...simulate.trace_writer import Rows, TraceWriter
 from .costs import CostMeter
 

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from ....actors.engine.layer import RouterProbe
-from ....actors.engine.model import find_blocks
+from ....actors.engine.model import RouterProbe, find_blocks
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
-from ....actors.store_format import Manifest, read_manifest
+from ....actors.store_format import Manifest, model_fingerprint, read_manifest
 from ....errors import RuntimeFailure, UnsupportedModelError
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
-from ...simulate.trace_format import TraceHeader, model_fingerprint
+from ...simulate.trace_format import TraceHeader
 from ...simulate.trace_writer import CHUNK_BYTES, TraceWriter
 from ..bench.serving import prepared_store
 from .capture import Capture
