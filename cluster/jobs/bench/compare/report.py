@@ -42,7 +42,7 @@ def compare(
 def report_of(sweep: Sweep, finished: Sequence[Finished], name: str) -> Report:
     """Medians with spread of every cell."""
     cells = [(found.group, cell) for found in finished for cell in found.cells]
-    counted = {measure for _, cell in cells for measure, values in cell.values.items() if any(values)}
+    counted = {key for _, cell in cells for key, values in cell.values.items() if any(values)} | {"same_tokens"}
     rows, executors = list[dict[str, Any]](), sorted({cell.executor for _, cell in cells})
     for group, cell in cells:
         spreads = {key: Spread.of(values) for key, values in sorted(cell.values.items()) if key in counted}
