@@ -34,6 +34,7 @@ from ..settings import MatcherSettings
 
 _log = logging.getLogger(__name__)
 _WINDOW, _JUDGED_FROM = 64, 16  # outcomes that tell whether the matcher keeps pace
+_COUNTS = "published", "dropped", "commands", "late", "silent", "lost", "fallbacks", "fallback_layers"
 _REMEMBERED = 4096  # publish times and lags, for their percentiles
 
 Source = Literal["expert-map", "next-gate"]
@@ -70,7 +71,7 @@ class MatcherLink:
         self._slow = False
         self._forecasts = False  # whether the newest iteration that was answered had a forecast
         self._said: str | None = None
-        self._counts = dict.fromkeys(("published", "dropped", "commands", "late", "silent", "lost", "fallbacks"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._publish_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._lag_s: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -106,6 +107,10 @@ class MatcherLink:
                 _log.warning("prefetch falls back to next-gate: %s", problem)
             self._said = kind
         return "expert-map" if problem is None else "next-gate"
+
+    def fell_back(self) -> None:
+        """A layer was prefetched for by next-gate instead."""
+        self._counts["fallback_layers"] += 1
 
     @property
     def waiting(self) -> int:
