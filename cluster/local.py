@@ -38,7 +38,7 @@ class LocalWorker(GpuWorker):
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
         self.matcher_process: WorkerProcess | None = None
         if settings.policy.prefetch.uses_maps:
-            top_k = facts_of_store(store, store).top_k
+            top_k = facts_of_store(Path(store), Path(store)).top_k
             role = Role.matcher(settings.matcher_settings, map_shape(view.manifest), top_k)
             self.matcher_process = WorkerProcess(role)
         super().__init__(
