@@ -98,7 +98,7 @@ def told(kind: str, text: str) -> TierMoeError:
 
     A class that is not here gives a `TierMoeError`.
     """
-    cls = globals().get(kind)
-    ours = isinstance(cls, type) and issubclass(cls, TierMoeError)
+    found = globals().get(kind)
+    cls = found if isinstance(found, type) and issubclass(found, TierMoeError) else TierMoeError
     what, _, remedy = text.rpartition("; ")
-    return (cls if ours else TierMoeError)(what, remedy)
+    return cls(what, remedy)

@@ -106,6 +106,7 @@ class GpuWorker:
         self._batcher = make_batcher(self._model, settings.kv, self._engine)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
+        self._engine.follow_maps()
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
         self._plan["stores"] = self._sources.describe()

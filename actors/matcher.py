@@ -16,6 +16,7 @@ A plain class without torch, which serves as soon as it is constructed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -54,8 +55,8 @@ class Matcher:
         top_k: K, experts that its router picks for a token.
         directory: told the address; asked for the host to listen on.
         token: what a client must show; None: only this machine may connect.
-        snapshot: file that the store is saved to, and begun from if it is there; one that is of no use is moved aside
-            and said in `health`. None: nothing is saved.
+        snapshot: file that the store is saved to, and begun from if it is there, unless the settings say which; one
+            that is of no use is moved aside and said in `health`. None: nothing is saved.
         warm: what to begin with where there is no snapshot, in place of the settings' file: another file, or the
             arrays of another replica.
         sharding, shards: the GPUs that share the experts, and the ways to shards 1..G-1; without ways all commands go
@@ -89,7 +90,8 @@ class Matcher:
         self._settings, self._shape = settings, shape
         width = min(shape.hidden, settings.width)
         self._maps = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
-        self._snapshot = None if snapshot is None else Path(snapshot)
+        kept = settings.keep if settings.keep is not None else snapshot
+        self._snapshot = None if kept is None else Path(kept)
         self._origin, self._problem = "empty", ""
         self._begin_with(settings.warm if warm is None else warm)
         self._prefetch = ExpertMapPrefetch(
@@ -189,6 +191,14 @@ class Matcher:
             self._saver.join()
         if self._snapshot is not None:
             self._try_saving()
+
+    def retire(self) -> None:
+        """As `close`, for the last time: a snapshot that is not to be kept goes, and its folder if that is empty."""
+        self.close()
+        if self._snapshot is not None and self._settings.keep is None:
+            with contextlib.suppress(OSError):
+                self._snapshot.unlink()
+                self._snapshot.parent.rmdir()
 
     def _match(self, context: Context) -> PrefetchCommand | None:
         with self._lock:

@@ -188,7 +188,8 @@ class MatcherOptions(Settings):
     capacity: int = Field(default=1000, ge=1, le=1 << 20, description="expert maps that are kept")
     width: int = Field(default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched")
     learn: bool = Field(default=True, description="store the maps of the iterations that are served")
-    warm: str | None = Field(default=None, description="file of maps to begin with; none: an empty store")
+    warm: str | None = Field(default=None, description="file of maps to begin with, where none were kept")
+    keep: str | None = Field(default=None, description="file in which maps outlive the runtime; none: they do not")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of the store, if it changed")
     transport: Literal["auto", "shm", "grpc"] = "auto"
     deadline_s: float = Field(default=1.0, gt=0, description="seconds after which an answer is worth nothing")

@@ -22,7 +22,6 @@ class LocalWorker(GpuWorker):
         settings: what to run.
         store: folder of the expert store.
         ndp_workers: how many, where the policy uses them.
-        snapshot: file in which the matcher keeps its maps; None: they are gone with the process.
 
     Attributes:
         store: the folder.
@@ -31,9 +30,7 @@ class LocalWorker(GpuWorker):
         matcher_process: that of the matcher; None where the policy uses none.
     """
 
-    def __init__(
-        self, settings: EngineSettings, store: Path, ndp_workers: int = 1, snapshot: Path | None = None
-    ) -> None:
+    def __init__(self, settings: EngineSettings, store: Path, ndp_workers: int = 1) -> None:
         self.store = store
         view = ExpertStore(str(store), verify="stamp").describe()
         near_data = range(ndp_workers if settings.policy.uses_ndp else 0)
@@ -41,8 +38,8 @@ class LocalWorker(GpuWorker):
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
         self.matcher_process: WorkerProcess | None = None
         if settings.policy.prefetch.uses_maps:
-            top_k = facts_of_store(store, store).top_k
-            role = Role.matcher(settings.matcher_settings, map_shape(view.manifest), top_k, snapshot)
+            top_k = facts_of_store(Path(store), Path(store)).top_k
+            role = Role.matcher(settings.matcher_settings, map_shape(view.manifest), top_k)
             self.matcher_process = WorkerProcess(role)
         super().__init__(
             settings,

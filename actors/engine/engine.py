@@ -136,12 +136,15 @@ class ExpertEngine:
             self.shards.start()
         if self.ndp is not None:
             self.ndp.start(_NDP_START_S)
+        if self._placer is not None:
+            self._placer.preload()
+
+    def follow_maps(self) -> None:
+        """Look for the matcher and publish to it from now on: what ran before is no request of a user."""
         if self.matcher is not None:
             self.matcher.start()
             if not self.matcher.wait_until_found(_MATCHER_START_S):
                 self.notes.append(f"prefetch begins with next-gate: {self.matcher.problem}")
-        if self._placer is not None:
-            self._placer.preload()
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""

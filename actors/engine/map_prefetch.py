@@ -88,6 +88,7 @@ class MatcherPrefetch(PrefetchPolicy):
         if self._blend is not None:
             return self._blend.merged(seen, wanted)
         if link.source == "next-gate":
+            link.fell_back()
             guesses = self._fallback.observed(seen)
             return [*wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in guesses)]
         return ranked(wanted) if len(commands) > 1 else wanted

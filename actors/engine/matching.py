@@ -34,6 +34,8 @@ from ..settings import MatcherSettings
 
 _log = logging.getLogger(__name__)
 _WINDOW, _JUDGED_FROM = 64, 16  # outcomes that tell whether the matcher keeps pace
+_COUNTS = "published", "dropped", "commands", "late", "silent", "lost", "fallbacks", "fallback_layers"
+_NO_MAPS = "the matcher has no maps yet"
 _REMEMBERED = 4096  # publish times and lags, for their percentiles
 
 Source = Literal["expert-map", "next-gate"]
@@ -70,12 +72,14 @@ class MatcherLink:
         self._slow = False
         self._forecasts = False  # whether the newest iteration that was answered had a forecast
         self._said: str | None = None
-        self._counts = dict.fromkeys(("published", "dropped", "commands", "late", "silent", "lost", "fallbacks"), 0)
+        self._started = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._publish_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._lag_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def start(self) -> None:
         """Begin to look for the matcher; generation does not wait for it."""
+        self._started = True
         self._peer.start()
 
     def wait_until_found(self, deadline_s: float) -> bool:
@@ -90,7 +94,7 @@ class MatcherLink:
         if self._slow:
             return "the matcher is slow: most of its commands come too late"
         if not self._forecasts:
-            return "the matcher has no maps yet"
+            return _NO_MAPS
         return None
 
     @property
@@ -101,11 +105,16 @@ class MatcherLink:
         if kind != self._said:
             if problem is None:
                 _log.info("prefetch follows expert maps again")
-            else:
+            elif self._started:
                 self._counts["fallbacks"] += 1
-                _log.warning("prefetch falls back to next-gate: %s", problem)
+                level = logging.INFO if problem == _NO_MAPS else logging.WARNING
+                _log.log(level, "prefetch falls back to next-gate: %s", problem)
             self._said = kind
         return "expert-map" if problem is None else "next-gate"
+
+    def fell_back(self) -> None:
+        """A layer was prefetched for by next-gate instead."""
+        self._counts["fallback_layers"] += 1
 
     @property
     def waiting(self) -> int:

@@ -15,11 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 
-from ...errors import RuntimeFailure
+from ...errors import RuntimeFailure, TierMoeError
 from ..config import load_run_config
-from ..ray_session import head_address
+from ..lead import Lead
+from ..names import LEAD
+from ..ray_session import NAMESPACE, head_address
 from ..registry import Registry
 
 _POLL_S = 0.2
@@ -53,7 +56,7 @@ class RuntimeProcess:
                 [sys.executable, "-m", "tiermoe.cluster.cli", "up", "--config", str(file)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        self._id = self._wait_until_listed()
+        self._id = self._wait_until_ready()
 
     def runtime_id(self) -> str:
         """The runtime's id."""
@@ -74,13 +77,13 @@ class RuntimeProcess:
                 self._process.kill()
         self._folder.cleanup()
 
-    def _wait_until_listed(self) -> str:
-        """`up` lists itself when it is ready, and has a deadline of its own for that."""
+    def _wait_until_ready(self) -> str:
+        """`up` lists itself once it has a Ray, its lead answers once it serves; `up` has a deadline for both."""
         assert self._process is not None
         registry = Registry()
         while self._process.poll() is None:
             for entry in registry.entries():
-                if entry.pid == self._process.pid:
+                if entry.pid == self._process.pid and _serves(entry.deployment):
                     return entry.deployment
             time.sleep(_POLL_S)
         raise RuntimeFailure(f"the runtime did not start: {self._last_line()}", "try it with `tiermoe up`")
@@ -88,3 +91,12 @@ class RuntimeProcess:
     def _last_line(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+def _serves(deployment: str) -> bool:
+    """Whether a deployment's lead has started."""
+    try:
+        Lead(ray.get_actor(f"{deployment}/{LEAD}", namespace=NAMESPACE)).ask("plan")
+    except (ValueError, TierMoeError):  # ValueError: there is no such actor yet
+        return False
+    return True

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ...errors import ConfigError
 from ..ray_auth import adopt_mode
-from ..registry import Registry
 from ..report.plan import plan_table
+from ..report.topology import placed_tables
+from .keep import Check, keep_runtime
 from .runtime_options import (
     Budget,
     Config,
@@ -25,7 +27,9 @@ from .runtime_options import (
     NdpHardware,
     NdpPace,
     NdpThreads,
+    NdpWorkers,
     Policy,
+    Shards,
     Store,
     Threads,
     checked_config,
@@ -34,6 +38,9 @@ from .runtime_options import (
     refuse_runtime_options,
     runtime_options,
 )
+
+if TYPE_CHECKING:
+    from ..deploy import Deployment
 
 _WATCH_S = 2.0
 
@@ -51,6 +58,8 @@ def serve_command(
     ndp_threads: NdpThreads = None,
     ndp_hardware: NdpHardware = None,
     ndp_pace: NdpPace = None,
+    shards: Shards = None,
+    ndp_workers: NdpWorkers = None,
     store: Store = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one.", min=0, max=65535)] = 8000,
@@ -68,7 +77,7 @@ def serve_command(
     options = runtime_options(
         model=model, policy=policy, budget=budget, device=device, dtype=dtype, threads=threads, store=store,
         link_gbps=link_gbps, link_latency_us=link_latency_us, ndp_threads=ndp_threads, ndp_hardware=ndp_hardware,
-        ndp_pace=ndp_pace,
+        ndp_pace=ndp_pace, shards=shards, ndp_workers=ndp_workers,
     )  # fmt: skip
     server: dict[str, Any] = {
         "model_name": model_name,
@@ -92,24 +101,21 @@ def _serve_own(config: str | None, options: dict[str, Any], server: dict[str, An
     _check_files(server)
     notices = Console(stderr=True)
     folder = prepared_for(chosen, settings, progress=notices.is_terminal)
-    if chosen.ray.address is not None:
-        adopt_mode(chosen.ray.address)
-    from ..deploy import Deployment  # Ray, as in `up`
-
     limits = server["limits"] | {"request_s": chosen.request_deadline_s}
-    with ExitStack() as stack:
-        with notices.status("starting Ray and loading the model ..."):
-            deployment = stack.enter_context(Deployment(chosen, settings, str(folder)))
-        stack.enter_context(Registry().entered(deployment.id, deployment.address, chosen.ray.address is None))
-        Console().print(plan_table(deployment.plan))
+
+    @contextmanager
+    def served(deployment: Deployment) -> Iterator[Check]:
+        Console().print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
         tokenizer = str(chosen.model_dir.absolute())
         found = server | {"deployment": deployment.id, "tokenizer": tokenizer, "limits": limits}
-        with notices.status("starting the server ..."):
-            http = stack.enter_context(_http_server(found, host, port))
-        _announce(http, found, host, f"deployment {deployment.id} is ready at {deployment.address}")
-        while deployment.watch():
-            http.check()
-            time.sleep(_WATCH_S)
+        with ExitStack() as stack:
+            with notices.status("starting the server ..."):
+                http = stack.enter_context(_http_server(found, host, port))
+            _announce(http, found, host, f"deployment {deployment.id} is ready at {deployment.address}")
+            yield http.check
+
+    ended = keep_runtime(chosen, settings, folder, notices, served)
+    Console().print(f"deployment {ended} was ended by `tiermoe down`")
 
 
 def _serve_guest(address: str, wanted: str | None, server: dict[str, Any], host: str, port: int) -> None:

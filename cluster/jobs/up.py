@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..ray_auth import adopt_mode
-from ..registry import Entry, Registry
 from ..report.plan import plan_table
 from ..report.topology import placed_tables
+from .keep import Check, keep_runtime
 from .runtime_options import (
     Budget,
     Config,
@@ -37,8 +35,6 @@ from .runtime_options import (
 
 if TYPE_CHECKING:
     from ..deploy import Deployment
-
-_WATCH_S = 2.0
 
 
 def up_command(
@@ -68,32 +64,14 @@ def up_command(
     settings = checked_settings(chosen)
     out, notices = Console(), Console(stderr=True)
     folder = prepared_for(chosen, settings, progress=notices.is_terminal)
-    if chosen.ray.address is not None:
-        adopt_mode(chosen.ray.address)
-    from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
-    from ..placement import DeploymentEnded
 
-    local = chosen.ray.address is None
-    tell = partial(notices.print, markup=False, soft_wrap=True)
-    entries: list[Entry] = []
-    with ExitStack() as listed:  # `status` and `down` find the runtime as soon as it has a Ray
-        deployment = Deployment(
-            chosen, settings, str(folder), tell=tell,
-            on_ray=lambda it: entries.append(listed.enter_context(Registry().entered(it.id, it.address, local))),
-        )  # fmt: skip
-        try:
-            with ExitStack() as stack:
-                with notices.status("starting Ray and loading the model ..."):
-                    stack.enter_context(deployment)
-                _announce(deployment, out)
-                while deployment.watch():
-                    time.sleep(_WATCH_S)
-        except DeploymentEnded:
-            pass
-        except SystemExit:  # of SIGTERM: `down` withdraws the entry before it sends one
-            if not entries or Registry().lists(deployment.id):
-                raise
-    out.print(f"deployment {deployment.id} was ended by `tiermoe down`")
+    @contextmanager
+    def announced(deployment: Deployment) -> Iterator[Check]:
+        _announce(deployment, out)
+        yield lambda: None
+
+    ended = keep_runtime(chosen, settings, folder, notices, announced)
+    out.print(f"deployment {ended} was ended by `tiermoe down`")
 
 
 def _announce(deployment: Deployment, out: Console) -> None:

@@ -56,7 +56,7 @@ def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(monkeypatch: pyte
         scale.bench_scale(None, 1, Workload(budget="1GB"), None)
     with pytest.raises(BudgetError, match="keeps every expert"):
         scale.bench_scale(None, 1, Workload(policy="all-resident"), None)
-    with pytest.raises(ConfigError, match="works with one GPU"):
+    with pytest.raises(ConfigError, match="the link of one GPU"):
         scale.bench_scale(None, 1, Workload(policy="monde"), None)
 
 

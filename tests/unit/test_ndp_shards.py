@@ -58,7 +58,7 @@ def popularity(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = np.ones((*shape, 4), np.float32)
     counts = np.broadcast_to(np.arange(_EXPERTS, 0, -1), shape)
     found = ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
-    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, verify: object())
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, **how: object())
     monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", lambda view: found)
 
 

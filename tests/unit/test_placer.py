@@ -111,7 +111,7 @@ def tables(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> ReplicaTables
     losses = np.broadcast_to(np.float32([8, 4, 2, 1]), (*shape, 4))
     counts = np.broadcast_to(np.arange(shape[1], 0, -1), shape)
     found = ReplicaTables((1, 2, 3, 4), losses, losses, losses < 0, counts, counts.astype(np.float64))
-    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, verify: object())
+    monkeypatch.setattr("tiermoe.actors.gpu_worker.describe_replicas", lambda path, **how: object())
     monkeypatch.setattr("tiermoe.actors.gpu_worker.read_tables", lambda view: found)
     return found
 
