@@ -165,6 +165,44 @@ def ndp(
 
 
 @bench_app.command(cls=JsonCommand)
+def fmoe(
+    model: Model = None,
+    repeats: Repeats = 5,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts, 70% of them to learn from.")] = 50,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Generated after each prompt.")] = 16,
+    trace_tokens: Annotated[int, typer.Option(help="Generated after each prompt of the recorded trace.")] = 96,
+    config: Config = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """fMoE against its baselines: hit rate, TTFT, TPOT, bytes; expert maps by distance and capacity."""
+    from .fmoe.job import OWN_KEYS, Workload, bench_fmoe
+    from .fmoe.page import write_page
+    from .ndp_page import check_folder
+
+    _say_overridden(config, OWN_KEYS)
+    file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
+    work = Workload(prompts, prompt_tokens, max_tokens, trace_tokens=trace_tokens)
+    kept: list[Kept] = []
+
+    def measure(progress: Progress) -> Report:
+        beside = folder if folder is not None else file.parent if file is not None else None
+        report, found = bench_fmoe(model, repeats, work, beside, progress, config)
+        if folder is not None:
+            write_page(report, folder)
+        kept.extend(found)
+        return report
+
+    _finish(measure, as_json, check, file)
+    for part in kept:
+        part.discard()
+
+
+@bench_app.command(cls=JsonCommand)
 def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
     from .quantize import bench_quantize

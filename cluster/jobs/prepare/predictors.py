@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -14,8 +15,11 @@ from ...simulate.predictors import save_predictors, train_predictors
 from ...simulate.trace import Trace
 
 
-def add_predictors(store: Path, trace: Path, stride: int) -> Path:
+def add_predictors(store: Path, trace: Path, stride: int, requests: int | None = None) -> Path:
     """Train and write `predictors-STRIDE.safetensors`, in place of one that is there.
+
+    Args:
+        requests: to learn from, the trace's first ones; None: all.
 
     Raises:
         TraceError: the trace is corrupt, of another model, or no layer is that far ahead.
@@ -27,7 +31,8 @@ def add_predictors(store: Path, trace: Path, stride: int) -> Path:
         raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
     with progress_on(Console(stderr=True)) as progress:
         task = progress.add_task("training predictors", total=max(0, header.layers - stride))
-        trained = train_predictors(header, found.requests(), stride, advanced=lambda: progress.advance(task))
+        learned = islice(found.requests(), requests)
+        trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
     path = store / predictors_file(stride)
     save_predictors(path, header, stride, trained)
     return path

@@ -130,7 +130,7 @@ class Sweep:
             "prompts": _digest(self.prompts),
             "warm": _digest(self.warm),
             "presets": {name: load_policy(name).model_dump(mode="json") for name in self.policies},
-            "config": self.base.model_dump(mode="json", exclude={"policy", "budget", "ray"}),
+            "config": self.base.model_dump(mode="json", exclude={"policy", "budget", "ray", "store"}),
             "checkpoint": _digest((self.base.model_dir / "config.json").read_text(encoding="utf-8")),
             "maps": None if matcher is None else hashlib.sha256(Path(matcher).read_bytes()).hexdigest(),
             "quality_documents": self.quality_documents,
