@@ -12,6 +12,7 @@ OWN = "fmoe"
 # Section 6.2: the part of each baseline's TPOT that fMoE saves, mean over the paper's models and data sets.
 PAPER_SAVES = {"deepspeed-inference": 0.70, "mixtral-offloading": 0.61, "promoe": 0.55, "moe-infinity": 0.48}
 PAPER_HITS = ("fmoe", "mixtral-offloading", "promoe", "moe-infinity", "deepspeed-inference")  # best first
+_SOURCES = ("expert-map", "next-gate")
 Row = Mapping[str, Any]
 
 
@@ -63,7 +64,7 @@ def cells(rows: Sequence[Row], setting: str) -> dict[tuple[str, float], dict[str
 def against_baselines(rows: Sequence[Row], setting: str, tokens: int) -> Iterator[str]:
     """One sentence or two for each baseline: where fmoe's TPOT is lower, and what the counters say where it is not."""
     by_cell = cells(rows, setting)
-    for baseline, saves in PAPER_SAVES.items():
+    for baseline in (*PAPER_SAVES, "next-gate", "on-demand"):
         ratios = {
             cell: paired(of[OWN], of[baseline], "tpot_s")
             for cell, of in by_cell.items()
@@ -72,9 +73,10 @@ def against_baselines(rows: Sequence[Row], setting: str, tokens: int) -> Iterato
         if not ratios:
             continue
         lost = [cell for cell, ratio in ratios.items() if not ratio < 1]
+        paper = f" (the paper: {PAPER_SAVES[baseline]:.0%} lower)" if baseline in PAPER_SAVES else ""
         text = (
             f"**{baseline}**: fmoe's TPOT is lower in {len(ratios) - len(lost)} of {len(ratios)} cells, by "
-            f"{_saved(mean(ratios.values()))} on average (the paper: {saves:.0%} lower)."
+            f"{_saved(mean(ratios.values()))} on average{paper}."
         )
         if lost:
             text += f" Not in {_named(lost)}. There, " + _why(by_cell, lost, baseline, tokens)
@@ -90,6 +92,46 @@ def hit_rate_order(rows: Sequence[Row], setting: str) -> str:
         holds = sum(of[better]["hit_rate"] > of[worse]["hit_rate"] for of in both)
         parts.append(f"{better} above {worse} in {holds} of {len(both)}")
     return "The paper's order of hit rates, pair by pair: " + "; ".join(parts) + " cells."
+
+
+def waited_hits(rows: Sequence[Row], setting: str, tokens: int) -> str | None:
+    """What a higher hit rate than fmoe's is worth where the forward waits for its prefetches; None where none is."""
+    by_cell = cells(rows, setting)
+    higher = [
+        of for of in by_cell.values()
+        if {OWN, "mixtral-offloading"} <= of.keys() and of["mixtral-offloading"]["hit_rate"] > of[OWN]["hit_rate"]
+    ]  # fmt: skip
+    if not higher:
+        return None
+    theirs, mine = ([per_token(of[name], tokens) for of in higher] for name in ("mixtral-offloading", OWN))
+    longer = sum(a.blocked_ms > b.blocked_ms for a, b in zip(theirs, mine, strict=True))
+    return (
+        f"mixtral-offloading has the higher hit rate in {len(higher)} of {len(by_cell)} cells, "
+        f"{mean(x.hit_rate for x in theirs):.1%} against {mean(x.hit_rate for x in mine):.1%} on average: it waits for "
+        f"what it asked for one layer ahead, so that a hit can have been waited for. In {longer} of these cells it "
+        f"waits longer for copies than fmoe, {mean(x.blocked_ms for x in theirs):.1f} ms for each token against "
+        f"{mean(x.blocked_ms for x in mine):.1f} ms on average."
+    )
+
+
+def of_matcher(rows: Sequence[Row], setting: str, layers: int) -> str | None:
+    """Whether the matcher's commands came in time, mean over fmoe's cells; None where no matcher took part."""
+    mine = [row for row in rows if (row["setting"], row["policy"]) == (setting, OWN)]
+    found = [row for row in mine if _median(row, "matcher.lag_us_p50")]
+    if not found:
+        return None
+    lag_ms = mean(_median(row, "matcher.lag_us_p50") for row in found) / 1e3
+    layer_ms = mean(row["tpot_ms"] for row in found) / layers
+    commands = sum(_median(row, "matcher.commands") for row in found)
+    late = sum(_median(row, "matcher.late") for row in found)
+    queued = {name: sum(_median(row, f"prefetch_sources.{name}.queued") for row in found) for name in _SOURCES}
+    fallen = queued["next-gate"] / sum(queued.values()) if sum(queued.values()) else 0.0
+    return (
+        f"The matcher's commands reached fmoe's forward {lag_ms:.1f} ms after the context was published (median), "
+        f"{lag_ms / layer_ms:.1f} times what a layer takes ({layer_ms:.2f} ms); {late / max(commands + late, 1):.1%} "
+        f"of them came too late, and {fallen:.1%} of what fmoe prefetched were next-gate's guesses, to which it falls "
+        "back while the matcher is of no use."
+    )
 
 
 def best_policies(rows: Sequence[Row], setting: str) -> str:

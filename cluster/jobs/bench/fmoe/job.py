@@ -160,8 +160,10 @@ def _simulated(recorded: Recorded, work: Workload, progress: Progress | None) ->
         {"source": r.source, "distance": r.distance, "recall": r.overall, "predictions": r.predictions}
         for r in recalls(recorded, DISTANCES, stepped)
     ]
+    header = recorded.header
     return {
-        "executor": "simulated", "experts": recorded.header.experts, "top_k": recorded.header.top_k, "recall": recall,
+        "executor": "simulated", "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
+        "recall": recall,
         "hit_rates": hit_rates(recorded, DISTANCES, work.capacities, budget, gbps, stepped),
         "correlations": [asdict(found) for found in correlations(recorded)], "balance": balance(recorded),
     }  # fmt: skip

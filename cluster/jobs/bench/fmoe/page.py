@@ -18,11 +18,15 @@ from .findings import (
     hit_rate_order,
     of_balance,
     of_correlation,
+    of_matcher,
     of_recall,
     paired,
+    waited_hits,
 )
 from .job import FmoeReport
 from .plots import plot_maps, plot_runs
+
+_CONSTANT = ("experts", "slots", "expert_budget_bytes", "expert_bytes_peak")  # of a cell
 
 
 def write_page(report: FmoeReport, folder: Path) -> None:
@@ -33,7 +37,7 @@ def write_page(report: FmoeReport, folder: Path) -> None:
     """
     record = report.as_dict()
     try:
-        (folder / "fmoe.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        (folder / "fmoe.json").write_text(json.dumps(_small(record)) + "\n", encoding="utf-8")
         (folder / "fmoe.md").write_text(page(record), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error
@@ -74,6 +78,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         hit_rate_order(rows, "7:3"),
         "",
+        *_paragraphs(waited_hits(rows, "7:3", tokens), of_matcher(rows, "7:3", maps["layers"])),
         of_balance(maps["balance"], maps["experts"], maps["top_k"]),
         "",
         "![TPOT](fmoe-tpot.png)",
@@ -90,6 +95,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         hit_rate_order(rows, "online"),
         "",
+        *_paragraphs(waited_hits(rows, "online", tokens), of_matcher(rows, "online", maps["layers"])),
         "## Ablation",
         "",
         *_ablation(rows),
@@ -133,6 +139,20 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _small(record: dict[str, Any]) -> dict[str, Any]:
+    """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
+    rows = [
+        {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
+        | {"values": {name: spread["values"] for name, spread in row["spread"].items() if name not in _CONSTANT}}
+        for row in record["rows"]
+    ]
+    return record | {"rows": rows}
+
+
+def _paragraphs(*texts: str | None) -> list[str]:
+    return [line for text in texts if text is not None for line in (text, "")]
 
 
 def _runs(rows: Sequence[Row], setting: str) -> list[str]:
