@@ -136,7 +136,8 @@ class _Evaluation:
     """Scores on held-out text; the lossless reference is made once, when it is first needed."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self._sweep, self._evaluation = sweep, None
+        self._sweep = sweep
+        self._evaluation: Any = None
 
     def __call__(self, worker: Any, progress: Progress | None) -> dict[str, Any]:
         from ...evaluate.job import Evaluation
@@ -145,4 +146,5 @@ class _Evaluation:
         if self._evaluation is None:
             options = EvaluationOptions(documents=self._sweep.quality_documents)
             self._evaluation = Evaluation(self._sweep.base.model_dir, options)
-        return self._evaluation.measure(worker, progress).as_dict()
+        figures: dict[str, Any] = self._evaluation.measure(worker, progress).as_dict()
+        return figures
