@@ -7,7 +7,8 @@ other lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
 from . import compare_command
-from .compare.kept import Kept
+from .compare.kept import Kept, partial_file
 from .harness import Report, print_report
 from .json_option import JsonCommand
 
@@ -131,7 +132,8 @@ def compare(
         kept.append(found)
         return report
 
-    _finish(measure, as_json, check, out, lambda: kept[0].discard())
+    with _telling_what_is_kept([] if out is None else [out]):
+        _finish(measure, as_json, check, out, lambda: kept[0].discard())
 
 
 @bench_app.command(cls=JsonCommand)
@@ -178,7 +180,7 @@ def fmoe(
     check: Check = False,
 ) -> None:
     """fMoE against its baselines: hit rate, TTFT, TPOT, bytes; expert maps by distance and capacity."""
-    from .fmoe.job import OWN_KEYS, Workload, bench_fmoe
+    from .fmoe.job import OWN_KEYS, Workload, bench_fmoe, sweep_files
     from .fmoe.page import write_page
     from .ndp_page import check_folder
 
@@ -188,16 +190,17 @@ def fmoe(
         check_folder(folder)
     work = Workload(prompts, prompt_tokens, max_tokens, trace_tokens=trace_tokens)
     kept: list[Kept] = []
+    beside = folder if folder is not None else file.parent if file is not None else None
 
     def measure(progress: Progress) -> Report:
-        beside = folder if folder is not None else file.parent if file is not None else None
         report, found = bench_fmoe(model, repeats, work, beside, progress, config)
         if folder is not None:
             write_page(report, folder)
         kept.extend(found)
         return report
 
-    _finish(measure, as_json, check, file)
+    with _telling_what_is_kept([] if beside is None else sweep_files(beside)):
+        _finish(measure, as_json, check, file)
     for part in kept:
         part.discard()
 
@@ -257,6 +260,17 @@ def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
 
     if keys := overridden(config, fixed):
         Console(stderr=True).print(f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
+
+
+@contextmanager
+def _telling_what_is_kept(results: Sequence[Path]) -> Iterator[None]:
+    """Whoever interrupts a comparison learns that it can go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        for path in filter(Path.exists, map(partial_file, results)):
+            Console(stderr=True).print(f"'{path}' keeps what is finished: the same command goes on", highlight=False)
+        raise
 
 
 def _finish(

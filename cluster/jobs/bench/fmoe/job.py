@@ -115,12 +115,16 @@ def _sweep(
     config: RunConfig, split: Split, repeats: int, work: Workload, folder: Path | None, progress: Progress | None,
     online: bool,
 ) -> tuple[Report, Kept]:  # fmt: skip
-    name = "online" if online else "7-3"
     sweep = Sweep(
         config, ONLINE if online else OFFLINE, work.budgets, work.links, split.measure, () if online else split.learn,
         repeats, work.max_tokens, fresh=True,
     )  # fmt: skip
-    return compare(sweep, None if folder is None else folder / f"fmoe-{name}.json", progress, name=f"fmoe {name}")
+    return compare(sweep, None if folder is None else sweep_files(folder)[online], progress)
+
+
+def sweep_files(folder: Path) -> tuple[Path, Path]:
+    """Results of the 7:3 and the online sweep, beside which unfinished ones are kept."""
+    return folder / "fmoe-7-3.json", folder / "fmoe-online.json"
 
 
 def _record(base: RunConfig, split: Split, tokens: int, scratch: Path, progress: Progress | None) -> Path:
