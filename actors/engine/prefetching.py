@@ -46,6 +46,7 @@ class Prefetching:
     ) -> None:
         self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
         self._routers = [block.router for block in blocks]
+        self._last = len(blocks) - 1
         self._rows: Sequence[SequenceRows] = ()
         self._spans: list[Span] = []
         self._embedded: torch.Tensor | None = None
@@ -77,12 +78,13 @@ class Prefetching:
         policy = self.policy
         allowed = self._cache.governor.allows()
         if policy.stateless:
-            if not allowed and self._shards is None:
+            nothing_later = index == self._last and policy.distance > 0
+            if nothing_later or (not allowed and self._shards is None):
                 return
         elif index == 0 and not (self._running and self._spans[-1].stop == len(hidden)):
             self._begin_unannounced(len(hidden))
         self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
-        if index == len(self._routers) - 1:
+        if index == self._last:
             self._running = False
 
     def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
