@@ -85,7 +85,7 @@ class Prefetching:
             self._begin_unannounced(len(hidden))
         self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
         if index == self._last:
-            self._running = False
+            self._rows, self._running = (), False
 
     def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
         def lookahead(distance: int) -> NDArray[np.floating] | None:
@@ -103,6 +103,8 @@ class Prefetching:
 
         What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
         """
+        if not wanted:
+            return
         cache, shards = self._cache, self._shards
         held: set[int] = set()
         theirs: list[int] = []
