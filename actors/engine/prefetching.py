@@ -56,7 +56,7 @@ class Prefetching:
     def watch_embeddings(self, model: torch.nn.Module) -> None:
         """Look at what the model's input embeddings give, for a policy that needs them; for the model's life."""
         if self.policy.needs_embeddings:
-            model.get_input_embeddings().register_forward_hook(self._see_embeddings)  # type: ignore[operator]
+            model.get_input_embeddings().register_forward_hook(self._see_embeddings)
 
     def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""
