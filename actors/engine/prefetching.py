@@ -46,6 +46,7 @@ class Prefetching:
     ) -> None:
         self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
         self._routers = [block.router for block in blocks]
+        self._last = len(blocks) - 1
         self._rows: Sequence[SequenceRows] = ()
         self._spans: list[Span] = []
         self._embedded: torch.Tensor | None = None
@@ -55,7 +56,7 @@ class Prefetching:
     def watch_embeddings(self, model: torch.nn.Module) -> None:
         """Look at what the model's input embeddings give, for a policy that needs them; for the model's life."""
         if self.policy.needs_embeddings:
-            model.get_input_embeddings().register_forward_hook(self._see_embeddings)  # type: ignore[operator]
+            model.get_input_embeddings().register_forward_hook(self._see_embeddings)
 
     def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""
@@ -77,13 +78,14 @@ class Prefetching:
         policy = self.policy
         allowed = self._cache.governor.allows()
         if policy.stateless:
-            if not allowed and self._shards is None:
+            nothing_later = index == self._last and policy.distance > 0
+            if nothing_later or (not allowed and self._shards is None):
                 return
         elif index == 0 and not (self._running and self._spans[-1].stop == len(hidden)):
             self._begin_unannounced(len(hidden))
         self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
-        if index == len(self._routers) - 1:
-            self._running = False
+        if index == self._last:
+            self._rows, self._running = (), False
 
     def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
         def lookahead(distance: int) -> NDArray[np.floating] | None:
@@ -101,6 +103,8 @@ class Prefetching:
 
         What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
         """
+        if not wanted:
+            return
         cache, shards = self._cache, self._shards
         held: set[int] = set()
         theirs: list[int] = []

@@ -33,7 +33,8 @@ COUNTERS = (
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
     """A store, a trace of some prompts, and the engine's counters with the same prompts, one at a time."""
     folder = tmp_path_factory.mktemp(request.param)
-    store = serving.prepared(tiny_models.save_tiny_checkpoint(request.param, folder / "checkpoint", num_experts_per_tok=3), folder / "store")
+    checkpoint = tiny_models.save_tiny_checkpoint(request.param, folder / "checkpoint", num_experts_per_tok=3)
+    store = serving.prepared(checkpoint, folder / "store")
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     with serving.serving(store, serving.settings(1.0)) as worker:
         record_with(worker, read_manifest(folder / "store"), PROMPTS, folder / "trace", sampling, chunk_bytes=1000)

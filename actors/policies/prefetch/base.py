@@ -16,8 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ class Span:
     embedding: Floats | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSeen:
+class LayerSeen(NamedTuple):
     """What is known of a layer once its router has run.
 
     layer: counted from 0 over MoE layers. spans: as given to `begin_forward`. ids: [T, K] as the model picked them.
@@ -56,8 +54,7 @@ class LayerSeen:
     lookahead: Lookahead
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass takes three times as long
     """An expert (`layer * E + e`) to prefetch; a greater priority goes first. Priorities compare within one policy.
 
     source: whose guess it is, for a policy that joins several; empty: the policy's own.
@@ -103,10 +100,14 @@ class PrefetchPolicy(ABC):
 
 def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
     """Neighbours of one layer and source, in order: (source, keys)."""
-    return [
-        (source, [want.key for want in group])
-        for (_, source), group in groupby(wanted, lambda want: (want.key // experts, want.source))
-    ]
+    out: list[tuple[str, list[int]]] = []
+    last: tuple[int, str] | None = None
+    for key, _, source in wanted:
+        if (key // experts, source) != last:
+            last = key // experts, source
+            out.append((source, []))
+        out[-1][1].append(key)
+    return out
 
 
 def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
