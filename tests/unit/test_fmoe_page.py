@@ -19,6 +19,7 @@ from tiermoe.cluster.jobs.bench.fmoe.findings import (
     hit_rate_order,
     of_correlation,
     of_matcher,
+    of_resting,
     paired,
     per_token,
     waited_hits,
@@ -75,14 +76,15 @@ def test_figures_for_each_token() -> None:
 def test_a_lower_tpot_is_said_to_be_lower_and_a_higher_one_is_explained_from_the_counters() -> None:
     better = [_row("fmoe", [4.0]), _row("promoe", [8.0])]
     (sentence,) = against_baselines(better, "7:3", 10)
-    assert "lower in 1 of 1 cells, by 50% on average (the paper: 55% lower)." in sentence
+    assert "lower in 1 of 1 cells, and 50% lower on average (the paper: 55% lower)." in sentence
     copies = [
         _row("fmoe", [8.0], blocked_io_s=0.06, hit_rate=0.4, bytes_wasted=5e5),
         _row("promoe", [4.0], blocked_io_s=0.02, hit_rate=0.6),
     ]
     (sentence,) = against_baselines(copies, "7:3", 10)
     assert "lower in 0 of 1 cells" in sentence
-    assert "Not in 0.25 at 2 GB/s" in sentence
+    assert "and 100% higher on average" in sentence
+    assert "In them all (0.25 at 2 GB/s), per generated token" in sentence
     assert "in copies: its hit rate is lower (40.0% against 60.0%)" in sentence
     assert "left unused (50.0% against 0.0%)" in sentence
     host = [_row("fmoe", [8.0], blocked_io_s=0.01), _row("promoe", [4.0], blocked_io_s=0.02)]
@@ -120,9 +122,17 @@ def test_of_the_matcher() -> None:
     assert of_matcher([_row("fmoe", [8.0])], "7:3", 8) is None
 
 
+def test_a_prefetch_that_rests_is_named() -> None:
+    rows = [_row("next-gate", [8.0, 8.0], prefetch_resting=1.0), _row("fmoe", [8.0])]
+    assert of_resting(rows, "7:3") == (
+        "Prefetch had turned itself off at the end of repetitions of next-gate at 0.25 and 2 GB/s (2 of 2)."
+    )
+    assert of_resting(rows[1:], "7:3") is None
+
+
 def test_a_correlation_without_variance_has_no_figure() -> None:
-    rows = [{"search": "semantic", "layer": None, "r": None, "mean_score": 1.0, "mean_hit": 0.5, "pairs": 3}]
-    assert "cannot be given" in next(of_correlation(rows))
+    row = {"search": "semantic", "layer": None, "learns": True, "r": None}
+    assert "cannot be given" in next(of_correlation([row | {"mean_score": 1.0, "mean_hit": 0.5, "pairs": 3}]))
 
 
 @pytest.fixture
@@ -135,12 +145,14 @@ def recorded(tmp_path: Path) -> maps.Recorded:
 
 def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: maps.Recorded) -> None:
     known = maps.Recorded(recorded.header, recorded.measure, recorded.measure)
-    table = {(c.search, c.layer): c for c in maps.correlations(known, distance=1, capacity=50)}
+    table = {(c.search, c.layer): c for c in maps.correlations(known, 1, 50, learns=False)}
     for layer in range(1, 3):  # of two layers on, the trajectory tells iterations of random routing apart
         assert table["trajectory", layer].mean_hit == 1.0
         assert table["trajectory", layer].mean_score == pytest.approx(1.0, abs=1e-3)
     assert table["trajectory", layer].r is None  # nothing varies
     assert table["trajectory", None].pairs == 4 * 3
+    new = {(c.search, c.layer): c for c in maps.correlations(recorded, 1, 50)}
+    assert new["trajectory", 2].mean_hit < 1.0
     rows = maps.recalls(known, (1, 2), lambda: None)
     best = {(r.source, r.distance): r.overall for r in rows}
     assert best["next-gate", 1] == best["next-gate", 2] == 1.0

@@ -75,11 +75,12 @@ def against_baselines(rows: Sequence[Row], setting: str, tokens: int) -> Iterato
         lost = [cell for cell, ratio in ratios.items() if not ratio < 1]
         paper = f" (the paper: {PAPER_SAVES[baseline]:.0%} lower)" if baseline in PAPER_SAVES else ""
         text = (
-            f"**{baseline}**: fmoe's TPOT is lower in {len(ratios) - len(lost)} of {len(ratios)} cells, by "
-            f"{_saved(mean(ratios.values()))} on average{paper}."
+            f"**{baseline}**: fmoe's TPOT is lower in {len(ratios) - len(lost)} of {len(ratios)} cells, and "
+            f"{_changed(mean(ratios.values()))} on average{paper}."
         )
         if lost:
-            text += f" Not in {_named(lost)}. There, " + _why(by_cell, lost, baseline, tokens)
+            where = "In the others" if len(lost) < len(ratios) else "In them all"
+            text += f" {where} ({_named(lost)}), " + _why(by_cell, lost, baseline, tokens)
         yield text
 
 
@@ -134,6 +135,16 @@ def of_matcher(rows: Sequence[Row], setting: str, layers: int) -> str | None:
     )
 
 
+def of_resting(rows: Sequence[Row], setting: str) -> str | None:
+    """Where prefetch had turned itself off at the end of a repetition; None where it never had."""
+    resting = [
+        f"{row['policy']} at {row['budget']} and {row['link_gbps']:g} GB/s ({sum(map(bool, values))} of {len(values)})"
+        for row in rows
+        if row["setting"] == setting and any(values := row["spread"].get("prefetch_resting", {}).get("values", ()))
+    ]
+    return f"Prefetch had turned itself off at the end of repetitions of {', '.join(resting)}." if resting else None
+
+
 def best_policies(rows: Sequence[Row], setting: str) -> str:
     """Which policy has the lowest TPOT in each cell."""
     best = []
@@ -181,9 +192,10 @@ def of_correlation(found: Sequence[Row]) -> Iterator[str]:
         for row in found:
             if row["search"] == search and row["layer"] is None:
                 r = row["r"]
+                how = "with a store that goes on learning" if row["learns"] else "with a store that stays as it was"
                 says = "cannot be given" if r is None else f"is {r:.2f}, {_strength(r)}"
                 yield (
-                    f"For the {search} search r {says}: over {row['pairs']} matches the similarity is "
+                    f"For the {search} search, {how}, r {says}: over {row['pairs']} matches the similarity is "
                     f"{row['mean_score']:.3f} on average, and {row['mean_hit']:.1%} of the true top-k are among the "
                     "map's most probable."
                 )
@@ -239,8 +251,8 @@ def _why(
     return text + "in copies: " + ("; ".join(found) if found else "no single counter explains it") + "."
 
 
-def _saved(ratio: float) -> str:
-    return f"{1 - ratio:.0%}" if ratio <= 1 else f"-{ratio - 1:.0%} (it is higher)"
+def _changed(ratio: float) -> str:
+    return f"{1 - ratio:.0%} lower" if ratio <= 1 else f"{ratio - 1:.0%} higher"
 
 
 def _named(found: Sequence[tuple[str, float]]) -> str:

@@ -169,7 +169,8 @@ def _simulated(recorded: Recorded, work: Workload, progress: Progress | None) ->
         "executor": "simulated", "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
         "recall": recall,
         "hit_rates": hit_rates(recorded, DISTANCES, work.capacities, budget, gbps, stepped),
-        "correlations": [asdict(found) for found in correlations(recorded)], "balance": balance(recorded),
+        "correlations": [asdict(found) for learns in (True, False) for found in correlations(recorded, learns=learns)],
+        "balance": balance(recorded),
     }  # fmt: skip
 
 

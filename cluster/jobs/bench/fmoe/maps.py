@@ -27,7 +27,7 @@ from ....simulate.machine import load_machine
 from ....simulate.predictors import train_predictors
 from ....simulate.recall import Recall, recall
 from ....simulate.replay import serve
-from ....simulate.trace import Request
+from ....simulate.trace import Iteration, Request
 from ....simulate.trace_format import TraceHeader
 
 DISTANCES = (1, 2, 3, 4, 5, 6)
@@ -50,11 +50,14 @@ class Correlation:
     """Pearson's r of a match's similarity and the share of the true top-k among the map's K most probable experts.
 
     search: semantic or trajectory. layer: the last that was seen, for trajectories; None: all of them together.
+    learns: whether iterations that were measured are stored too, as when serving; earlier tokens of a request are then
+    among what it is matched with.
     mean_score, mean_hit: of all pairs. r is None where one of the two does not vary.
     """
 
     search: str
     layer: int | None
+    learns: bool
     r: float | None
     mean_score: float
     mean_hit: float
@@ -77,7 +80,9 @@ def hit_rates(
     return rows
 
 
-def correlations(recorded: Recorded, distance: int = DISTANCE, capacity: int = CAPACITY) -> list[Correlation]:
+def correlations(
+    recorded: Recorded, distance: int = DISTANCE, capacity: int = CAPACITY, learns: bool = True
+) -> list[Correlation]:
     """Similarity against hit rate over the measured decode iterations, for both searches."""
     header = recorded.header
     policy, store = _policy(header, distance, capacity, None)
@@ -93,13 +98,15 @@ def correlations(recorded: Recorded, distance: int = DISTANCE, capacity: int = C
                 shares = [_share(store, match.entries, step.ids[0], layer) for layer in first]
                 pairs.setdefault(("semantic", None), []).append((float(match.scores[0]), float(np.mean(shares))))
                 for layer in range(header.layers - 1 - distance):
-                    search.observe(layer, step.probabilities[:, layer].astype(np.float32))
+                    search.observe(layer, _mean(step, layer))
                     match = search.trajectory()
                     assert match is not None
                     share = _share(store, match.entries, step.ids[0], layer + 1 + distance)
                     for key in (("trajectory", layer), ("trajectory", None)):
                         pairs.setdefault(key, []).append((float(match.scores[0]), share))
-    return [_correlation(search, layer, found) for (search, layer), found in pairs.items()]
+            if learns:
+                _store(store, sketch, step)
+    return [_correlation(search, layer, learns, found) for (search, layer), found in pairs.items()]
 
 
 def recalls(recorded: Recorded, distances: Sequence[int], stepped: Stepped) -> list[Recall]:
@@ -194,14 +201,29 @@ def _replayed(recorded: Recorded, distance: int, capacity: int, budget: float, g
     }  # fmt: skip
 
 
+def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:
+    """P_layer of an iteration [1, E]."""
+    found: NDArray[np.float32] = step.probabilities[:, layer].astype(np.float32).mean(axis=0, keepdims=True)
+    return found
+
+
+def _store(store: ExpertMapStore, sketch: Sketch, step: Iteration) -> None:
+    search = MapSearch(store, sketch(step.embedding[None]))
+    for layer in range(store.layers):
+        search.observe(layer, _mean(step, layer))
+    search.commit()
+
+
 def _share(store: ExpertMapStore, entries: NDArray[np.int64], ids: NDArray[Any], layer: int) -> float:
     """Of the experts ids [L, K] of a layer, those among the K most probable of the matched map."""
     row = store.maps_of(entries, range(layer, layer + 1))[0, 0]
     return len(set(most_probable(row, ids.shape[1])) & set(ids[layer].tolist())) / ids.shape[1]
 
 
-def _correlation(search: str, layer: int | None, pairs: Sequence[tuple[float, float]]) -> Correlation:
+def _correlation(
+    search: str, layer: int | None, learns: bool, pairs: Sequence[tuple[float, float]]
+) -> Correlation:
     scores, hits = np.array(pairs).T
     varies = scores.std() > 0 and hits.std() > 0
     r = float(np.corrcoef(scores, hits)[0, 1]) if varies else None
-    return Correlation(search, layer, r, float(scores.mean()), float(hits.mean()), len(pairs))
+    return Correlation(search, layer, learns, r, float(scores.mean()), float(hits.mean()), len(pairs))

@@ -20,6 +20,7 @@ from .findings import (
     of_correlation,
     of_matcher,
     of_recall,
+    of_resting,
     paired,
     waited_hits,
 )
@@ -78,7 +79,9 @@ def page(record: dict[str, Any]) -> str:
         "",
         hit_rate_order(rows, "7:3"),
         "",
-        *_paragraphs(waited_hits(rows, "7:3", tokens), of_matcher(rows, "7:3", maps["layers"])),
+        *_paragraphs(
+            waited_hits(rows, "7:3", tokens), of_matcher(rows, "7:3", maps["layers"]), of_resting(rows, "7:3")
+        ),
         of_balance(maps["balance"], maps["experts"], maps["top_k"]),
         "",
         "![TPOT](fmoe-tpot.png)",
@@ -95,7 +98,9 @@ def page(record: dict[str, Any]) -> str:
         "",
         hit_rate_order(rows, "online"),
         "",
-        *_paragraphs(waited_hits(rows, "online", tokens), of_matcher(rows, "online", maps["layers"])),
+        *_paragraphs(
+            waited_hits(rows, "online", tokens), of_matcher(rows, "online", maps["layers"]), of_resting(rows, "online")
+        ),
         "## Ablation",
         "",
         *_ablation(rows),
@@ -105,8 +110,8 @@ def page(record: dict[str, Any]) -> str:
         "## On a recorded trace",
         "",
         f"{traced[0]} prompts to learn from and {traced[1]} to measure, {settings['trace_tokens']} tokens generated "
-        "after each; the search takes no time. Recall of the true top-k by source and distance, decode "
-        "rows only (prediction alone, no cache):",
+        "after each; the search takes no time, and sources go on learning from what is measured. Recall of "
+        "the true top-k by source and distance, decode rows only (prediction alone, no cache):",
         "",
         *_recall(maps["recall"]),
         "",
@@ -129,8 +134,9 @@ def page(record: dict[str, Any]) -> str:
         "## Similarity against hit rate",
         "",
         *_table(
-            ("search", "layers seen", "Pearson's r", "mean similarity", "mean hit rate", "matches"),
-            ((c["search"], "-" if c["search"] == "semantic" else "all" if c["layer"] is None else c["layer"] + 1,
+            ("search", "store", "layers seen", "Pearson's r", "mean similarity", "mean hit rate", "matches"),
+            ((c["search"], "learns" if c["learns"] else "stays", "-" if c["search"] == "semantic" else
+              "all" if c["layer"] is None else c["layer"] + 1,
               "-" if c["r"] is None else f"{c['r']:.3f}", f"{c['mean_score']:.3f}", f"{c['mean_hit']:.1%}", c["pairs"])
              for c in maps["correlations"]),
         ),
