@@ -170,9 +170,9 @@ def ndp(
 def fmoe(
     model: Model = None,
     repeats: Repeats = 5,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts, 70% of them to learn from.")] = 50,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts, 70% of them to learn from.")] = 34,
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Generated after each prompt.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Generated after each prompt.")] = 8,
     trace_tokens: Annotated[int, typer.Option(help="Generated after each prompt of the recorded trace.")] = 96,
     config: Config = None,
     out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,

@@ -44,9 +44,9 @@ class Workload:
     the trace, which has every held-out passage, or the first `trace_prompts`.
     """
 
-    prompts: int = 50
+    prompts: int = 34
     prompt_tokens: int = 32
-    max_tokens: int = 16
+    max_tokens: int = 8
     budgets: tuple[str, ...] = ("0.125", "0.25", "0.5")
     links: tuple[float, ...] = (2.0, 16.0)
     trace_tokens: int = 96

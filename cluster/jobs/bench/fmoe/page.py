@@ -51,21 +51,21 @@ def page(record: dict[str, Any]) -> str:
     """The page as Markdown, from `FmoeReport.as_dict()`."""
     settings, maps, hardware = record["settings"], record["expert_maps"], record["hardware"]
     tokens = settings["prompts_of_a_repetition"] * settings["max_tokens"]
-    learn, measured = settings["split"]
+    learn, each = settings["split"][0], settings["prompts_of_a_repetition"]
     traced = settings["trace_prompts"]
     rows = record["rows"]
     lines = [
         "# fMoE: expert maps against their baselines",
         "",
-        f"Written by `tiermoe bench fmoe --out docs/results` on {hardware['model']} ({hardware['cores']} cores). Runs "
-        f"are *{record['executor']}* (the CPU stands in for the GPU, the link is throttled, {settings['latency_us']:g} "
+        f"Written by `{_command(settings)}` on {hardware['model']} ({hardware['cores']} cores). Runs are "
+        f" *{record['executor']}* (the CPU stands in for the GPU, the link is throttled, {settings['latency_us']:g} "
         f"us before each copy), expert maps on a recorded trace are *{maps['executor']}*. All data: "
         "[fmoe.json](fmoe.json).",
         "",
         f"Model {settings['model']}, {settings['threads']} thread, one request at a time. Held-out prompts of "
         f"{settings['prompt_tokens_each']} tokens, {settings['max_tokens']} generated after each; {learn} prompts fill "
-        f"maps, matrices and caches first (7:3, no document on both sides), {measured} are measured, in "
-        f"{settings['repeats']} repetitions of {settings['prompts_of_a_repetition']}, each met once. Policies take "
+        f"maps, matrices and caches first (7:3, no document on both sides), {settings['repeats'] * each} others are "
+        f"measured, in {settings['repeats']} repetitions of {each}, each met once. Policies take "
         "turns in each repetition. Predictors of promoe are trained on a trace of the learnt documents. All policies "
         "are lossless and gave the same tokens. Tables: medians over the repetitions, TPOT with its range.",
         "",
@@ -145,6 +145,14 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _command(settings: dict[str, Any]) -> str:
+    return (
+        f"tiermoe bench fmoe --prompts {sum(settings['split'])} --prompt-tokens {settings['prompt_tokens_each']} "
+        f"--max-tokens {settings['max_tokens']} --trace-tokens {settings['trace_tokens']} --repeats "
+        f"{settings['repeats']} --out docs/results"
+    )
 
 
 def _small(record: dict[str, Any]) -> dict[str, Any]:
