@@ -185,6 +185,7 @@ def test_the_page_has_every_table_and_its_data_beside_it(recorded: maps.Recorded
     settings = {
         "prompts_of_a_repetition": 2, "max_tokens": 4, "split": [7, 3], "trace_prompts": [3, 1], "latency_us": 10.0,
         "model": "m", "threads": 1, "prompt_tokens_each": 8, "repeats": 2, "trace_tokens": 5,
+        "load_average": 0.5,
     }  # fmt: skip
     report = FmoeReport("fmoe", "emulated", rows, settings=settings, expert_maps=figures)
     page.write_page(report, tmp_path)

@@ -86,7 +86,7 @@ def bench_fmoe(
         CheckpointError: the model ships too little held-out text.
         ConfigError, RuntimeFailure: as `compare`.
     """
-    base = run_config(model, file)
+    base, load_average = run_config(model, file), os.getloadavg()[0]
     passages = split_prompts(base.model_dir, work.prompt_tokens)
     split = passages.first(work.prompts)
     if len(split.measure) < repeats:
@@ -105,7 +105,7 @@ def bench_fmoe(
     settings = offline.settings | {
         "online_policies": list(ONLINE), "trace_prompts": [len(traced.learn), len(traced.measure)],
         "trace_tokens": work.trace_tokens, "split": [len(split.learn), len(split.measure)],
-        "prompt_tokens_each": work.prompt_tokens,
+        "prompt_tokens_each": work.prompt_tokens, "load_average": load_average,
     }  # fmt: skip
     report = FmoeReport("fmoe", offline.executor, rows, settings=settings, shown=_SHOWN, expert_maps=simulated)
     return report, [found for _, found in kept]
