@@ -58,7 +58,8 @@ def page(record: dict[str, Any]) -> str:
         "# fMoE: expert maps against their baselines",
         "",
         f"Written by `{_command(settings)}` on {hardware['model']} ({hardware['cores']} cores), at a "
-        f"load average of {settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU stands in for the GPU, the link is throttled, {settings['latency_us']:g} "
+        f"load average of {settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU stands "
+        f"in for the GPU, the link is throttled, {settings['latency_us']:g} "
         f"us before each copy), expert maps on a recorded trace are *{maps['executor']}*. All data: "
         "[fmoe.json](fmoe.json).",
         "",
