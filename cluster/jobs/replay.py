@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...actors.policies.eviction import EVICTION
+from ...actors.policies.eviction import EVICTION, ExpertMapEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
@@ -70,6 +70,7 @@ def replay_command(
         first = int(found.header.requests * share + 0.5)
         waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
         options = _options(found, chosen, ahead, settings.prefetch.top, waits, predictors, first)
+        options = replace(options, semantic=settings.prefetch.semantic, dynamic=settings.prefetch.dynamic)
         simulated = load_machine(found.header, machine, link_gbps, link_latency_us)
         record = {
             "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
@@ -106,9 +107,12 @@ def replay(
         ConfigError: unknown prefetch, or one that the trace has not what it needs for.
     """
     header = trace.header
+    eviction = EVICTION[settings.eviction]()
+    if isinstance(eviction, ExpertMapEviction):
+        options = replace(options, expect=eviction.expect)
     policy = checked_prefetch(prefetch, options, header)
     engine = SimulatedEngine(
-        header, machine, budget, EVICTION[settings.eviction](), policy, PrefetchGovernor(settings.prefetch.min_useful)
+        header, machine, budget, eviction, policy, PrefetchGovernor(settings.prefetch.min_useful)
     )
     if settings.preload == "all":
         if engine.stats.slots < engine.stats.experts:
@@ -212,7 +216,9 @@ def _options(
     elif file is not None:
         raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out")
     wanted = header.top_k if top is None else top
-    return PrefetchOptions(header.layers, header.experts, wanted, distance, synchronous, predictors)
+    return PrefetchOptions(
+        header.layers, header.experts, wanted, distance, synchronous, predictors, hidden=header.hidden
+    )
 
 
 def _figures(record: dict[str, Any]) -> Table:

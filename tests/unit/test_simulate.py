@@ -241,7 +241,7 @@ def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-@pytest.mark.parametrize("kind", ["none", "next-gate", "popularity", "activation-matrix", "stride", "layerwise"])
+@pytest.mark.parametrize("kind", ["none", "next-gate", "popularity", "expert-map", "activation-matrix", "stride", "layerwise"])
 def test_replay_command(trace: Trace, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     code, out, err = command(
         capsys, "replay", str(trace.path), "--prefetch", kind, "--learn", "0.5", "--budget", "0.5", "--link-gbps", "1",

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from .activation_matrix import ActivationMatrixPrefetch
 from .base import PrefetchPolicy
+from .expert_map import ExpertMapPrefetch
 from .layerwise import LayerwisePrefetch
+from .map_policy import Expect, ExpertMapPolicy
+from .map_store import ExpertMapStore
 from .next_gate import NextGatePrefetch
 from .popularity import PopularityPrefetch
 from .stride import Predictor, StridePrefetch
 
-PREFETCH = ("none", "next-gate", "popularity", "activation-matrix", "stride", "layerwise")
+PREFETCH = ("none", "next-gate", "expert-map", "popularity", "activation-matrix", "stride", "layerwise")
+_WIDTH = 512  # of a stored embedding, as `MatcherOptions.width` has it
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class PrefetchOptions:
     """What the policies are made from.
 
     layers, experts: L and E. top: experts per token, or per layer, to ask for. distance: layers ahead. predictors: of
-    layers 0..L-distance-1, for stride.
+    layers 0..L-distance-1, for stride. hidden, capacity, semantic, dynamic, expect: for expert maps, see
+    `ExpertMapPolicy`, `ExpertMapStore` and `ExpertMapPrefetch`.
     """
 
     layers: int
@@ -29,6 +34,11 @@ class PrefetchOptions:
     distance: int = 1
     synchronous: bool = False
     predictors: Sequence[Predictor] | None = None
+    hidden: int = 0
+    capacity: int = 1000
+    semantic: bool = True
+    dynamic: bool = True
+    expect: Expect | None = None
 
 
 def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
@@ -43,6 +53,9 @@ def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
             return None
         case "next-gate":
             return NextGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
+        case "expert-map":
+            store = ExpertMapStore(o.layers, o.experts, min(o.hidden, _WIDTH), o.distance, o.capacity)
+            return ExpertMapPolicy(ExpertMapPrefetch(store, o.hidden, o.top, o.semantic, o.dynamic), o.hidden, o.expect)
         case "popularity":
             return PopularityPrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
         case "activation-matrix":
