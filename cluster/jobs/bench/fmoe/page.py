@@ -58,9 +58,9 @@ def page(record: dict[str, Any]) -> str:
         "# fMoE: expert maps against their baselines",
         "",
         f"Written by `{_command(settings)}` on {hardware['model']} ({hardware['cores']} cores), at a "
-        f"load average of {settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU stands "
-        f"in for the GPU, the link is throttled, {settings['latency_us']:g} "
-        f"us before each copy), expert maps on a recorded trace are *{maps['executor']}*. All data: "
+        f"load average of {settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU "
+        f"stands in for the GPU, the link is throttled, {settings['latency_us']:g} us "
+        f"before each copy), expert maps on a recorded trace are *{maps['executor']}*. All data: "
         "[fmoe.json](fmoe.json).",
         "",
         f"Model {settings['model']}, {settings['threads']} thread, one request at a time. Held-out prompts of "
