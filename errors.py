@@ -44,6 +44,10 @@ class StoreError(TierMoeError):
     """An expert store is missing, incomplete, of another format version, or its bytes do not match."""
 
 
+class TraceError(TierMoeError):
+    """A routing trace is missing, truncated, of another format version or model, or its bytes do not match."""
+
+
 class RequestError(TierMoeError):
     """A generation request is malformed: empty or over-long prompt, sampling value out of range."""
 

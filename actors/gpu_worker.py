@@ -12,10 +12,14 @@ from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
 from .expert_store import StoreView
 from .front import front_here
-from .links import PeerLink, StoreLink
+from .links import MATCHER, PeerLink, StoreLink
+from .map_file import map_shape
+from .predictor_file import predictors_of
 from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
+
+_REPORT_S = 5.0
 
 
 class GpuWorker:
@@ -28,6 +32,7 @@ class GpuWorker:
         ndp: how to reach the NDP workers that there are from the start; needed where the policy uses them.
         shards: how to reach the shards 1..G-1 of the expert cache; as many as the settings say.
         stores: of other nodes, for the layers that `view` lacks.
+        matcher: how to reach the matcher of expert maps; needed where the policy follows them.
 
     Construction is cheap; `start` loads.
     """
@@ -39,9 +44,10 @@ class GpuWorker:
         ndp: Sequence[PeerLink] = (),
         shards: Sequence[PeerLink] = (),
         stores: Sequence[StoreLink] = (),
+        matcher: PeerLink | None = None,
     ) -> None:
         self._settings, self._view, self._ndp, self._shards = settings, view, tuple(ndp), tuple(shards)
-        self._stores = tuple(stores)
+        self._stores, self._matcher = tuple(stores), matcher
         self._sources: Any = None
         self._model: Any = None
         self._engine: Any = None
@@ -75,13 +81,15 @@ class GpuWorker:
         device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
         self._sources = open_sources(self._view, self._stores, settings.store)
-        weights, tables = self._sources.weights, None
+        weights, tables, predictors = self._sources.weights, None, None
         with front_here(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
             if settings.policy.replica_widths:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
                 tables = None if replicas is None else read_tables(replicas)
+            if settings.policy.prefetch.kind == "stride":
+                predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
         blocks = find_blocks(self._model, manifest)
         pinned = None
         if device.executor == "real":
@@ -90,15 +98,27 @@ class GpuWorker:
             pinned = all(layers_pinned) and self._sources.remote is None
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
-            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards
-        )
+            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
+            self._matcher_link(), predictors,
+        )  # fmt: skip
+        if self._engine.prefetching is not None:
+            self._engine.prefetching.watch_embeddings(self._model)
         self._batcher = make_batcher(self._model, settings.kv, self._engine)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
+        self._engine.follow_maps()
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
         self._plan["stores"] = self._sources.describe()
         return self._plan
+
+    def _matcher_link(self) -> Any:
+        from .engine.matching import MatcherLink
+
+        settings, manifest = self._settings, self._view.manifest
+        if self._matcher is None or not settings.policy.prefetch.uses_maps:
+            return None
+        return MatcherLink(self._matcher, settings.matcher_settings, map_shape(manifest))
 
     def plan(self) -> dict[str, Any]:
         """What `start` returned, for those who come later.
@@ -122,6 +142,8 @@ class GpuWorker:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}
         peers |= self._sources.peers()
+        if self._engine.matcher is not None:
+            peers[MATCHER] = "connected" if self._engine.matcher.connected else "lost"
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def load(self) -> dict[str, float]:
@@ -193,6 +215,14 @@ class GpuWorker:
         A worker that is lost or late has that as its `state` and no counters.
         """
         return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
+
+    def matcher_stats(self) -> dict[str, Any] | None:
+        """The matcher's account of itself since it started, and this side's of it; None where none is used.
+
+        Where it is lost or late that is its `state`.
+        """
+        matcher = None if self._engine is None else self._engine.matcher
+        return None if matcher is None else matcher.account(_REPORT_S) | matcher.report()
 
     def residency(self) -> Any:
         """Where the experts of each layer stand now (a `LayerResidency` each); also while requests run.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .settings import NdpSettings, ShardSettings
+from .settings import MatcherSettings, NdpSettings, ShardSettings
+
+MATCHER = "matcher"  # the name under which the matcher of expert maps is registered
 
 
 def ndp_name(index: int) -> str:
@@ -64,7 +66,7 @@ class PeerLink:
         """Where the worker is now; None when it has not said so."""
         return self.directory.lookup(self.name)
 
-    def connect(self, address: str, settings: NdpSettings | ShardSettings) -> Any:
+    def connect(self, address: str, settings: NdpSettings | ShardSettings | MatcherSettings) -> Any:
         """A `proto.channel.Channel` to the worker.
 
         Raises:

@@ -12,6 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..errors import ConfigError
 from .policies.sharding import Ownership
 
+PrefetchKind = Literal[
+    "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
+]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay"]
+
 
 class Settings(BaseModel):
     """Base: frozen, and unknown keys are refused."""
@@ -27,14 +32,44 @@ class LinkSettings(Settings):
 
 
 class PrefetchSettings(Settings):
-    """Which experts of later layers are asked for ahead of their routing."""
+    """Which experts of later layers are asked for ahead of their routing.
 
-    kind: Literal["none", "next-gate"] = "none"
-    distance: int = Field(default=1, ge=1, le=8, description="layers ahead")
-    top: int | None = Field(default=None, ge=1, description="experts per token; none: the router's top-k")
+    expert-map: what the matcher finds in the maps of similar iterations (fMoE). blend: that and next-gate, by their
+    measured precision. Both fall back to next-gate while the matcher is of no use.
+    """
+
+    kind: PrefetchKind = "none"
+    distance: int = Field(
+        default=1, ge=0, le=8, description="layers ahead; 0, for layerwise only: the rest of the layer that runs"
+    )
+    top: int | None = Field(
+        default=None, ge=1, description="experts per token, or per layer and sequence; none: the router's top-k"
+    )
     min_useful: float = Field(
         default=0.25, ge=0, le=1, description="share of prefetched experts that must be used; below it prefetch rests"
     )
+    synchronous: bool = Field(default=False, description="the forward waits until what was asked for has arrived")
+    semantic: bool = Field(default=True, description="of maps: forecast the first layers by the prompt's embedding")
+    dynamic: bool = Field(default=True, description="of maps: ask for more experts where the match is less similar")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrefetchSettings:
+        if self.distance == 0 and self.kind != "layerwise":
+            raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
+        if self.kind == "layerwise" and self.distance > 1:
+            raise ValueError("layer-wise prefetch is for this layer (0) or the next (1)")
+        if not self.uses_maps and not (self.semantic and self.dynamic):
+            raise ValueError(f"semantic and dynamic are of expert maps, which prefetch {self.kind} does not use")
+        if self.uses_maps and self.synchronous:
+            raise ValueError("the forward never waits for the matcher: leave synchronous out")
+        if self.kind == "expert-map" and self.top is not None:
+            raise ValueError("how many experts are asked for is what the maps say: leave top out")
+        return self
+
+    @property
+    def uses_maps(self) -> bool:
+        """Whether a matcher of expert maps takes part."""
+        return self.kind in ("expert-map", "blend")
 
 
 class PlacementSettings(Settings):
@@ -86,7 +121,7 @@ class PolicySettings(Settings):
     name: str
     description: str = ""
     lossless: bool
-    eviction: Literal["lru"] = "lru"
+    eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
@@ -101,6 +136,8 @@ class PolicySettings(Settings):
             raise ValueError("precision is that of the NDP worker, which placement cache does not use")
         if self.uses_ndp and (self.prefetch.kind != "none" or self.preload != "none"):
             raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
+        if self.eviction.startswith("expert-map") and not self.prefetch.uses_maps:
+            raise ValueError(f"eviction {self.eviction} goes by maps, which prefetch {self.prefetch.kind} does not use")
         return self
 
     @property
@@ -145,6 +182,30 @@ class StoreSettings(Settings):
     )
 
 
+class MatcherOptions(Settings):
+    """The matcher of expert maps (fMoE) and the channel to it, whatever the policy makes of them."""
+
+    capacity: int = Field(default=1000, ge=1, le=1 << 20, description="expert maps that are kept")
+    width: int = Field(default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched")
+    learn: bool = Field(default=True, description="store the maps of the iterations that are served")
+    warm: str | None = Field(default=None, description="file of maps to begin with, where none were kept")
+    keep: str | None = Field(default=None, description="file in which maps outlive the runtime; none: they do not")
+    snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of the store, if it changed")
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    deadline_s: float = Field(default=1.0, gt=0, description="seconds after which an answer is worth nothing")
+
+
+class MatcherSettings(MatcherOptions):
+    """Everything that a matcher needs besides the model's shape: its options, and what the policy says.
+
+    semantic and dynamic are off in the paper's ablations: T has neither, T+S has semantic.
+    """
+
+    distance: int = Field(default=3, ge=0, le=64, description="prefetch distance in layers")
+    semantic: bool = Field(default=True, description="forecast the first layers by the prompt's embedding")
+    dynamic: bool = Field(default=True, description="prefetch more experts where the match is less similar")
+
+
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 
@@ -174,9 +235,19 @@ class EngineSettings(Settings):
     ndp: NdpSettings = NdpSettings()
     shards: ShardSettings = ShardSettings()
     store: StoreSettings = StoreSettings()
+    matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
+
+    @property
+    def matcher_settings(self) -> MatcherSettings:
+        """The matcher's options, with the distance and the rules of the policy's prefetch."""
+        prefetch = self.policy.prefetch
+        return MatcherSettings(
+            **self.matcher.model_dump(),
+            distance=prefetch.distance, semantic=prefetch.semantic, dynamic=prefetch.dynamic,
+        )  # fmt: skip
 
 
 def check_combination(settings: EngineSettings) -> None:

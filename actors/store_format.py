@@ -377,3 +377,9 @@ def _tensor_spec(name: str, entry: Any, data_start: int) -> TensorSpec:
         offset=data_start + offsets[0],
         nbytes=offsets[1] - offsets[0],
     )
+
+
+def model_fingerprint(manifest: Manifest) -> str:
+    """Of the files of the checkpoint that a store was made from."""
+    source = "\n".join(file.model_dump_json() for file in manifest.source)
+    return hashlib.sha256(source.encode()).hexdigest()

@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-jobs = typer.Typer(help="Longer jobs: train the default model.", no_args_is_help=True)
+jobs = typer.Typer(help="Longer jobs: train the default model, merge traces.", no_args_is_help=True)
 app.add_typer(jobs, name="jobs")
 
 
@@ -66,6 +66,11 @@ _forward(app, "tiermoe", "plan", ".jobs.plan", "plan_command", "Say what would r
 _forward(app, "tiermoe", "doctor", ".jobs.doctor", "doctor_command", "Measure this machine and say what would fit.")
 _forward(app, "tiermoe", "bench", ".jobs.bench.command", "bench_app", "Measure the system; --check compares to limits.")
 _forward(app, "tiermoe", "eval", ".jobs.evaluate.command", "eval_command", "Measure what a policy costs in quality.")
+_forward(app, "tiermoe", "record", ".jobs.record.command", "record_command", "Write a trace of a model's routing.")
+_forward(app, "tiermoe", "replay", ".jobs.replay", "replay_command", "Run policies on a trace, on a virtual clock.")
+_forward(
+    jobs, "tiermoe jobs", "merge-traces", ".jobs.record.command", "merge_command", "Put traces of one model together.",
+)  # fmt: skip
 _forward(
     jobs, "tiermoe jobs", "train-default-model", ".jobs.train_default_model.command", "train_default_model_command",
     "Train the model that ships with the project.",

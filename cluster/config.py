@@ -20,6 +20,7 @@ from ..actors.settings import (
     EngineSettings,
     KvSettings,
     LinkSettings,
+    MatcherOptions,
     NdpSettings,
     PolicySettings,
     Settings,
@@ -77,6 +78,7 @@ class RunConfig(Settings):
     link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
     kv: KvSettings = KvSettings()
     ndp: NdpConfig = NdpConfig()
+    matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     integrity_checks: bool = False
     ray: RaySettings = RaySettings()
@@ -243,6 +245,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         store=StoreSettings(
             transport=config.cluster.store.transport, deadline_s=config.cluster.store.deadline_s
         ),
+        matcher=config.matcher,
         attention=config.attention,
         integrity_checks=config.integrity_checks,
         trace=trace,

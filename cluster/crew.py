@@ -1,6 +1,6 @@
 """The actors of one deployment: constructed here and nowhere else, as the plan says, side by side.
 
-    directory -> stores, shards, NDP workers -> the lead with its node's store -> all of them ready -> lead.start
+    directory -> stores, shards, NDP workers -> matcher -> the lead with its node's store -> all ready -> lead.start
 
 The actor classes are plain classes. Ray restarts all but the lead where they die, and they register anew. What it
 passes to a constructor again may not hold references, so workers get links (names in the directory), not handles.
@@ -8,14 +8,19 @@ passes to a constructor again may not hold references, so workers get links (nam
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from ..actors.links import PeerLink, StoreLink
+from ..actors.expert_store import StoreView
+from ..actors.links import MATCHER, PeerLink, StoreLink
+from ..actors.map_file import map_shape
 from ..actors.settings import EngineSettings
 from .endpoints import EndpointDirectory, Endpoints
 from .lead import CONTROL, CONTROL_THREADS, Lead
@@ -26,6 +31,7 @@ from .topology.plan import PlannedActor, Topology
 
 _CONCURRENCY = 4  # control calls of the workers; what they compute arrives on their channels
 _STEP_S = 1.0
+_GOODBYE_S = 5.0
 
 
 class Crew:
@@ -36,6 +42,8 @@ class Crew:
         store_path: folder of the expert store, on every node that maps it.
         local: whether all of them are on this machine.
         worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
+        top_k: experts per token.
+        scratch: folder of this machine that goes with the deployment; None: there is none.
 
     Attributes:
         name: as given.
@@ -54,10 +62,14 @@ class Crew:
         local: bool,
         worker_class: type | None = None,
         store_class: type | None = None,
+        *,
+        top_k: int,
+        scratch: Path | None = None,
     ) -> None:
         self.name, self._topology, self._placement = name, topology, placement
         self._settings, self._store_path, self._local = settings, store_path, local
         self._worker_class, self._store_class = worker_class, store_class
+        self._top_k, self._scratch = top_k, scratch
         self._token = secrets.token_hex(32)
         self._layers = {layer for store in topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
@@ -82,7 +94,9 @@ class Crew:
         peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]
         ready = [peer.health.remote() for peer in peers]
         self._wait(views, left)
-        lead = self._start_lead(ray.get(views, timeout=left()))
+        found = ray.get(views, timeout=left())
+        ready += [self._start_matcher(planned, found[0]).health.remote() for planned in topology.having("matcher")]
+        lead = self._start_lead(found)
         self._wait(ready, left)  # before the lead, which connects to them
         plan = lead.start.remote()
         self._wait([plan], left)
@@ -112,6 +126,9 @@ class Crew:
         """End all for good. Idempotent; never raises."""
         lead, self.lead = self.lead.handle, Lead(None)
         actors, self.actors = self.actors, {}
+        if MATCHER in actors:
+            with contextlib.suppress(Exception):  # it is dead, or Ray is gone
+                ray.get(actors[MATCHER].retire.remote(), timeout=_GOODBYE_S)
         for actor in (lead, *actors.values()):
             if actor is not None:
                 end(actor)
@@ -138,6 +155,19 @@ class Crew:
             planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token, **named
         )
 
+    def _start_matcher(self, planned: PlannedActor, view: StoreView) -> Any:
+        from ..actors.matcher import Matcher
+
+        settings, named = self._settings, {}
+        if settings.policy.prefetch.kind == "expert-map" and self._links("shard"):
+            named = {"sharding": settings.shards, "shards": self._links("shard")}
+        # on the matcher's node; what Ray restarts there begins with it
+        folder = self._scratch if self._scratch is not None else Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
+        return self._keep(
+            planned, Matcher, settings.matcher_settings, map_shape(view.manifest), self._top_k, self.directory,
+            self._token, snapshot=str(folder / "expert-maps.safetensors"), threads=1, **named,
+        )  # fmt: skip
+
     def _start_lead(self, views: Sequence[Any]) -> Any:
         worker = self._worker_class
         if worker is None:
@@ -149,12 +179,14 @@ class Crew:
         # without a store on its node it maps nothing, and fetches the front of the model too
         view = here[0] if here else replace(views[0], layers=())
         links = {"ndp": self._links("ndp"), "shards": self._links("shard"), "stores": self._stores_for(planned)}
+        matcher: dict[str, Any] = {"matcher": self.link(MATCHER)} if self._topology.having("matcher") else {}
         lead = self._placement.make(
             planned,
             worker,
             self._settings,
             view,
             **{kind: found for kind, found in links.items() if found},
+            **matcher,
             options={
                 "max_concurrency": self._settings.kv.max_requests,
                 "concurrency_groups": {CONTROL: CONTROL_THREADS},

@@ -277,8 +277,9 @@ class Deployment:
     def _start_actors(self) -> None:
         assert self._placement is not None
         self._crew = Crew(
-            self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes
-        )
+            self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes,
+            top_k=self.planned.facts.top_k, scratch=self._scratch.path if self._scratch is not None else None,
+        )  # fmt: skip
         self.plan = self._crew.start(self._left)
         self._watcher = Watcher.for_crew(self._crew, self._config, self.topology, self._tell)
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from ..actors.expert_store import ExpertStore
 from ..actors.gpu_worker import GpuWorker
+from ..actors.map_file import map_shape
 from ..actors.settings import EngineSettings, check_combination
+from .topology.facts import facts_of_store
 from .worker_process import Role, WorkerProcess
 
 
@@ -25,18 +27,26 @@ class LocalWorker(GpuWorker):
         store: the folder.
         ndp_processes: those of the NDP workers; none where the policy uses none.
         shard_processes: those of the shards 1..G-1.
+        matcher_process: that of the matcher; None where the policy uses none.
     """
 
     def __init__(self, settings: EngineSettings, store: Path, ndp_workers: int = 1) -> None:
         self.store = store
+        view = ExpertStore(str(store), verify="stamp").describe()
         near_data = range(ndp_workers if settings.policy.uses_ndp else 0)
         self.ndp_processes = [WorkerProcess(Role.ndp(settings.ndp, i), store) for i in near_data]
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
+        self.matcher_process: WorkerProcess | None = None
+        if settings.policy.prefetch.uses_maps:
+            top_k = facts_of_store(Path(store), Path(store)).top_k
+            role = Role.matcher(settings.matcher_settings, map_shape(view.manifest), top_k)
+            self.matcher_process = WorkerProcess(role)
         super().__init__(
             settings,
-            ExpertStore(str(store), verify="stamp").describe(),
+            view,
             [process.link for process in self.ndp_processes],
             [process.link for process in self.shard_processes],
+            matcher=None if self.matcher_process is None else self.matcher_process.link,
         )
 
     def start(self) -> dict[str, Any]:
@@ -61,4 +71,5 @@ class LocalWorker(GpuWorker):
 
     @property
     def _children(self) -> list[WorkerProcess]:
-        return [*self.ndp_processes, *self.shard_processes]
+        matcher = [] if self.matcher_process is None else [self.matcher_process]
+        return [*self.ndp_processes, *self.shard_processes, *matcher]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 
+from ..actors.links import MATCHER
 from .topology.plan import PlannedActor
 
 LEAD, ENDPOINTS = "lead", "endpoints"
@@ -20,8 +21,8 @@ def new_id() -> str:
 
 
 def role_of(actor: PlannedActor) -> str:
-    """The second part of an actor's name; of shards, stores and NDP workers also what they register under."""
-    return {"lead": LEAD, "directory": ENDPOINTS}.get(actor.role, f"{actor.role}/{actor.index}")
+    """The second part of an actor's name; of lead and directory apart, also what it registers under."""
+    return {"lead": LEAD, "directory": ENDPOINTS, "matcher": MATCHER}.get(actor.role, f"{actor.role}/{actor.index}")
 
 
 def split_name(name: str) -> tuple[str, str] | None:

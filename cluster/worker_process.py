@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from ..actors.links import Noticeboard, PeerLink, StoreLink, ndp_name, shard_name, store_name
-from ..actors.settings import EngineSettings, NdpSettings
+from ..actors.links import MATCHER, Noticeboard, PeerLink, StoreLink, ndp_name, shard_name, store_name
+from ..actors.map_file import MapShape
+from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..errors import RuntimeFailure
 
 _START_S = 120.0
@@ -33,10 +34,10 @@ class Role:
 
     kind: which class it runs. index: number among those of its kind. threads: of its numerical libraries.
     settings: as plain values, for `NdpSettings` or `EngineSettings`; of a store, its layers and whether a client of
-    this host may share memory with it.
+    this host may share memory with it; of a matcher its arguments.
     """
 
-    kind: Literal["ndp", "shard", "store"]
+    kind: Literal["ndp", "shard", "store", "matcher"]
     index: int
     threads: int
     settings: dict[str, Any]
@@ -56,17 +57,27 @@ class Role:
         """A store of these layers; without shared memory it is read as if it were on another host."""
         return Role("store", index, 1, {"layers": list(layers), "shared_memory": shared_memory})
 
+    @staticmethod
+    def matcher(
+        settings: MatcherSettings, shape: MapShape, top_k: int, snapshot: Path | None = None, warm: Path | None = None
+    ) -> Role:
+        """The matcher of expert maps."""
+        files = {name: None if path is None else str(path) for name, path in (("snapshot", snapshot), ("warm", warm))}
+        arguments = {"settings": settings.model_dump(), "shape": asdict(shape), "top_k": top_k} | files
+        return Role("matcher", 0, 1, arguments)
+
     @property
     def name(self) -> str:
         """Under which it registers."""
-        if self.kind == "store":
-            return store_name(self.index)
-        return ndp_name(self.index) if self.kind == "ndp" else shard_name(self.index)
+        if self.kind == "matcher":
+            return MATCHER
+        return {"ndp": ndp_name, "store": store_name, "shard": shard_name}[self.kind](self.index)
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return f"NDP worker {self.index}" if self.kind == "ndp" else f"{self.kind} {self.index}"
+        names = {"ndp": f"NDP worker {self.index}", "matcher": "matcher"}
+        return names.get(self.kind, f"{self.kind} {self.index}")
 
 
 class WorkerProcess:
@@ -74,13 +85,13 @@ class WorkerProcess:
 
     Args:
         role: what it runs.
-        store: folder of the expert store.
+        store: folder of the expert store; a matcher reads none.
 
     Attributes:
         link: give it to `GpuWorker`; it leads to the present process, also after `restart`.
     """
 
-    def __init__(self, role: Role, store: Path) -> None:
+    def __init__(self, role: Role, store: Path | None = None) -> None:
         self._role, self._store = role, store
         self._board = Noticeboard()
         self.link = PeerLink(self._board, name=role.name)
@@ -212,6 +223,14 @@ def _worker(request: dict[str, Any]) -> Any:
         options = ServerOptions(shared_memory=given["shared_memory"])
         return StoreWorker(
             request["store"], request["index"], given["layers"], "stamp", Noticeboard(), options=options
+        )
+    if request["kind"] == "matcher":
+        from ..actors.matcher import Matcher
+
+        asked = request["settings"]
+        settings, shape = MatcherSettings(**asked["settings"]), MapShape(**asked["shape"])
+        return Matcher(
+            settings, shape, asked["top_k"], Noticeboard(), snapshot=asked["snapshot"], warm=asked["warm"]
         )
     from ..actors.shard_worker import ShardWorker
 

@@ -179,7 +179,7 @@ def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResu
 
 
 def _prefetch(m: PrefetchCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer)
+    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints, mapped=m.mapped)
     return body.SerializeToString(), (m.keys, m.priorities)
 
 
@@ -190,6 +190,8 @@ def _to_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> PrefetchCommand
         _below("layer", command.layer, limits.layers),
         _ids("keys", arrays[0], limits.layers * limits.experts),
         _finite("priorities", arrays[1]),
+        _below("the number of hints", command.hints, len(arrays[0]) + 1),
+        command.mapped,
     )
 
 

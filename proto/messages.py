@@ -69,12 +69,17 @@ class PrefetchCommand:
     Attributes:
         keys: [N], layer * experts of a layer + expert.
         priorities: [N], higher goes first.
+        hints: how many of the keys, at the end, are not to be loaded: their priorities only say what eviction may
+            want to know.
+        mapped: the priorities are p / (layer of the key + 1 - `layer`), p of a matched expert map.
     """
 
     iteration: int
     layer: int
     keys: NDArray[np.int32]
     priorities: NDArray[np.float32]
+    hints: int = 0
+    mapped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +99,12 @@ class PlacementCommand:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What the lead saw at one layer of one iteration.
+    """What the lead saw of one iteration: first the embeddings, then each layer's probabilities.
 
     Attributes:
         sequences: [S] sequence ids.
-        embedding: [S, D] the sequences' semantic embedding; D may be 0.
-        probabilities: [S, E] router probabilities at this layer.
+        embedding: [S, D] the sequences' semantic embedding; D is 0 where the probabilities are told.
+        probabilities: [S, E] router probabilities at this layer; E is 0 where the embedding is told.
     """
 
     iteration: int

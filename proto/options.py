@@ -115,6 +115,8 @@ class ServerOptions:
         tls: None: no encryption.
         shared_memory: whether clients of this host may use it.
         spin_s: how long a connection's thread looks for requests before it sleeps.
+        doze_s: shared memory only: for so long after a request its thread looks every 0.1 ms or so before it sleeps for
+            good, so that a client that must not wait need not wake it (a system call, some 10 us of the client's time).
         max_connections: more are refused.
         remembered_replies, remembered_bytes: per client, answers kept for requests that arrive again. A client says
             which answers it has, so that few are kept.
@@ -132,6 +134,7 @@ class ServerOptions:
     tls: TlsFiles | None = None
     shared_memory: bool = True
     spin_s: float = field(default_factory=default_spin_s)
+    doze_s: float = 0.0
     max_connections: int = 64
     remembered_replies: int = 1024
     remembered_bytes: int = 64 * MIB
@@ -147,8 +150,9 @@ class ServerOptions:
             raise ConfigError("TLS without a certificate of the server", "give certificate and key files")
         if not 0 <= self.port < 65536 or min(self.max_connections, self.remembered_replies, self.remembered_bytes) < 1:
             raise ConfigError("a number of the channel server is out of range", "give a port and counts above 0")
-        if not 0 <= self.spin_s <= 1:
-            raise ConfigError(f"spin_s is {self.spin_s}", "give seconds from 0 to 1")
+        for name in ("spin_s", "doze_s"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "give seconds from 0 to 1")
 
 
 def good_ring_bytes(size: int) -> bool:

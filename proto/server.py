@@ -159,7 +159,7 @@ class ChannelServer:
         nonce = b""
         if hello.HasField("shared_memory") and self._options.shared_memory:
             offered = hello.shared_memory
-            found = shm.accept(offered.pid, offered.fd, offered.ring_bytes, self._options.spin_s)
+            found = shm.accept(offered.pid, offered.fd, offered.ring_bytes, self._options.spin_s, self._options.doze_s)
             if found is not None:
                 connection.rings, nonce = found
         with self._lock:

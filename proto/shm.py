@@ -19,6 +19,7 @@ import os
 import secrets
 import stat
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ _REASONS = {
     _STALLED: "the peer stopped in the middle of a message",
 }
 _LONGEST_S = 3600.0
+_DOZE_STEP_S = 50e-6  # the kernel makes some 0.1 ms of it
 _READ_STALL_NS = 5_000_000_000  # a writer that lives goes on with its message
 
 
@@ -48,11 +50,17 @@ class RingEnded(Exception):
 
 
 class Ring:
-    """One direction. One thread at a time writes on one side, one at a time reads on the other."""
+    """One direction. One thread at a time writes on one side, one at a time reads on the other.
 
-    def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float) -> None:
+    Args:
+        spin_s: how long a side looks before it sleeps until it is woken.
+        doze_s: for so long after a message the reader looks from time to time instead, so that nobody has to wake it.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0) -> None:
         self._memory, self._offset, self._capacity = memory, offset, capacity
         self._spin_ns = int(spin_s * 1e9)
+        self._doze_s, self._doze_until_s = doze_s, 0.0
 
     def write(self, pieces: tuple[Any, ...], timeout_s: float, stall_s: float = _LONGEST_S) -> bool:
         """Write a message; False: there was no space within the time.
@@ -78,10 +86,29 @@ class Ring:
             RingEnded: the ring is closed and empty, or broken.
         """
         timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
+        if self._doze_s and (data := self._doze(timeout_s, most)) is not None:
+            return data
+        return self._read(timeout_ns, most)
+
+    def _read(self, timeout_ns: int, most: int) -> bytes | None:
         data = _ring.read(self._memory, self._offset, self._capacity, most, timeout_ns, self._spin_ns, _READ_STALL_NS)
         if isinstance(data, bytes):
+            if self._doze_s:
+                self._doze_until_s = time.monotonic() + self._doze_s
             return data
         self._nothing(data)
+        return None
+
+    def _doze(self, timeout_s: float, most: int) -> bytes | None:
+        """Look until the time is up or the last message is long enough ago."""
+        until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
+        left_ns = self._spin_ns
+        while time.monotonic() < until_s:
+            data = self._read(left_ns, most)
+            if data is not None:
+                return data
+            left_ns = 0
+            time.sleep(_DOZE_STEP_S)
         return None
 
     @property
@@ -148,7 +175,7 @@ def offer(ring_bytes: int, spin_s: float) -> Offer:
         raise
 
 
-def accept(pid: int, fd: int, ring_bytes: int, spin_s: float) -> tuple[SharedRings, bytes] | None:
+def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> tuple[SharedRings, bytes] | None:
     """Open the rings that a client offers; None where they cannot be seen or are none.
 
     Returns:
@@ -173,13 +200,14 @@ def accept(pid: int, fd: int, ring_bytes: int, spin_s: float) -> tuple[SharedRin
         return None
     finally:
         os.close(here)
-    return _rings(memory, ring_bytes, spin_s), bytes(memory[:NONCE_BYTES])
+    return _rings(memory, ring_bytes, spin_s, doze_s), bytes(memory[:NONCE_BYTES])
 
 
 def _size(ring_bytes: int) -> int:
     return _FIRST + 2 * (_HEADER + ring_bytes)
 
 
-def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float) -> SharedRings:
+def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> SharedRings:
+    """`doze_s` is for the requests, which the server reads."""
     second = _FIRST + _HEADER + ring_bytes
-    return SharedRings(Ring(memory, _FIRST, ring_bytes, spin_s), Ring(memory, second, ring_bytes, spin_s))
+    return SharedRings(Ring(memory, _FIRST, ring_bytes, spin_s, doze_s), Ring(memory, second, ring_bytes, spin_s))

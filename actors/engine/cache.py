@@ -7,20 +7,22 @@ So the bookkeeping needs no lock: an arrived copy becomes resident when the forw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import RuntimeFailure, StoreError
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
-from .device import Copied, Device
-from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
-from .pool import ExpertSource, SlotPool
-from .stats import EngineStats
+from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
+from .stats import EngineStats, SourceStats
 from .timeline import Timeline
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from .device import Copied, Device
+    from .pool import ExpertSource, SlotPool
 
 
 class ExpertCache:
@@ -34,6 +36,8 @@ class ExpertCache:
         eviction: order of leaving.
         governor: told which prefetches were used.
         stats: counters, one `LayerStats` per MoE layer.
+        loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
+            The simulator gives both.
     """
 
     def __init__(
@@ -46,16 +50,19 @@ class ExpertCache:
         governor: PrefetchGovernor,
         stats: EngineStats,
         timeline: Timeline,
+        loader: CopyQueue | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.stats, self.governor, self.timeline = stats, governor, timeline
         self._weights = weights
         self._experts = residency.keys // len(weights)
-        self._loader = Loader(device)
+        self._loader: CopyQueue = Loader(device) if loader is None else loader
+        self._clock = clock
         self.uses = [0] * residency.keys  # forwards that ran each expert here, since the counters were reset
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
-        self._unused_prefetches: set[int] = set()
+        self._unused_prefetches: dict[int, SourceStats] = {}
         stats.expert_bytes_peak = pool.bytes
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
@@ -85,15 +92,16 @@ class ExpertCache:
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
         for key in plan.run[: plan.resident]:
-            if key in self._unused_prefetches:
-                self._unused_prefetches.remove(key)
+            if (source := self._unused_prefetches.pop(key, None)) is not None:
                 self.governor.used()
                 stats.prefetched_hits += 1
+                source.hits += 1
         for key in plan.run[plan.resident : plan.resident + plan.arriving]:
             job = self._jobs[key]
             if job.prefetch:
                 stats.late_prefetches += 1
-                self._unused_prefetches.discard(key)
+                if (source := self._unused_prefetches.pop(key, None)) is not None:
+                    source.late += 1
                 self.governor.used()
                 self._loader.promote(job)
 
@@ -132,11 +140,12 @@ class ExpertCache:
             self.uses[key] += 1
         self.eviction.used(keys)
 
-    def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset()) -> int:
+    def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
         """Queue loads of absent experts, most wanted first; the number queued.
 
         Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
-        (what nearer layers want), so a pool as small as the working set is left to demand.
+        (what nearer layers want), so a pool as small as the working set is left to demand. `source` says whose guess
+        they are, for the counters.
         """
         residency = self.residency
         absent = [k for k in keys if residency.state(k) == State.ABSENT]
@@ -150,9 +159,19 @@ class ExpertCache:
         for victim in victims:
             self._evict(victim, victim // self._experts)
         absent = absent[: residency.free_slots]
-        self._unused_prefetches.update(absent)
+        counters = self.stats.source(source)
+        counters.queued += len(absent)
+        self._unused_prefetches.update(dict.fromkeys(absent, counters))
         self._loader.submit([self._reserve(k, "prefetch") for k in absent], PREFETCH)
         return len(absent)
+
+    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
+        """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
+        for key in keys:
+            job = self._jobs.get(key)
+            if job is not None:
+                self._wait(job, layer)
+                self._land(key)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -204,7 +223,7 @@ class ExpertCache:
             raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(self._jobs)}")
         if held != set(self.eviction.victims(residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
-        if not self._unused_prefetches <= held:
+        if not self._unused_prefetches.keys() <= held:
             raise ResidencyError(f"unused prefetches {sorted(self._unused_prefetches)} are not all held")
 
     @property
@@ -232,6 +251,7 @@ class ExpertCache:
             after=self.device.mark_use(),
             layer=layer,
             cause=cause,
+            done=self._loader.event(),
         )
         return job
 
@@ -266,7 +286,7 @@ class ExpertCache:
         """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
         if job.cause != "demand" and job.error is not None:
             self._count_failed(job)
-            self._unused_prefetches.discard(job.reservation.key)
+            self._unused_prefetches.pop(job.reservation.key, None)
             job = self._new_job(job.reservation, "demand")
             self._loader.submit([job], DEMAND)
             self._wait(job, layer)
@@ -298,14 +318,15 @@ class ExpertCache:
 
     def _release(self, key: int) -> None:
         """Undo the reservation of a load that was cancelled or failed; its bytes count nowhere."""
-        if key in self._unused_prefetches:
+        if (source := self._unused_prefetches.get(key)) is not None:
             self.governor.wasted()
+            source.cancelled += 1
         self._forget(self._jobs[key])
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key
         del self._jobs[key]
-        self._unused_prefetches.discard(key)
+        self._unused_prefetches.pop(key, None)
         self.residency.release(job.reservation)
         self.eviction.removed(key)
 
@@ -313,9 +334,9 @@ class ExpertCache:
         """Block until a copy is done; the time is `layer`'s, whose forward waits."""
         if job.done.is_set():
             return
-        start_s = time.perf_counter()
+        start_s = self._clock()
         job.done.wait()
-        end_s = time.perf_counter()
+        end_s = self._clock()
         self.stats.layers[layer].blocked_io_s += end_s - start_s
         if self.timeline.enabled:
             self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
@@ -332,7 +353,7 @@ class ExpertCache:
                 return
         self.residency.evict(key)
         self.eviction.removed(key)
-        if key in self._unused_prefetches:
-            self._unused_prefetches.remove(key)
+        if (source := self._unused_prefetches.pop(key, None)) is not None:
             self.governor.wasted()
+            source.wasted += 1
             self.stats.layers[key // self._experts].bytes_wasted += self.residency.slot_bytes

@@ -10,6 +10,8 @@ from .batcher import Batcher
 from .engine import ExpertEngine
 from .shards import account, owners
 
+_REPORT_S = 5.0
+
 
 def describe(
     settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any, pinned: bool | None
@@ -46,9 +48,12 @@ def describe(
         "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
         "pinned": pinned,
         "prefetch": policy.prefetch.kind,
+        "prefetch_distance": policy.prefetch.distance if policy.prefetch.kind != "none" else None,
+        "prefetch_synchronous": policy.prefetch.synchronous,
         "eviction": policy.eviction,
         "ndp": _ndp(settings, engine),
         "shards": _shards(settings, engine),
+        "matcher": _matcher(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",
         "max_requests": settings.kv.max_requests if batcher.serial_because is None else 1,
         "kv_tokens": batcher.streams.capacity_tokens,
@@ -79,6 +84,16 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "hardware": settings.ndp.hardware.get("name"),
         "paced": settings.ndp.pace,
     }
+
+
+def _matcher(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
+    """What the matcher does and whether it is there; None where none takes part."""
+    if engine.matcher is None:
+        return None
+    chosen = settings.matcher_settings.model_dump(include={"capacity", "distance", "semantic", "dynamic", "learn"})
+    account = engine.matcher.account(_REPORT_S)
+    found = {name: account.get(name) for name in ("state", "maps", "begun_from")}
+    return chosen | found | {"source": engine.matcher.source, "problem": engine.matcher.problem or ""}
 
 
 def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, Any]] | None:

@@ -10,24 +10,29 @@ from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
+from ..policies.prefetch.stride import Predictor
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device
 from .dispatch import Dispatcher
-from .layer import MoeLayer, NextGate
+from .layer import MoeLayer
+from .make_prefetch import make_policy, unasked_layers
+from .matching import MatcherLink
 from .model import MoeBlock
 from .ndp_pool import NdpPool
 from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
 from .pool import ExpertSource, SlotPool
+from .prefetching import Prefetching
 from .remote import RemoteExperts
 from .sequences import SequenceRows
 from .shards import Shards, owners
 from .stats import EngineStats, LayerResidency, LayerStats
 
+_MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
 
 
@@ -57,6 +62,8 @@ class ExpertEngine:
         ndp: how to reach the NDP workers; needed where the policy uses them.
         tables: of the store's replicas; None where it has none.
         shards: how to reach the shards 1..G-1; as many as the settings say.
+        matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
+        predictors: of later layers, where the policy prefetches by them.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -76,6 +83,8 @@ class ExpertEngine:
         ndp: Sequence[PeerLink] = (),
         tables: ReplicaTables | None = None,
         shards: Sequence[PeerLink] = (),
+        matcher: MatcherLink | None = None,
+        predictors: Sequence[Predictor] | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
@@ -88,6 +97,8 @@ class ExpertEngine:
         self._handles: list[int] = []
         self.ndp: NdpPool | None = None
         self.shards: Shards | None = None
+        self.matcher = matcher
+        self.prefetching: Prefetching | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -101,7 +112,8 @@ class ExpertEngine:
                     kernel_for(self.cache.pool, blocks[0]), tables,
                 )  # fmt: skip
             self._connect()
-            self._attach_layers(blocks, settings, planner)
+            self.prefetching = self._make_prefetching(settings, blocks, predictors)
+            self._attach_layers(blocks, planner, settings.integrity_checks)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -127,44 +139,55 @@ class ExpertEngine:
         if self._placer is not None:
             self._placer.preload()
 
+    def follow_maps(self) -> None:
+        """Look for the matcher and publish to it from now on: what ran before is no request of a user."""
+        if self.matcher is not None:
+            self.matcher.start()
+            if not self.matcher.wait_until_found(_MATCHER_START_S):
+                self.notes.append(f"prefetch begins with next-gate: {self.matcher.problem}")
+
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""
         self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
         if self.ndp is not None:
             self.ndp.refresh()
         if self.shards is not None:
-            self.shards.refresh()
+            self.shards.begin_forward()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
+        if self.prefetching is not None:
+            self.prefetching.begin_forward(sequences)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
         if self._placer is not None:
             self._placer.end_sequence(name)
+        if self.prefetching is not None:
+            self.prefetching.end_sequence(name)
 
-    def _attach_layers(self, blocks: Sequence[MoeBlock], settings: EngineSettings, planner: LoadOnMiss) -> None:
+    def _attach_layers(self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool) -> None:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                self._next_gates(i, blocks, settings), settings.integrity_checks, self._placer, self.shards,
+                check, self._placer, self.shards, self.prefetching,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
-    def _next_gates(self, index: int, blocks: Sequence[MoeBlock], settings: EngineSettings) -> list[NextGate]:
-        prefetch = settings.policy.prefetch
-        if prefetch.kind != "next-gate":
-            return []
-        top = prefetch.top if prefetch.top is not None else self.top_k
-        gates = []
-        for later in range(index + 1, min(index + 1 + prefetch.distance, len(blocks))):
-            router = blocks[later].router
-            if router is not None:
-                gates.append(NextGate(later, router, top))
-            else:
-                self.notes.append(f"MoE layer {later} exposes no router logits and is not prefetched for")
-        return gates
+    def _make_prefetching(
+        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None
+    ) -> Prefetching | None:
+        policy = make_policy(
+            settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
+            predictors,
+        )  # fmt: skip
+        if policy is None:
+            return None
+        if policy.needs_lookahead:
+            mute = unasked_layers(blocks)
+            self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards)
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -188,6 +211,7 @@ class ExpertEngine:
         """The counters so far; the record is live."""
         self._stats.loads_in_flight = self.cache.loads_in_flight
         self._stats.prefetch_resting = self.cache.governor.resting
+        self._stats.matcher = None if self.matcher is None else self.matcher.report()
         return self._stats
 
     def residency(self) -> list[LayerResidency]:
@@ -202,7 +226,9 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = 0
-        self._stats.ndp_workers = {}
+        self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
+        if self.matcher is not None:
+            self.matcher.reset()
         self.cache.uses[:] = [0] * len(self.cache.uses)
         self.timeline.clear()
 
@@ -212,6 +238,8 @@ class ExpertEngine:
             self.ndp.close()
         if self.shards is not None:
             self.shards.close()
+        if self.matcher is not None:
+            self.matcher.close()
         self.cache.close()
         for handle in self._handles:
             detach(handle)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import heapq
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...errors import RuntimeFailure
 from ..policies.residency import Reservation
-from .device import Copied, Device, Tensors
 from .pool import Promise
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from .device import Copied, Device, Tensors
 
 DEMAND, PREFETCH = 0, 1
 _LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; how many it does is its own affair
 Cause = Literal["demand", "prefetch", "migration"]
+
+
+class Done(Protocol):
+    """Set once a copy has ended, one way or the other: a `threading.Event`, or its like on a virtual clock."""
+
+    def is_set(self) -> bool: ...
+    def wait(self) -> object: ...
+    def set(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +40,7 @@ class LoadJob:
     after: Any
     layer: int
     cause: Cause  # why it was asked for; stays so when demand overtakes it
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Done = field(default_factory=threading.Event)
     copied: Copied | None = None
     error: BaseException | None = None
     started: bool = False
@@ -39,6 +49,19 @@ class LoadJob:
     @property
     def prefetch(self) -> bool:
         return self.cause == "prefetch"
+
+
+class CopyQueue(Protocol):
+    """What the cache asks of a loader."""
+
+    def event(self) -> Done: ...
+    def submit(self, jobs: list[LoadJob], priority: int) -> None: ...
+    def promote(self, job: LoadJob) -> None: ...
+    def cancel(self, job: LoadJob) -> bool: ...
+    def close(self) -> None: ...
+
+    @property
+    def pending(self) -> int: ...
 
 
 class Loader:
@@ -60,6 +83,10 @@ class Loader:
         self._busy = False
         self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
         self._thread.start()
+
+    def event(self) -> Done:
+        """For a new job's `done`."""
+        return threading.Event()
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import nn
 from ...errors import StoreError, UnsupportedModelError
 from ...kernels.expert_ffn import Gate
 from ..store_format import Manifest
-from .layer import RouterProbe
 from .operator import register_implementation
+
+RouterProbe = Callable[[torch.Tensor], torch.Tensor]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LayerPlan, LoadOnMiss
 from .cache import ExpertCache
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    import torch
+
+    from ...kernels.expert_ffn import ExpertKernel
 
 Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
 

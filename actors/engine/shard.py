@@ -24,6 +24,7 @@ from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device, make_device
 from .engine import kernel_for
+from .matching import tell_eviction, wanted_keys
 from .model import MoeBlock, build_blocks, compute_dtype
 from .runner import ExpertRunner
 from .shards import owners
@@ -120,8 +121,8 @@ class ShardEngine:
         with self._lock:
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
-            order = np.argsort(-command.priorities, kind="stable")
-            keys = [key for key in command.keys[order].tolist() if key < self.cache.residency.keys]
+            keys = [key for key in wanted_keys(command) if key < self.cache.residency.keys]
+            tell_eviction(self.cache.eviction, command, self._experts)
             if command.iteration == self._iteration:
                 keys = [key for key in keys if key // self._experts > self._layer]
             else:

@@ -9,9 +9,11 @@ a few rows, and a copy of them costs less than mapping device memory of another 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.messages import PlacementCommand, PrefetchCommand
@@ -103,6 +105,17 @@ class Shards:
         if fresh:
             self._tell([name for name in fresh if self.peers[name].available], keep_others=True, preload=False)()
 
+    @property
+    def iteration(self) -> int:
+        """Number of the forward under way, or of the one that begins."""
+        return self._iteration
+
+    def begin_forward(self) -> None:
+        """A forward begins, before its first layer: what is sent until then is for it."""
+        self.refresh()
+        if self._layer >= 0:
+            self._iteration, self._layer = self._iteration + 1, -1
+
     def at(self, layer: int) -> None:
         """The forward is at this layer; layers rise within a forward, so a lower one begins the next iteration."""
         if layer <= self._layer:
@@ -128,6 +141,20 @@ class Shards:
         for peer, wanted in by_peer.values():
             priorities = np.arange(len(wanted), 0, -1, dtype=np.float32)
             peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities))
+
+    def relay(self, command: PrefetchCommand, load: bool) -> PrefetchCommand:
+        """Pass a matcher's command on to the owners of its experts; what the lead is to do stays and is returned.
+
+        Args:
+            load: False: the owners learn how probable their experts are and load none; all of the command stays.
+        """
+        owners = [self.peer_of(key) for key in command.keys.tolist()]
+        hint = np.arange(len(owners)) >= (len(owners) - command.hints if load else 0)
+        for name, peer in self.peers.items():
+            chosen = np.array([owner is not None and owner[0] == name for owner in owners], np.bool_)
+            if chosen.any():
+                peer.post(_part(command, chosen, hint))
+        return _part(command, np.array([owner is None for owner in owners], np.bool_), hint) if load else command
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
         """Have each shard hold its experts of these until it is told others; loads that are no prefetch.
@@ -191,3 +218,9 @@ class Shards:
         """Hang up. Safe to call twice."""
         for peer in self.peers.values():
             peer.close()
+
+
+def _part(command: PrefetchCommand, chosen: NDArray[np.bool_], hint: NDArray[np.bool_]) -> PrefetchCommand:
+    """The chosen keys of a command; hints come last and stay so."""
+    keys, priorities = command.keys[chosen], command.priorities[chosen]
+    return replace(command, keys=keys, priorities=priorities, hints=int((chosen & hint).sum()))

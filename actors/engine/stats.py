@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...proto.messages import ExpertResult
+if TYPE_CHECKING:  # the simulator uses this module without channels
+    from ...proto.messages import ExpertResult
 
 PeerKind = Literal["ndp", "shard"]
 
@@ -92,6 +93,20 @@ class WorkerStats:
     pairs: int = 0  # (token, expert)
 
 
+@dataclass
+class SourceStats:
+    """What became of the experts that one source of guesses had prefetched, since the counters were reset.
+
+    What is neither used nor gone yet is in `queued` only.
+    """
+
+    queued: int = 0
+    hits: int = 0  # used, and there when the routing became known
+    late: int = 0  # used, and still on their way then
+    wasted: int = 0  # evicted without one use
+    cancelled: int = 0  # dropped before their copy began, or the copy failed
+
+
 @dataclass(frozen=True)
 class LayerResidency:
     """Where the experts of one MoE layer stand, by expert.
@@ -117,6 +132,8 @@ class EngineStats:
     bytes_preloaded: int = 0  # loaded before the first request, in no layer's counters
     loads_in_flight: int = 0
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
+    prefetch_sources: dict[str, SourceStats] = field(default_factory=dict)  # by name, such as "next-gate"
+    matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None where no matcher takes part
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # times that an NDP worker was lost
@@ -135,6 +152,12 @@ class EngineStats:
             for name, value in asdict(layer).items():
                 setattr(out, name, getattr(out, name) + value)
         return out
+
+    def source(self, name: str) -> SourceStats:
+        """The counters of one source of guesses."""
+        if name not in self.prefetch_sources:
+            self.prefetch_sources = self.prefetch_sources | {name: SourceStats()}  # a new one: others may read the old
+        return self.prefetch_sources[name]
 
     def count_worker(self, name: str, experts: int, pairs: int) -> None:
         """An NDP worker answered."""

@@ -26,6 +26,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
+        *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
         ("link", _link(plan)),
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
@@ -70,6 +71,14 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
     threads = f"{each}{ndp['threads']} thread{'s' if ndp['threads'] != 1 else ''}"
     paced = f"paced as {ndp['hardware']}" if ndp["paced"] else f"modelled as {ndp['hardware']}"
     return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {ndp['transport']}, {paced}"
+
+
+def _matcher(matcher: Mapping[str, Any]) -> str:
+    rules = [name for name in ("semantic", "dynamic", "learn") if not matcher[name]]
+    without = f", without {', '.join(rules)}" if rules else ""
+    held = f"{matcher['maps']} of {matcher['capacity']} maps" if matcher["maps"] is not None else matcher["state"]
+    now = f"; prefetch begins with {matcher['source']}: {matcher['problem']}" if matcher["problem"] else ""
+    return f"{held}, {matcher['distance']} layers ahead{without}{now}"
 
 
 def _pinned(plan: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .heatmap import RESIDENT, legend, residency_map
+from .summary import prefetch_rows
 from .tables import facts, seconds, size
 
 
@@ -82,7 +83,11 @@ def _health(health: Mapping[str, Any]) -> str:
         parts.append(f"{health['layers']} layers, {size(health['nbytes'])}")
     if "running" in health:
         parts.append(f"{health['running']} requests running")
-    parts += [f"{name} {state}" for name, state in sorted(health.items()) if "/" in name]  # the lead's peers
+    peers = [name for name in sorted(health) if "/" in name or name == "matcher"]  # the lead's
+    parts += [f"{name} {health[name]}" for name in peers]
+    if "maps" in health:
+        parts.append(f"{health['maps']} of {health['capacity']} maps, begun from {health['begun_from']}")
+        parts += [str(health["snapshot_problem"])] if health["snapshot_problem"] else []
     if "pairs" in health:
         busy = f", {seconds(health['busy_s'])} busy" if "busy_s" in health else ""  # an NDP worker's
         parts.append(f"{health['pairs']} pairs in {health['batches']} calls{busy}")
@@ -101,6 +106,7 @@ def _counters(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("expert memory", f"{size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),
     ]  # fmt: skip
+    rows += prefetch_rows(total)
     if plan.get("ndp"):
         trouble = f"; lost {total['ndp_losses']} times, refused {total['ndp_refusals']} calls"
         failed = total["ndp_losses"] or total["ndp_refusals"]

@@ -23,6 +23,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         ("expert hit rate", f"{result['hit_rate']:.1%} ({result['hits']} hits, {result['misses']} misses)"),
         ("loaded", f"{size(result['bytes_loaded'])}, of it prefetched {size(result['bytes_loaded_prefetch'])}, "
                    f"wasted {size(result['bytes_wasted'])}"),
+        *prefetch_rows(result),
         ("link busy", f"{seconds(result['total_io_s'])}, compute blocked by it {seconds(result['blocked_io_s'])}"),
         *_ndp(result),
         ("expert memory", f"peak {size(result['expert_bytes_peak'])} of {size(result['expert_budget_bytes'])}"),
@@ -33,6 +34,26 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
         rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
     return facts("Summary", rows)
+
+
+def prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of prefetches, by source, and how the matcher fared; nothing where nothing was prefetched."""
+    rows = [
+        (f"by {name}", f"{found['queued']} experts asked for, {found['hits']} there in time, {found['late']} late, "
+                       f"{found['wasted']} unused, {found['cancelled']} cancelled")
+        for name, found in counters.get("prefetch_sources", {}).items()
+    ]  # fmt: skip
+    matcher = counters.get("matcher")
+    if matcher:
+        lag = f", {matcher['lag_us_p50']:.0f} us after its context" if "lag_us_p50" in matcher else ""
+        cost = f"; a publish takes {matcher['publish_us_p50']:.0f} us" if "publish_us_p50" in matcher else ""
+        now = f"; now {matcher['source']}: {matcher['problem']}" if matcher["problem"] else ""
+        rows.append(
+            ("matcher", f"{matcher['commands']} commands{lag}, {matcher['late']} late, {matcher['dropped']} contexts "
+                        f"dropped, lost {matcher['lost']} times, next-gate instead in {matcher['fallback_layers']} "
+                        f"layers{cost}{now}")
+        )  # fmt: skip
+    return rows
 
 
 def _ndp(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Role = Literal["lead", "shard", "store", "ndp", "directory"]
+Role = Literal["lead", "shard", "store", "ndp", "directory", "matcher"]
 NODE_ID_LABEL = "ray.io/node-id"  # Ray's own label on every node
 
 

@@ -5,6 +5,7 @@ The most bound go first, so that the others cannot take their room:
     NdpWorkers             on nodes with the resource `ndp`, round-robin
     marked stores          on nodes with the resource `store`
     lead, then shards      with their node's store where each worker's node has one
+    matcher                beside the lead, where the policy follows expert maps
     endpoint directory     beside the lead, where an actor is not on the lead's node or is not reached by mapping
 
 Pure and deterministic: nodes are taken in the order of their ids wherever nothing else decides.
@@ -101,10 +102,11 @@ class _Planner:
         if self._spec.store_nodes == "workers":
             stores = self._worker_stores()
         workers = self._workers(homes)
-        directory = self._directory(workers, stores, ndp)
+        matcher = self._matcher(workers[0])
+        directory = self._directory(workers, stores, [*ndp, *matcher])
         self._remark(workers)
         group, grouped = self._group([*workers, *(s for s in stores if s.group is not None)])
-        alone = [actor for actor in (*stores, *ndp, *directory) if actor.group is None]
+        alone = [actor for actor in (*stores, *ndp, *matcher, *directory) if actor.group is None]
         return Topology(
             actors=(*grouped, *alone),
             groups=(group,),
@@ -283,12 +285,16 @@ class _Planner:
 
     # the rest
 
+    def _matcher(self, lead: PlannedActor) -> list[PlannedActor]:
+        """It sleeps but for some tens of microseconds a layer, so it takes no CPU from the others."""
+        return [PlannedActor("matcher", "matcher", 0, lead.node, {})] if self._spec.matcher else []
+
     def _directory(
-        self, workers: Sequence[PlannedActor], stores: Sequence[PlannedActor], ndp: Sequence[PlannedActor]
+        self, workers: Sequence[PlannedActor], stores: Sequence[PlannedActor], others: Sequence[PlannedActor]
     ) -> list[PlannedActor]:
-        """The endpoint directory, where there is a channel at all."""
+        """The endpoint directory, where there is a channel at all; `others` are NDP workers and the matcher."""
         remote = any(len(worker.layers) < self._facts.layers for worker in workers) and bool(stores)
-        if len(workers) == 1 and not ndp and not remote:
+        if len(workers) == 1 and not others and not remote:
             return []
         return [PlannedActor("directory", "directory", 0, workers[0].node, {})]
 

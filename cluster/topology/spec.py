@@ -125,6 +125,7 @@ class ClusterSpec:
         kv_bytes: on the lead's device.
         gpu_memory_bytes: of one GPU; None: unknown, not checked.
         ndp: None where the policy uses no NDP worker.
+        matcher: whether the policy follows expert maps.
     """
 
     shards: int
@@ -146,6 +147,7 @@ class ClusterSpec:
     store_nodes: Literal["workers", "marked"]
     store_copies: int
     ndp: NdpSpec | None
+    matcher: bool = False
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -189,6 +191,7 @@ def cluster_spec(
         store_nodes=cluster.store.nodes,
         store_copies=cluster.store.copies,
         ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
+        matcher=policy.prefetch.uses_maps,
     )
 
 

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tiermoe/v1/messages.proto\x12\ntiermoe.v1\"N\n\x06Tensor\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.tiermoe.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x13\n\x0b\x62yte_length\x18\x03 \x01(\x04\"-\n\x06Layout\x12#\n\x07tensors\x18\x01 \x03(\x0b\x32\x12.tiermoe.v1.Tensor\"\x0e\n\x0c\x41\x63knowledged\"5\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\"@\n\x0b\x45xpertBatch\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\nactivation\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"G\n\x0c\x45xpertResult\x12\x12\n\nmeasured_s\x18\x01 \x01(\x01\x12\x12\n\nmodelled_s\x18\x02 \x01(\x01\x12\x0f\n\x07paced_s\x18\x03 \x01(\x01\"3\n\x0fPrefetchCommand\x12\x11\n\titeration\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\"8\n\x10PlacementCommand\x12\x13\n\x0bkeep_others\x18\x01 \x01(\x08\x12\x0f\n\x07preload\x18\x02 \x01(\x08\"+\n\x07\x43ontext\x12\x11\n\titeration\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\"\x0f\n\rHealthRequest\"T\n\x06\x44\x65tail\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"\x98\x01\n\x0cHealthReport\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x36\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32%.tiermoe.v1.HealthReport.DetailsEntry\x1a\x42\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.tiermoe.v1.Detail:\x02\x38\x01\"=\n\x0cStoreRequest\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0f\n\x07neurons\x18\x03 \x01(\r\"9\n\nStoreReply\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05names\x18\x02 \x03(\t\x12\r\n\x05\x66irst\x18\x03 \x01(\r\";\n\x0b\x46ileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\"7\n\tFileReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04*\x8b\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x0f\n\x0b\x44TYPE_INT32\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x0f\n\x0b\x44TYPE_INT64\x10\x06*\xc8\x02\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_ACKNOWLEDGED\x10\x01\x12\x10\n\x0cKIND_FAILURE\x10\x02\x12\x15\n\x11KIND_EXPERT_BATCH\x10\x03\x12\x16\n\x12KIND_EXPERT_RESULT\x10\x04\x12\x19\n\x15KIND_PREFETCH_COMMAND\x10\x05\x12\x10\n\x0cKIND_CONTEXT\x10\x06\x12\x17\n\x13KIND_HEALTH_REQUEST\x10\x07\x12\x16\n\x12KIND_HEALTH_REPORT\x10\x08\x12\x16\n\x12KIND_STORE_REQUEST\x10\t\x12\x14\n\x10KIND_STORE_REPLY\x10\n\x12\x15\n\x11KIND_FILE_REQUEST\x10\x0b\x12\x13\n\x0fKIND_FILE_REPLY\x10\x0c\x12\x1a\n\x16KIND_PLACEMENT_COMMAND\x10\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tiermoe/v1/messages.proto\x12\ntiermoe.v1\"N\n\x06Tensor\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.tiermoe.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x13\n\x0b\x62yte_length\x18\x03 \x01(\x04\"-\n\x06Layout\x12#\n\x07tensors\x18\x01 \x03(\x0b\x32\x12.tiermoe.v1.Tensor\"\x0e\n\x0c\x41\x63knowledged\"5\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\"@\n\x0b\x45xpertBatch\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\nactivation\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\"G\n\x0c\x45xpertResult\x12\x12\n\nmeasured_s\x18\x01 \x01(\x01\x12\x12\n\nmodelled_s\x18\x02 \x01(\x01\x12\x0f\n\x07paced_s\x18\x03 \x01(\x01\"R\n\x0fPrefetchCommand\x12\x11\n\titeration\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05hints\x18\x03 \x01(\r\x12\x0e\n\x06mapped\x18\x04 \x01(\x08\"8\n\x10PlacementCommand\x12\x13\n\x0bkeep_others\x18\x01 \x01(\x08\x12\x0f\n\x07preload\x18\x02 \x01(\x08\"+\n\x07\x43ontext\x12\x11\n\titeration\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\"\x0f\n\rHealthRequest\"T\n\x06\x44\x65tail\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"\x98\x01\n\x0cHealthReport\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x36\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32%.tiermoe.v1.HealthReport.DetailsEntry\x1a\x42\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.tiermoe.v1.Detail:\x02\x38\x01\"=\n\x0cStoreRequest\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0f\n\x07neurons\x18\x03 \x01(\r\"9\n\nStoreReply\x12\r\n\x05layer\x18\x01 \x01(\r\x12\r\n\x05names\x18\x02 \x03(\t\x12\r\n\x05\x66irst\x18\x03 \x01(\r\";\n\x0b\x46ileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\"7\n\tFileReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04*\x8b\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x0f\n\x0b\x44TYPE_INT32\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x0f\n\x0b\x44TYPE_INT64\x10\x06*\xc8\x02\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_ACKNOWLEDGED\x10\x01\x12\x10\n\x0cKIND_FAILURE\x10\x02\x12\x15\n\x11KIND_EXPERT_BATCH\x10\x03\x12\x16\n\x12KIND_EXPERT_RESULT\x10\x04\x12\x19\n\x15KIND_PREFETCH_COMMAND\x10\x05\x12\x10\n\x0cKIND_CONTEXT\x10\x06\x12\x17\n\x13KIND_HEALTH_REQUEST\x10\x07\x12\x16\n\x12KIND_HEALTH_REPORT\x10\x08\x12\x16\n\x12KIND_STORE_REQUEST\x10\t\x12\x14\n\x10KIND_STORE_REPLY\x10\n\x12\x15\n\x11KIND_FILE_REQUEST\x10\x0b\x12\x13\n\x0fKIND_FILE_REPLY\x10\x0c\x12\x1a\n\x16KIND_PLACEMENT_COMMAND\x10\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,10 +23,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEALTHREPORT_DETAILSENTRY']._loaded_options = None
   _globals['_HEALTHREPORT_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1033
-  _globals['_DTYPE']._serialized_end=1172
-  _globals['_KIND']._serialized_start=1175
-  _globals['_KIND']._serialized_end=1503
+  _globals['_DTYPE']._serialized_start=1064
+  _globals['_DTYPE']._serialized_end=1203
+  _globals['_KIND']._serialized_start=1206
+  _globals['_KIND']._serialized_end=1534
   _globals['_TENSOR']._serialized_start=41
   _globals['_TENSOR']._serialized_end=119
   _globals['_LAYOUT']._serialized_start=121
@@ -40,25 +40,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPERTRESULT']._serialized_start=305
   _globals['_EXPERTRESULT']._serialized_end=376
   _globals['_PREFETCHCOMMAND']._serialized_start=378
-  _globals['_PREFETCHCOMMAND']._serialized_end=429
-  _globals['_PLACEMENTCOMMAND']._serialized_start=431
-  _globals['_PLACEMENTCOMMAND']._serialized_end=487
-  _globals['_CONTEXT']._serialized_start=489
-  _globals['_CONTEXT']._serialized_end=532
-  _globals['_HEALTHREQUEST']._serialized_start=534
-  _globals['_HEALTHREQUEST']._serialized_end=549
-  _globals['_DETAIL']._serialized_start=551
-  _globals['_DETAIL']._serialized_end=635
-  _globals['_HEALTHREPORT']._serialized_start=638
-  _globals['_HEALTHREPORT']._serialized_end=790
-  _globals['_HEALTHREPORT_DETAILSENTRY']._serialized_start=724
-  _globals['_HEALTHREPORT_DETAILSENTRY']._serialized_end=790
-  _globals['_STOREREQUEST']._serialized_start=792
-  _globals['_STOREREQUEST']._serialized_end=853
-  _globals['_STOREREPLY']._serialized_start=855
-  _globals['_STOREREPLY']._serialized_end=912
-  _globals['_FILEREQUEST']._serialized_start=914
-  _globals['_FILEREQUEST']._serialized_end=973
-  _globals['_FILEREPLY']._serialized_start=975
-  _globals['_FILEREPLY']._serialized_end=1030
+  _globals['_PREFETCHCOMMAND']._serialized_end=460
+  _globals['_PLACEMENTCOMMAND']._serialized_start=462
+  _globals['_PLACEMENTCOMMAND']._serialized_end=518
+  _globals['_CONTEXT']._serialized_start=520
+  _globals['_CONTEXT']._serialized_end=563
+  _globals['_HEALTHREQUEST']._serialized_start=565
+  _globals['_HEALTHREQUEST']._serialized_end=580
+  _globals['_DETAIL']._serialized_start=582
+  _globals['_DETAIL']._serialized_end=666
+  _globals['_HEALTHREPORT']._serialized_start=669
+  _globals['_HEALTHREPORT']._serialized_end=821
+  _globals['_HEALTHREPORT_DETAILSENTRY']._serialized_start=755
+  _globals['_HEALTHREPORT_DETAILSENTRY']._serialized_end=821
+  _globals['_STOREREQUEST']._serialized_start=823
+  _globals['_STOREREQUEST']._serialized_end=884
+  _globals['_STOREREPLY']._serialized_start=886
+  _globals['_STOREREPLY']._serialized_end=943
+  _globals['_FILEREQUEST']._serialized_start=945
+  _globals['_FILEREQUEST']._serialized_end=1004
+  _globals['_FILEREPLY']._serialized_start=1006
+  _globals['_FILEREPLY']._serialized_end=1061
 # @@protoc_insertion_point(module_scope)

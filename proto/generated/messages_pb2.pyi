@@ -106,12 +106,16 @@ class ExpertResult(_message.Message):
     def __init__(self, measured_s: _Optional[float] = ..., modelled_s: _Optional[float] = ..., paced_s: _Optional[float] = ...) -> None: ...
 
 class PrefetchCommand(_message.Message):
-    __slots__ = ("iteration", "layer")
+    __slots__ = ("iteration", "layer", "hints", "mapped")
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     iteration: int
     layer: int
-    def __init__(self, iteration: _Optional[int] = ..., layer: _Optional[int] = ...) -> None: ...
+    hints: int
+    mapped: bool
+    def __init__(self, iteration: _Optional[int] = ..., layer: _Optional[int] = ..., hints: _Optional[int] = ..., mapped: _Optional[bool] = ...) -> None: ...
 
 class PlacementCommand(_message.Message):
     __slots__ = ("keep_others", "preload")

@@ -106,7 +106,7 @@ def test_every_benchmark_that_serves_a_model_takes_the_common_options() -> None:
     for name, info in commands.items():
         options = set(inspect.signature(info.callback).parameters)
         assert {"out", "as_json", "check"} <= options, name
-        assert ("config" in options) == (name in {"overhead", "prefetch", "scale", "ndp"}), name
+        assert ("config" in options) == (name in {"overhead", "prefetch", "scale", "ndp", "compare", "fmoe"}), name
 
 
 def test_json_has_no_nan() -> None:

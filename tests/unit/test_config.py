@@ -145,6 +145,31 @@ def test_placements_that_contradict_themselves(body: str, message: str, tmp_path
         load_policy(str(file))
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("prefetch: {kind: next-gate, distance: 0}", "at least one layer ahead"),
+        ("prefetch: {kind: layerwise, distance: 2}", "this layer (0) or the next (1)"),
+        ("prefetch: {kind: next-gate, dynamic: false}", "are of expert maps"),
+        ("prefetch: {kind: expert-map, synchronous: true}", "never waits for the matcher"),
+        ("prefetch: {kind: expert-map, top: 3}", "leave top out"),
+        ("prefetch: {kind: next-gate}\neviction: expert-map", "eviction expert-map goes by maps"),
+    ],
+)
+def test_prefetches_that_contradict_themselves(body: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\nlossless: true\n{body}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_policy(str(path))
+    assert message in str(raised.value)
+
+
+def test_what_a_matcher_does_is_said_by_policy_and_run(tmp_path: Path) -> None:
+    run = RunConfig(policy="fmoe-ts", threads=1, matcher={"capacity": 7})
+    found = engine_settings(run).matcher_settings
+    assert (found.capacity, found.distance, found.semantic, found.dynamic) == (7, 3, True, False)
+
+
 def test_hardware_profiles(tmp_path: Path) -> None:
     for path in (configs_dir() / "hardware").glob("*.yaml"):
         assert load_hardware(path.stem).name == path.stem

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import EVICTION, EvictionPolicy, Lru
+from tiermoe.actors.policies.eviction import EVICTION, EvictionPolicy, ExpertMapEviction, Lfu, Lru
 
 KEYS = 6
+P = TypeVar("P", bound=EvictionPolicy)
 EVENTS = st.lists(st.tuples(st.sampled_from(["admit", "use", "remove"]), st.integers(0, KEYS - 1)), max_size=30)
 
 
@@ -68,11 +71,14 @@ class TestContract:
         assert EVICTION[name]().victims(3, anything) == []
 
 
-def lru(*admitted: int) -> Lru:
-    policy = Lru()
+def filled(policy: P, *admitted: int) -> P:
     for key in admitted:
         policy.admitted(key)
     return policy
+
+
+def lru(*admitted: int) -> Lru:
+    return filled(Lru(), *admitted)
 
 
 def test_lru_order_of_admission() -> None:
@@ -106,3 +112,130 @@ def test_lru_stops_looking_once_it_has_enough() -> None:
 
     assert lru(3, 1, 2, 0).victims(1, evictable) == [1]
     assert asked == [3, 1]
+
+
+class TestLfu:
+    def test_the_least_used_goes_first(self) -> None:
+        policy = filled(Lfu(), 0, 1, 2)
+        for keys in ([0, 1], [0], [2], [2], [2]):
+            policy.used(keys)
+        assert policy.victims(3, anything) == [1, 0, 2]
+
+    def test_equal_ones_by_their_last_visit(self) -> None:
+        policy = filled(Lfu(), 3, 1, 2)
+        assert policy.victims(3, anything) == [3, 1, 2]
+        policy.used([1])
+        policy.used([3])
+        assert policy.victims(3, anything) == [2, 1, 3]  # 2 has its credit, as many as the others have uses
+
+    def test_admission_counts_once_until_the_first_use(self) -> None:
+        policy = filled(Lfu(), 0, 1)
+        policy.used([0])
+        policy.used([1])
+        policy.used([1])
+        assert policy.victims(2, anything) == [0, 1]
+        policy.admitted(2)
+        assert policy.victims(3, anything) == [0, 2, 1]
+        policy.removed(2)
+        policy.admitted(2)  # unused so far: no more than before
+        policy.used([0])
+        assert policy.victims(3, anything) == [2, 1, 0]
+
+    def test_uses_outlive_eviction(self) -> None:
+        policy = filled(Lfu(), 0, 1)
+        for _ in range(3):
+            policy.used([0])
+        policy.removed(0)
+        policy.used([1])
+        policy.used([1])
+        policy.admitted(0)
+        assert policy.victims(2, anything) == [1, 0]
+
+    def test_decay_forgets(self) -> None:
+        for half_life, first in ((None, 1), (1.0, 0)):
+            policy = filled(Lfu(half_life), 0, 1)
+            for keys in ([0], [0], [0], [1], [1]):
+                policy.used(keys)
+            # 0: 1/16 + 1/8 + 1/4 by now, 1: 1/2 + 1
+            assert policy.victims(1, anything) == [first]
+
+    def test_decay_goes_on_for_good(self) -> None:
+        """Counts are rescaled before they overflow, and the order stays."""
+        policy = filled(Lfu(0.25), 0, 1, 2)
+        for round_ in range(2000):
+            policy.used([round_ % 2])
+        assert policy.victims(3, anything) == [2, 0, 1]
+
+    def test_a_half_life_of_nothing_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="half-life"):
+            Lfu(0.0)
+
+
+class TestExpertMap:
+    def test_highest_inverse_of_p_times_freq_first(self) -> None:
+        policy = filled(ExpertMapEviction(), 0, 1, 2)
+        for keys in ([0], [0], [0], [1], [2], [2]):
+            policy.used(keys)
+        policy.expect([0, 1, 2], [0.1, 0.5, 0.2])  # p * freq: 0.3, 0.5, 0.4
+        assert policy.victims(3, anything) == [0, 2, 1]
+        policy.expect([0, 1, 2], [0.2, 0.5, 0.2])  # 0.6, 0.5, 0.4
+        assert policy.victims(3, anything) == [2, 1, 0]
+
+    def test_without_a_map_it_is_lfu(self) -> None:
+        one, other = filled(ExpertMapEviction(), 2, 0, 1), filled(Lfu(), 2, 0, 1)
+        for keys in ([0, 1], [1], [2]):
+            one.used(keys)
+            other.used(keys)
+        assert one.victims(3, anything) == other.victims(3, anything)
+
+    def test_other_layers_count_as_average(self) -> None:
+        policy = filled(ExpertMapEviction(), 0, 1, 5)
+        policy.expect([0, 1, 2, 3], [0.7, 0.1, 0.1, 0.1])  # 5 has 0.25
+        assert policy.victims(3, anything) == [1, 5, 0]
+
+    def test_what_was_told_before_admission_counts(self) -> None:
+        policy = ExpertMapEviction()
+        policy.expect([0, 1], [0.9, 0.1])
+        assert filled(policy, 0, 1).victims(2, anything) == [1, 0]
+
+    def test_equals_a_transcription(self) -> None:
+        random = Random(0)
+        policy = ExpertMapEviction()
+        p, freq, last = {}, dict.fromkeys(range(12), 0), {}
+        policy.expect(range(12), [1 / 12] * 12)
+        p = dict.fromkeys(range(12), 1 / 12)
+        for time in range(400):
+            key = random.randrange(12)
+            if key not in last:
+                policy.admitted(key)
+                last[key] = 2 * time
+            elif random.random() < 0.3:
+                policy.removed(key)
+                del last[key]
+                continue
+            if random.random() < 0.3:
+                layer = range(4 * (key // 4), 4 * (key // 4) + 4)
+                p.update((k, random.random()) for k in layer)
+                policy.expect(layer, [p[k] for k in layer])
+            if random.random() < 0.6:
+                policy.used([key])
+                freq[key] += 1
+                last[key] = 2 * time + 1
+            order = sorted(last, key=lambda k: (p[k] * max(freq[k], 1), last[k], k))
+            assert policy.victims(12, anything) == order
+
+
+def test_what_is_looked_at_does_not_grow_with_what_is_held() -> None:
+    """64 experts of 60 layers: each eviction asks about few of them, and outdated entries do not pile up."""
+    policy = filled(ExpertMapEviction(), *range(3840))
+    for time in range(20_000):
+        policy.used([(time * 7919) % 3840])
+    asked = []
+
+    def evictable(key: int) -> bool:
+        asked.append(key)
+        return True
+
+    assert len(policy.victims(4, evictable)) == 4
+    assert len(asked) == 4
+    assert len(policy._order._heap) <= 3 * 3840

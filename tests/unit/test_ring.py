@@ -148,3 +148,35 @@ def test_nothing_is_left_behind() -> None:
     gc.collect()
     assert maps.read_text(encoding="utf-8").count("tiermoe-channel") <= already
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_reader_that_dozes_misses_nothing() -> None:
+    """For a while after a message it looks by itself; then it sleeps and is woken as ever."""
+    offer = shm.offer(_RING, 0.0)
+    accepted = shm.accept(os.getpid(), offer.fd, _RING, 0.0, doze_s=0.01)
+    offer.forget_fd()
+    assert accepted is not None
+    reader, writer = accepted[0].requests, offer.rings.requests
+    got: list[bytes | None] = []
+    took = threading.Semaphore(0)
+
+    def read() -> None:
+        while True:
+            try:
+                got.append(reader.read(20.0, _MOST))
+            except shm.RingEnded:
+                return
+            finally:
+                took.release()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for i in range(40):
+        assert writer.write((bytes([i]),), 0.0)
+        assert took.acquire(timeout=20.0)
+        if i % 10 == 0:
+            threading.Event().wait(0.02)  # longer than it dozes: it sleeps now
+    writer.close()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert got == [bytes([i]) for i in range(40)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +195,12 @@ def test_late_commands_are_dropped_and_counted(shard: ShardWorker) -> None:
         engine.cache.check_integrity()
     finally:
         shard.close()
+
+
+def test_hints_are_not_loaded(shard: ShardWorker) -> None:
+    with closing(shard):
+        shard.handle(replace(_command(4, 0, [9, 11, 13]), hints=2))
+        assert set(shard.engine.cache.residency.held()) == {9}
 
 
 def test_a_batch_for_another_model_is_refused(shard: ShardWorker) -> None:

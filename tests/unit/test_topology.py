@@ -494,3 +494,15 @@ def test_a_malformed_nodes_file(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         nodes_from_file(path)
+
+
+# the matcher
+
+
+def test_a_matcher_is_beside_the_lead_and_found_through_the_directory() -> None:
+    nodes = [_node("a", CPU=2.0), _node("b", CPU=8.0, GPU=1.0)]
+    topology = _plan(nodes, matcher=True)
+    (matcher,) = topology.having("matcher")
+    assert (matcher.node, dict(matcher.resources), matcher.group) == (topology.lead.node, {}, None)
+    assert [actor.node for actor in topology.having("directory")] == [topology.lead.node]
+    assert _plan(nodes).having("matcher", "directory") == ()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+from .base import LayerSeen, PrefetchPolicy, Wanted
 
 
 def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
@@ -30,3 +34,35 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     votes = picked.sum(axis=0)
     order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
     return order[: np.count_nonzero(votes)].tolist()
+
+
+class NextGatePrefetch(PrefetchPolicy):
+    """Speculation by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
+
+    State: none. Rule: when layer l's router has run, the routers of layers l+1..l+distance are run on layer l's input,
+    and the experts that they would pick are asked for, nearer layers first (`predicted_experts`). The residual stream
+    changes little from layer to layer, so near guesses are good. Cost: distance * T * H * E multiply-adds per layer.
+
+    Mixtral-Offloading is this with LRU, distance 1 and `synchronous`.
+
+    Args:
+        layers, experts: L and E. top: experts per token.
+    """
+
+    name: ClassVar[str] = "next-gate"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+    needs_lookahead: ClassVar[bool] = True
+
+    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
+        self._layers, self._experts, self._top = layers, experts, top
+        self.distance, self.synchronous = distance, synchronous
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        wanted: list[Wanted] = []
+        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
+            scores = seen.lookahead(layer - seen.layer)
+            if scores is not None:
+                picked = predicted_experts(scores, self._top)
+                wanted += [Wanted(layer * self._experts + e, -float(len(wanted) + i)) for i, e in enumerate(picked)]
+        return wanted

@@ -7,7 +7,8 @@ other lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,8 @@ from ....actors.policies.sharding import Ownership
 from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
+from . import compare_command
+from .compare.kept import Kept, partial_file
 from .harness import Report, print_report
 from .json_option import JsonCommand
 
@@ -98,6 +101,42 @@ def scale(
 
 
 @bench_app.command(cls=JsonCommand)
+def compare(
+    policies: compare_command.Policies,
+    prompts: compare_command.Prompts,
+    budgets: compare_command.Budgets = "0.25",
+    links: compare_command.Links = "16",
+    repeats: compare_command.Repeat = 5,
+    max_tokens: compare_command.MaxTokens = 32,
+    warm: compare_command.Warm = None,
+    batch: compare_command.Batch = 1,
+    prompt_tokens: compare_command.PromptTokens = None,
+    fresh: compare_command.Fresh = False,
+    quality_documents: compare_command.QualityDocuments = 6,
+    model: Model = None,
+    config: Config = None,
+    out: Out = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """Policies side by side on the same prompts, at every budget and link; run again, an interrupted one goes on."""
+    _say_overridden(config, compare_command.OWN_KEYS)
+    kept: list[Kept] = []
+
+    def measure(progress: Progress) -> Report:
+        report, found = compare_command.measure(
+            model, config, out, progress, policies=policies, budgets=budgets, links=links, prompts=prompts, warm=warm,
+            repeats=repeats, max_tokens=max_tokens, batch=batch, prompt_tokens=prompt_tokens, fresh=fresh,
+            quality_documents=quality_documents,
+        )  # fmt: skip
+        kept.append(found)
+        return report
+
+    with _telling_what_is_kept([] if out is None else [out]):
+        _finish(measure, as_json, check, out, lambda: kept[0].discard())
+
+
+@bench_app.command(cls=JsonCommand)
 def ndp(
     model: Model = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Held-out documents to score; default: all.")] = None,
@@ -125,6 +164,45 @@ def ndp(
         return report
 
     _finish(measure, as_json, check, file)
+
+
+@bench_app.command(cls=JsonCommand)
+def fmoe(
+    model: Model = None,
+    repeats: Repeats = 5,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts, 70% of them to learn from.")] = 34,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Generated after each prompt.")] = 8,
+    trace_tokens: Annotated[int, typer.Option(help="Generated after each prompt of the recorded trace.")] = 96,
+    config: Config = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """fMoE against its baselines: hit rate, TTFT, TPOT, bytes; expert maps by distance and capacity."""
+    from .fmoe.job import OWN_KEYS, Workload, bench_fmoe, sweep_files
+    from .fmoe.page import write_page
+    from .ndp_page import check_folder
+
+    _say_overridden(config, OWN_KEYS)
+    file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
+    work = Workload(prompts, prompt_tokens, max_tokens, trace_tokens=trace_tokens)
+    kept: list[Kept] = []
+    beside = folder if folder is not None else file.parent if file is not None else None
+
+    def measure(progress: Progress) -> Report:
+        report, found = bench_fmoe(model, repeats, work, beside, progress, config)
+        if folder is not None:
+            write_page(report, folder)
+        kept.extend(found)
+        return report
+
+    with _telling_what_is_kept([] if beside is None else sweep_files(beside)):
+        _finish(measure, as_json, check, file)
+    for part in kept:
+        part.discard()
 
 
 @bench_app.command(cls=JsonCommand)
@@ -167,6 +245,14 @@ def kernel(
     _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check, out)
 
 
+@bench_app.command()
+def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check: Check = False) -> None:
+    """Expert maps: time of a search and an update, memory, and what publishing costs the lead."""
+    from .matcher import bench_matcher
+
+    _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
+
+
 def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
     if config is None:
         return
@@ -176,8 +262,23 @@ def _say_overridden(config: str | None, fixed: Collection[str]) -> None:
         Console(stderr=True).print(f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
 
 
+@contextmanager
+def _telling_what_is_kept(results: Sequence[Path]) -> Iterator[None]:
+    """Whoever interrupts a comparison learns that it can go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        for path in filter(Path.exists, map(partial_file, results)):
+            Console(stderr=True).print(f"'{path}' keeps what is finished: the same command goes on", highlight=False)
+        raise
+
+
 def _finish(
-    measure: Callable[[Progress], Report], as_json: bool, check: bool, out: Path | None = None
+    measure: Callable[[Progress], Report],
+    as_json: bool,
+    check: bool,
+    out: Path | None = None,
+    written: Callable[[], None] | None = None,
 ) -> None:
     if out is not None:
         check_writable(out, "--out")
@@ -187,6 +288,8 @@ def _finish(
     print_report(report, console)
     if out is not None:
         write_json(out, report.as_dict())
+        if written is not None:
+            written()
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:

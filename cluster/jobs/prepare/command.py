@@ -29,10 +29,16 @@ def prepare_command(
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="Quantize the strongest inputs first.")] = False,
+    predictors: Annotated[
+        Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
         raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
+    if stride is not None and predictors is None:
+        raise ConfigError("--stride is given without --predictors", "add --predictors TRACE, or leave it out")
     options = replica_options(bits, group_size, act_order, calibration)
     text = None
     if options is not None:
@@ -41,13 +47,18 @@ def prepare_command(
             raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
         read_texts(text)  # refused before anything is computed
     if is_store(model):
-        if options is None or out is not None or cache_dir is not None or force:
-            raise ConfigError(f"{model} is a store already", "give its checkpoint, or only --bits to add replicas")
+        if (options is None and predictors is None) or out is not None or cache_dir is not None or force:
+            remedy = "give its checkpoint, or only --bits or --predictors to add replicas or predictors"
+            raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
     if options is not None and text is not None:
         add_replicas(store, model, options, text)
+    if predictors is not None:
+        from .predictors import add_predictors
+
+        add_predictors(store, predictors, 3 if stride is None else stride)
     typer.echo(store)
 
 

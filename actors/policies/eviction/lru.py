@@ -1,30 +1,11 @@
-"""Who leaves the cache first. The cache owns slots, pins and bytes; a policy owns the order."""
+"""Least recently used."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-
-class EvictionPolicy(ABC):
-    """Order of leaving over the experts that occupy a slot."""
-
-    @abstractmethod
-    def admitted(self, key: int) -> None:
-        """An expert was given a slot (its bytes may still be on their way)."""
-
-    @abstractmethod
-    def used(self, keys: Iterable[int]) -> None:
-        """A forward ran these experts, in this order."""
-
-    @abstractmethod
-    def removed(self, key: int) -> None:
-        """An expert lost its slot."""
-
-    @abstractmethod
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """At most `count` admitted keys for which `evictable` holds, first to go first; changes nothing."""
+from .base import EvictionPolicy
 
 
 class Lru(EvictionPolicy):
@@ -60,6 +41,3 @@ class Lru(EvictionPolicy):
                 if len(out) == count:
                     break
         return out
-
-
-EVICTION: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}

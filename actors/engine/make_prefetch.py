@@ -1,0 +1,76 @@
+"""The prefetch policy of a preset, for the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import ConfigError
+from ..policies.eviction import EvictionPolicy
+from ..policies.prefetch.base import PrefetchPolicy
+from ..policies.prefetch.blend import BlendPrefetch
+from ..policies.prefetch.next_gate import NextGatePrefetch
+from ..policies.prefetch.registry import PrefetchOptions, make_prefetch
+from ..policies.prefetch.stride import Predictor
+from ..settings import PolicySettings
+from .map_prefetch import MatcherPrefetch
+from .matching import MatcherLink
+from .model import MoeBlock
+from .shards import Shards
+
+
+def make_policy(
+    policy: PolicySettings,
+    blocks: Sequence[MoeBlock],
+    experts: int,
+    top_k: int,
+    eviction: EvictionPolicy,
+    matcher: MatcherLink | None = None,
+    shards: Shards | None = None,
+    predictors: Sequence[Predictor] | None = None,
+) -> PrefetchPolicy | None:
+    """What `policy.prefetch` names; None where nothing is prefetched.
+
+    Args:
+        blocks: of the model. experts: of a layer. top_k: of its router.
+        eviction: told what maps say. matcher, shards, predictors: as given to `ExpertEngine`.
+
+    Raises:
+        ConfigError: the policy needs what the model or the runtime lacks.
+    """
+    prefetch, layers = policy.prefetch, len(blocks)
+    top = prefetch.top if prefetch.top is not None else top_k
+    if not prefetch.uses_maps:
+        options = PrefetchOptions(layers, experts, top, prefetch.distance, prefetch.synchronous, predictors)
+        try:
+            made = make_prefetch(prefetch.kind, options)
+        except ValueError as error:
+            raise ConfigError(f"policy '{policy.name}': {error}", "see `tiermoe prepare --help`") from error
+        _refuse_mute(policy, made, blocks)
+        return made
+    if matcher is None:
+        raise ConfigError(f"policy '{policy.name}' needs a matcher of expert maps", "start one")
+    made = MatcherPrefetch(
+        matcher,
+        experts,
+        NextGatePrefetch(layers, experts, top),
+        eviction,
+        None if shards is None else lambda: shards.iteration,
+        BlendPrefetch(layers, experts, top, prefetch.distance) if prefetch.kind == "blend" else None,
+        None if shards is None else shards.relay,
+    )
+    _refuse_mute(policy, made, blocks)
+    return made
+
+
+def unasked_layers(blocks: Sequence[MoeBlock]) -> list[int]:
+    """Layers but the first whose routers cannot be asked ahead of time."""
+    return [layer for layer, block in enumerate(blocks) if layer and block.router is None]
+
+
+def _refuse_mute(policy: PolicySettings, made: PrefetchPolicy | None, blocks: Sequence[MoeBlock]) -> None:
+    mute = [layer for layer, block in enumerate(blocks) if block.router is None]
+    if made is not None and made.needs_probabilities and mute:
+        raise ConfigError(
+            f"policy '{policy.name}' goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
+            "choose one that does not, such as next-gate or moe-infinity",
+        )

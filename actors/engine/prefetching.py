@@ -1,0 +1,157 @@
+"""Prefetch carried out: shows a policy what the forward sees, and queues what it wants.
+
+    begin_forward (whose rows) -> [embeddings -> policy.begin_forward] -> layer: policy.observed -> queue, tell shards
+
+All but `end_sequence` runs on the forward's thread. The policy decides what and in which order; the cache whether there
+is room, the governor whether prefetch pays at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
+from .cache import ExpertCache
+from .model import MoeBlock
+from .sequences import SequenceRows
+from .shards import Shards
+
+_UNANNOUNCED = "a forward that was not announced"
+_NO_IDS = np.empty((0, 0), np.int64)
+
+
+class Prefetching:
+    """One policy on one engine.
+
+    Args:
+        policy: what to ask for.
+        cache: of the lead.
+        blocks: the model's MoE layers, whose routers are asked.
+        experts: of a layer.
+        shards: told what belongs to them; None where there are none.
+    """
+
+    def __init__(
+        self,
+        policy: PrefetchPolicy,
+        cache: ExpertCache,
+        blocks: Sequence[MoeBlock],
+        experts: int,
+        shards: Shards | None = None,
+    ) -> None:
+        self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
+        self._routers = [block.router for block in blocks]
+        self._last = len(blocks) - 1
+        self._rows: Sequence[SequenceRows] = ()
+        self._spans: list[Span] = []
+        self._embedded: torch.Tensor | None = None
+        self._running = False  # the policy was told of the present forward
+        self._ended: deque[str] = deque()
+
+    def watch_embeddings(self, model: torch.nn.Module) -> None:
+        """Look at what the model's input embeddings give, for a policy that needs them; for the model's life."""
+        if self.policy.needs_embeddings:
+            model.get_input_embeddings().register_forward_hook(self._see_embeddings)
+
+    def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
+        """The next forward carries these rows."""
+        self._forget_ended()
+        self._rows, self._embedded, self._running = rows, None, False
+        if not self.policy.needs_embeddings:
+            self._begin(None)
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over; from any thread."""
+        self._ended.append(name)
+
+    def layer(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
+        """A layer's routing is known and its loads are queued: hidden [T, H], ids [T, K]. Queue those of later layers.
+
+        A policy that keeps no state is not asked while prefetch rests, unless other shards, whose own governors decide,
+        could use what it says.
+        """
+        policy = self.policy
+        allowed = self._cache.governor.allows()
+        if policy.stateless:
+            nothing_later = index == self._last and policy.distance > 0
+            if nothing_later or (not allowed and self._shards is None):
+                return
+        elif index == 0 and not (self._running and self._spans[-1].stop == len(hidden)):
+            self._begin_unannounced(len(hidden))
+        self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
+        if index == self._last:
+            self._rows, self._running = (), False
+
+    def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
+        def lookahead(distance: int) -> NDArray[np.floating] | None:
+            router = self._routers[index + distance]
+            return None if router is None else router(hidden).float().cpu().numpy()
+
+        policy, probabilities, router = self.policy, None, self._routers[index]
+        if policy.needs_probabilities and router is not None:
+            probabilities = torch.softmax(router(hidden).float(), dim=-1).cpu().numpy()
+        picked = ids.cpu().numpy() if policy.needs_ids else _NO_IDS
+        return LayerSeen(index, self._spans, picked, probabilities, lookahead)
+
+    def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
+        """Queue loads behind the demand of `layer`, which counts what a synchronous policy waits for.
+
+        What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
+        """
+        if not wanted:
+            return
+        cache, shards = self._cache, self._shards
+        held: set[int] = set()
+        theirs: list[int] = []
+        for source, keys in runs(wanted, self._experts):
+            if shards is not None:
+                theirs += [key for key in keys if shards.peer_of(key) is not None]
+                keys = [key for key in keys if shards.peer_of(key) is None]
+            if allowed:
+                cache.prefetch(keys, held, source or self.policy.name)
+            held.update(keys)
+        if shards is not None and theirs:
+            shards.prefetch(layer, theirs)
+        if allowed and self.policy.synchronous:
+            cache.finish_prefetch([want.key for want in wanted], layer)
+
+    def _begin(self, embedded: torch.Tensor | None) -> None:
+        """Tell the policy of the forward; embedded [T, H] are its rows' input embeddings."""
+        rows = self._rows
+        means = None if embedded is None else _span_means(embedded, rows)
+        self._spans = [
+            Span(row.name, row.start, row.stop, row.decode, None if means is None else means[i])
+            for i, row in enumerate(rows)
+        ]
+        self._running = bool(rows)
+        if rows:
+            self._ask(0, self.policy.begin_forward(self._spans), not self._cache.governor.resting)
+
+    def _begin_unannounced(self, tokens: int) -> None:
+        """A forward that somebody runs on the model itself: one sequence, which ends with it."""
+        self._rows = (SequenceRows(_UNANNOUNCED, 0, tokens, decode=False),)
+        embedded = self._embedded
+        self._begin(embedded if embedded is not None and len(embedded) == tokens else None)
+        self._ended.append(_UNANNOUNCED)
+
+    def _see_embeddings(self, module: torch.nn.Module, args: tuple[object, ...], output: torch.Tensor) -> None:
+        self._embedded = output.detach().reshape(-1, output.shape[-1])  # [T, H]
+        if not self._running and self._rows and self._rows[-1].stop == len(self._embedded):
+            self._begin(self._embedded)
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            self.policy.end(self._ended.popleft())
+
+
+def _span_means(embedded: torch.Tensor, rows: Sequence[SequenceRows]) -> NDArray[np.float32]:
+    """The mean of each sequence's rows [S, H] of embedded [T, H]."""
+    if len(rows) != rows[-1].stop:
+        embedded = torch.stack([embedded[row.start : row.stop].float().mean(dim=0) for row in rows])
+    means: NDArray[np.float32] = embedded.float().cpu().numpy()
+    return means

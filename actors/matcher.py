@@ -1,0 +1,316 @@
+"""The matcher: keeps the expert maps of past iterations, and says what a similar one needed next.
+
+Channel in, search, channel out:
+
+    Context (embedding)                    -> begin: semantic search     -> PrefetchCommand for layers 0..d
+    Context (probabilities of layer n - 1) -> trajectory search          -> PrefetchCommand for layer n + d
+    Context (probabilities of the last)    -> the iteration is stored    -> done
+
+A context is a request whose answer is the command. The lead sends it and goes on; it looks for answers when it is at a
+layer, without waiting. So commands need no second server in the lead, whose thread would take the interpreter from the
+forward, and an answer that comes too late is told by the iteration and the layer that it carries. What other shards own
+is posted to them from here; they drop what is late themselves.
+
+A plain class without torch, which serves as soon as it is constructed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, StoreError
+from ..proto.channel import ChannelServer, ServerOptions
+from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
+from .links import MATCHER, Directory, PeerLink
+from .map_file import MapShape, load_maps, save_maps
+from .peer import PeerConnection
+from .policies.prefetch.expert_map import ExpertMapPrefetch, Forecast
+from .policies.prefetch.map_store import ExpertMapStore
+from .policies.sharding import shard_of
+from .settings import MatcherSettings, ShardSettings
+
+_log = logging.getLogger(__name__)
+_SPIN_S, _DOZE_S = 20e-6, 0.02  # a lead publishes every layer: while it does, it need not wake this process
+
+
+class Matcher:
+    """Owns the store of expert maps and the search over it.
+
+    One lead is served: the newest iteration is the one under way, and one that was not finished is forgotten.
+
+    Args:
+        settings: capacity, distance, what to forecast, how often to save.
+        shape: the model whose maps these are.
+        top_k: K, experts that its router picks for a token.
+        directory: told the address; asked for the host to listen on.
+        token: what a client must show; None: only this machine may connect.
+        snapshot: file that the store is saved to, and begun from if it is there, unless the settings say which; one
+            that is of no use is moved aside and said in `health`. None: nothing is saved.
+        warm: what to begin with where there is no snapshot, in place of the settings' file: another file, or the
+            arrays of another replica.
+        sharding, shards: the GPUs that share the experts, and the ways to shards 1..G-1; without ways all commands go
+            to the lead.
+        options: of the channel server; its host and token are those above.
+
+    Raises:
+        StoreError: `warm` is of no use. ConfigError: top_k is out of range, or there are not G - 1 ways.
+    """
+
+    def __init__(
+        self,
+        settings: MatcherSettings,
+        shape: MapShape,
+        top_k: int,
+        directory: Directory,
+        token: str | None = None,
+        snapshot: str | None = None,
+        warm: str | Mapping[str, NDArray[Any]] | None = None,
+        sharding: ShardSettings | None = None,
+        shards: Sequence[PeerLink] = (),
+        options: ServerOptions | None = None,
+    ) -> None:
+        if not 1 <= top_k <= shape.experts:
+            raise ConfigError(f"top_k is {top_k}, a layer has {shape.experts} experts", "give the router's top_k")
+        sharding = sharding if sharding is not None else ShardSettings()
+        if shards and len(shards) != sharding.count - 1:
+            raise ConfigError(
+                f"there are {sharding.count} shards and ways to {len(shards)}", "give the way to each but the lead"
+            )
+        self._settings, self._shape = settings, shape
+        width = min(shape.hidden, settings.width)
+        self._maps = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
+        kept = settings.keep if settings.keep is not None else snapshot
+        self._snapshot = None if kept is None else Path(kept)
+        self._origin, self._problem = "empty", ""
+        self._begin_with(settings.warm if warm is None else warm)
+        self._prefetch = ExpertMapPrefetch(
+            self._maps, shape.hidden, top_k, settings.semantic, settings.dynamic, settings.learn
+        )
+        self._lock = threading.Lock()  # a lead that connected anew may overlap the last request of its old connection
+        self._iteration: int | None = None
+        self._sequences: list[int] = []
+        self._counts = dict.fromkeys(
+            ("contexts", "commands", "iterations", "stored", "unknown_iterations", "posted", "snapshots"), 0
+        )
+        self._search_s = self._update_s = 0.0
+        self._scores = {"semantic": [0.0, 0], "trajectory": [0.0, 0]}
+        keys = range(shape.layers * shape.experts)
+        self._owner = np.array(
+            [shard_of(*divmod(key, shape.experts), shape.experts, sharding.count, sharding.ownership) for key in keys]
+        )
+        self._shards = [PeerConnection("shard", link, sharding, {"index": i}) for i, link in enumerate(shards, start=1)]
+        self._saved = self._maps.generation
+        self._closing = threading.Event()
+        self._saver = threading.Thread(target=self._keep_saving, name="tiermoe-matcher-snapshots", daemon=True)
+        options = options or ServerOptions(spin_s=_SPIN_S, doze_s=_DOZE_S)
+        options = replace(options, host=directory.host(), token=token)
+        self._server = ChannelServer(self.handle, options)
+        for shard in self._shards:
+            shard.start()
+        if self._snapshot is not None:
+            self._saver.start()
+        directory.register(MATCHER, self._server.address)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, HOST:PORT."""
+        return self._server.address
+
+    def handle(self, message: Message) -> Message | None:
+        """Answer one message of the channel.
+
+        Raises:
+            ConfigError: the message is not for a matcher, or not for one of this model; the channel carries it back.
+        """
+        if isinstance(message, Context):
+            return self._match(message)
+        if isinstance(message, HealthRequest):
+            return HealthReport("matcher", self.health())
+        raise ConfigError(f"the matcher does not answer {type(message).__name__}", "send it contexts")
+
+    def health(self) -> dict[str, Any]:
+        """What it holds and has done."""
+        means = {f"mean_{kind}_score": total / count for kind, (total, count) in self._scores.items() if count}
+        return {
+            "state": "serving",
+            "address": self.address,
+            "pid": os.getpid(),
+            "maps": len(self._maps),
+            "capacity": self._maps.capacity,
+            "distance": self._maps.distance,
+            "bytes": self._maps.nbytes,
+            "begun_from": self._origin,
+            "snapshot_problem": self._problem,
+            "unsaved": 0 if self._snapshot is None else self._maps.generation - self._saved,
+            "search_s": self._search_s,
+            "update_s": self._update_s,
+            "shards_connected": sum(shard.channel is not None for shard in self._shards),
+        } | self._counts | asdict(self._shape) | means  # fmt: skip
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """The maps, for another replica's `warm`; a copy."""
+        with self._lock:
+            return self._maps.arrays()
+
+    def save(self) -> bool:
+        """Save a snapshot now if the store has changed since the last; whether it was.
+
+        Raises:
+            StoreError: it cannot be written. ConfigError: there is no path to save to.
+        """
+        if self._snapshot is None:
+            raise ConfigError("the matcher was given no path for snapshots", "give one")
+        with self._lock:
+            generation = self._maps.generation
+            if generation == self._saved:
+                return False
+            arrays = self._maps.arrays()
+        save_maps(self._snapshot, arrays, self._shape)
+        self._saved = generation
+        self._counts["snapshots"] += 1
+        return True
+
+    def close(self) -> None:
+        """Stop serving and save. Safe to call twice."""
+        self._server.close()
+        for shard in self._shards:
+            shard.close()
+        self._closing.set()
+        if self._saver.is_alive():
+            self._saver.join()
+        if self._snapshot is not None:
+            self._try_saving()
+
+    def retire(self) -> None:
+        """As `close`, for the last time: a snapshot that is not to be kept goes, and its folder if that is empty."""
+        self.close()
+        if self._snapshot is not None and self._settings.keep is None:
+            with contextlib.suppress(OSError):
+                self._snapshot.unlink()
+                self._snapshot.parent.rmdir()
+
+    def _match(self, context: Context) -> PrefetchCommand | None:
+        with self._lock:
+            self._counts["contexts"] += 1
+            self._refuse_foreign(context)
+            begin_s = time.perf_counter()
+            try:
+                forecast = self._forecast(context)
+            except ValueError as error:
+                why = f"a context is out of order: {error}"
+                raise ConfigError(why, "send the embedding first, then each layer once") from error
+            self._search_s += time.perf_counter() - begin_s
+            command = None if forecast is None else self._command(context.iteration, forecast)
+            if context.layer == self._shape.layers - 1 and context.probabilities.shape[1]:
+                self._end(context)
+            return command
+
+    def _forecast(self, context: Context) -> Forecast | None:
+        sequences = context.sequences.tolist()
+        if context.embedding.shape[1]:
+            self._iteration, self._sequences = context.iteration, sequences
+            forecast = self._prefetch.begin(context.embedding)
+        elif context.iteration != self._iteration or sequences != self._sequences:
+            self._counts["unknown_iterations"] += 1  # this matcher was not there when it began
+            return None
+        else:
+            forecast = self._prefetch.observe(context.layer, context.probabilities)
+        if forecast is not None:
+            total = self._scores["semantic" if forecast.semantic else "trajectory"]
+            total[0] += float(forecast.scores.sum())
+            total[1] += len(forecast.scores)
+        return forecast
+
+    def _end(self, context: Context) -> None:
+        if context.iteration != self._iteration:
+            return
+        begin_s = time.perf_counter()
+        self._counts["iterations"] += 1
+        self._counts["stored"] += self._prefetch.end()
+        self._iteration = None
+        self._update_s += time.perf_counter() - begin_s
+
+    def _command(self, iteration: int, forecast: Forecast) -> PrefetchCommand:
+        """What the lead is to do; what other shards are to do is sent to them."""
+        self._counts["commands"] += 1
+        keys = forecast.keys
+        if not self._shards:
+            hints = len(keys) - forecast.wanted
+            return PrefetchCommand(iteration, forecast.now, keys, forecast.priorities, hints, mapped=True)
+        hint = np.arange(len(keys)) >= forecast.wanted
+        own = np.ones(len(keys), np.bool_)
+        for index, shard in enumerate(self._shards, start=1):
+            theirs = self._owner[keys] == index
+            if theirs.any() and shard.channel is not None:  # the lead computes the experts of a shard that is lost
+                self._counts["posted"] += shard.post(_part(iteration, forecast, theirs, hint))
+                own &= ~theirs
+        return _part(iteration, forecast, own, hint)
+
+    def _refuse_foreign(self, context: Context) -> None:
+        shape = self._shape
+        embedding, probabilities = context.embedding.shape[1], context.probabilities.shape[1]
+        if bool(embedding) == bool(probabilities):
+            raise ConfigError("a context has both an embedding and probabilities, or neither", "send one of them")
+        if embedding not in (0, shape.hidden) or probabilities not in (0, shape.experts):
+            raise ConfigError(
+                f"a context of {probabilities} experts and embeddings of {embedding} is for another model",
+                f"this matcher is for {shape.experts} experts and embeddings of {shape.hidden}",
+            )
+        if context.layer >= shape.layers or not len(context.sequences):
+            raise ConfigError(
+                f"a context of layer {context.layer} with {len(context.sequences)} sequences",
+                f"the model has {shape.layers} MoE layers",
+            )
+
+    def _begin_with(self, warm: str | Mapping[str, NDArray[Any]] | None) -> None:
+        width = self._maps.width
+        if self._snapshot is not None and self._snapshot.exists():
+            try:
+                self._maps.load(load_maps(self._snapshot, self._shape, width))
+                self._origin = "snapshot"
+                return
+            except StoreError as error:
+                self._problem = str(error)
+                _log.warning("a snapshot of expert maps is moved aside: %s", error)
+                os.replace(self._snapshot, self._snapshot.with_name(self._snapshot.name + ".unusable"))
+        if isinstance(warm, str):
+            self._maps.load(load_maps(Path(warm), self._shape, width))
+            self._origin = "file"
+        elif warm is not None:
+            try:
+                self._maps.load(warm)
+            except ValueError as error:
+                why = f"the expert maps of another replica are of no use: {error}"
+                raise StoreError(why, "leave them out") from error
+            self._origin = "replica"
+
+    def _keep_saving(self) -> None:
+        while not self._closing.wait(self._settings.snapshot_s):
+            self._try_saving()
+
+    def _try_saving(self) -> None:
+        try:
+            self.save()
+        except StoreError as error:
+            self._problem = str(error)
+            _log.warning("%s", error)
+
+
+def _part(
+    iteration: int, forecast: Forecast, chosen: NDArray[np.bool_], hint: NDArray[np.bool_]
+) -> PrefetchCommand:
+    """The chosen keys of a forecast; they keep their order, so hints stay last."""
+    hints = int((chosen & hint).sum())
+    keys, priorities = forecast.keys[chosen], forecast.priorities[chosen]
+    return PrefetchCommand(iteration, forecast.now, keys, priorities, hints, mapped=True)

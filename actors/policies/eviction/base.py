@@ -1,0 +1,26 @@
+"""What the cache asks of an eviction policy. The cache owns slots, pins and bytes; a policy owns the order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+
+class EvictionPolicy(ABC):
+    """Order of leaving over the experts that occupy a slot."""
+
+    @abstractmethod
+    def admitted(self, key: int) -> None:
+        """An expert was given a slot (its bytes may still be on their way)."""
+
+    @abstractmethod
+    def used(self, keys: Iterable[int]) -> None:
+        """A forward ran these experts, in this order."""
+
+    @abstractmethod
+    def removed(self, key: int) -> None:
+        """An expert lost its slot."""
+
+    @abstractmethod
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """At most `count` admitted keys for which `evictable` holds, first to go first; changes nothing."""

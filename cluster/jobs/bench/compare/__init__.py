@@ -1,0 +1,1 @@
+"""`tiermoe bench compare`: presets side by side on the same prompts."""

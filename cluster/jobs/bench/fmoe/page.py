@@ -1,0 +1,213 @@
+"""`docs/results/fmoe.md`: the report of `tiermoe bench fmoe` as a page, its raw data and its plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .....errors import ConfigError
+from .findings import (
+    Row,
+    ablation,
+    against_baselines,
+    best_policies,
+    by_distance_and_capacity,
+    cells,
+    hit_rate_order,
+    of_balance,
+    of_correlation,
+    of_matcher,
+    of_recall,
+    of_resting,
+    paired,
+    waited_hits,
+)
+from .job import FmoeReport
+from .plots import plot_maps, plot_runs
+
+_CONSTANT = ("experts", "slots", "expert_budget_bytes", "expert_bytes_peak")  # of a cell
+
+
+def write_page(report: FmoeReport, folder: Path) -> None:
+    """Write fmoe.md, fmoe.json and the plots.
+
+    Raises:
+        ConfigError: the folder cannot be written, or matplotlib is missing.
+    """
+    record = report.as_dict()
+    try:
+        (folder / "fmoe.json").write_text(json.dumps(_small(record)) + "\n", encoding="utf-8")
+        (folder / "fmoe.md").write_text(page(record), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error
+    plot_runs(folder / "fmoe-tpot.png", record["rows"], "tpot_s", "TPOT (s)")
+    plot_runs(folder / "fmoe-hits.png", record["rows"], "hit_rate", "expert hit rate")
+    plot_maps(folder / "fmoe-maps.png", record["expert_maps"])
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page as Markdown, from `FmoeReport.as_dict()`."""
+    settings, maps, hardware = record["settings"], record["expert_maps"], record["hardware"]
+    tokens = settings["prompts_of_a_repetition"] * settings["max_tokens"]
+    learn, each = settings["split"][0], settings["prompts_of_a_repetition"]
+    traced = settings["trace_prompts"]
+    rows = record["rows"]
+    lines = [
+        "# fMoE: expert maps against their baselines",
+        "",
+        f"Written by `{_command(settings)}` on {hardware['model']} ({hardware['cores']} cores), at a "
+        f"load average of {settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU "
+        f"stands in for the GPU, the link is throttled, {settings['latency_us']:g} us "
+        f"before each copy), expert maps on a recorded trace are *{maps['executor']}*. All data: "
+        "[fmoe.json](fmoe.json).",
+        "",
+        f"Model {settings['model']}, {settings['threads']} thread, one request at a time. Held-out prompts of "
+        f"{settings['prompt_tokens_each']} tokens, {settings['max_tokens']} generated after each; {learn} prompts fill "
+        f"maps, matrices and caches first (7:3, no document on both sides), {settings['repeats'] * each} others are "
+        f"measured, in {settings['repeats']} repetitions of {each}, each met once. Policies take "
+        "turns in each repetition. Predictors of promoe are trained on a trace of the learnt documents. All policies "
+        "are lossless and gave the same tokens. Tables: medians over the repetitions, TPOT with its range.",
+        "",
+        "## 7:3 split",
+        "",
+        *_runs(rows, "7:3"),
+        "",
+        best_policies(rows, "7:3"),
+        "",
+        *(f"- {sentence}" for sentence in against_baselines(rows, "7:3", tokens)),
+        "",
+        hit_rate_order(rows, "7:3"),
+        "",
+        *_paragraphs(
+            waited_hits(rows, "7:3", tokens), of_matcher(rows, "7:3", maps["layers"]), of_resting(rows, "7:3")
+        ),
+        of_balance(maps["balance"], maps["experts"], maps["top_k"]),
+        "",
+        "![TPOT](fmoe-tpot.png)",
+        "",
+        "![Hit rate](fmoe-hits.png)",
+        "",
+        "## Online: nothing is learnt before",
+        "",
+        *_runs(rows, "online"),
+        "",
+        best_policies(rows, "online"),
+        "",
+        *(f"- {sentence}" for sentence in against_baselines(rows, "online", tokens)),
+        "",
+        hit_rate_order(rows, "online"),
+        "",
+        *_paragraphs(
+            waited_hits(rows, "online", tokens), of_matcher(rows, "online", maps["layers"]), of_resting(rows, "online")
+        ),
+        "## Ablation",
+        "",
+        *_ablation(rows),
+        "",
+        *(f"- {sentence}" for sentence in ablation(rows, tokens)),
+        "",
+        "## On a recorded trace",
+        "",
+        f"{traced[0]} prompts to learn from and {traced[1]} to measure, {settings['trace_tokens']} tokens generated "
+        "after each; the search takes no time, and sources go on learning from what is measured. Recall of "
+        "the true top-k by source and distance, decode rows only (prediction alone, no cache):",
+        "",
+        *_recall(maps["recall"]),
+        "",
+        of_recall(maps["recall"]),
+        "",
+        f"Hit rate of fmoe by prefetch distance (with {_most(maps['hit_rates'])} maps) and by capacity of the store "
+        f"(at distance 3), budget {maps['hit_rates'][0]['budget']}, {maps['hit_rates'][0]['link_gbps']:g} GB/s. A "
+        "map's distance counts from the layer that runs when the answer comes, so distance d is d + 1 above.",
+        "",
+        *_table(
+            ("varied", "distance", "capacity", "maps held", "hit rate", "TPOT (ms)", "wasted (MB)"),
+            ((f["varied"], f["distance"], f["capacity"], f["maps"], f"{f['hit_rate']:.1%}", f"{f['tpot_ms']:.2f}",
+              f"{f['bytes_wasted'] / 1e6:.0f}") for f in maps["hit_rates"]),
+        ),
+        "",
+        *(f"- {sentence}" for sentence in by_distance_and_capacity(maps["hit_rates"])),
+        "",
+        "![Expert maps](fmoe-maps.png)",
+        "",
+        "## Similarity against hit rate",
+        "",
+        *_table(
+            ("search", "store", "layers seen", "Pearson's r", "mean similarity", "mean hit rate", "matches"),
+            ((c["search"], "learns" if c["learns"] else "stays", "-" if c["search"] == "semantic" else
+              "all" if c["layer"] is None else c["layer"] + 1,
+              "-" if c["r"] is None else f"{c['r']:.3f}", f"{c['mean_score']:.3f}", f"{c['mean_hit']:.1%}", c["pairs"])
+             for c in maps["correlations"]),
+        ),
+        "",
+        *(f"- {sentence}" for sentence in of_correlation(maps["correlations"])),
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _command(settings: dict[str, Any]) -> str:
+    return (
+        f"tiermoe bench fmoe --prompts {sum(settings['split'])} --prompt-tokens {settings['prompt_tokens_each']} "
+        f"--max-tokens {settings['max_tokens']} --trace-tokens {settings['trace_tokens']} --repeats "
+        f"{settings['repeats']} --out docs/results"
+    )
+
+
+def _small(record: dict[str, Any]) -> dict[str, Any]:
+    """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
+    rows = [
+        {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
+        | {"values": {name: spread["values"] for name, spread in row["spread"].items() if name not in _CONSTANT}}
+        for row in record["rows"]
+    ]
+    return record | {"rows": rows}
+
+
+def _paragraphs(*texts: str | None) -> list[str]:
+    return [line for text in texts if text is not None for line in (text, "")]
+
+
+def _runs(rows: Sequence[Row], setting: str) -> list[str]:
+    head = ("budget", "GB/s", "policy", "hit rate", "TTFT (ms)", "TPOT (ms)", "over fmoe", "blocked I/O (s)",
+            "loaded (MB)", "wasted (MB)")  # fmt: skip
+    body = []
+    for (budget, gbps), of in cells(rows, setting).items():
+        for name, row in of.items():
+            tpot = row["spread"]["tpot_s"]
+            over = f"{paired(row, of['fmoe'], 'tpot_s'):.2f}" if "fmoe" in of else "-"
+            body.append((
+                budget, f"{gbps:g}", name, f"{row['hit_rate']:.1%}", f"{row['ttft_ms']:.1f}",
+                f"{row['tpot_ms']:.2f} ({1e3 * tpot['minimum']:.2f} to {1e3 * tpot['maximum']:.2f})", over,
+                f"{row['blocked_io_s']:.3f}", f"{row['mb_loaded']:.0f}", f"{row['mb_wasted']:.0f}",
+            ))  # fmt: skip
+    return _table(head, body)
+
+
+def _ablation(rows: Sequence[Row]) -> list[str]:
+    names = ("fmoe-t", "fmoe-ts", "fmoe")
+    body = []
+    for (budget, gbps), of in cells(rows, "7:3").items():
+        found = [f"{of[name]['hit_rate']:.1%}, {of[name]['tpot_ms']:.2f} ms" for name in names if name in of]
+        if len(found) == len(names):
+            body.append((budget, f"{gbps:g}", *found))
+    return _table(("budget", "GB/s", "T", "T+S", "T+S+delta"), body)
+
+
+def _recall(found: Sequence[Row]) -> list[str]:
+    distances = sorted({row["distance"] for row in found})
+    by = {(row["source"], row["distance"]): f"{row['recall']:.3f}" for row in found}
+    sources = dict.fromkeys(row["source"] for row in found)
+    return _table(("source", *distances), ((s, *(by.get((s, d), "-") for d in distances)) for s in sources))
+
+
+def _most(figures: Sequence[Row]) -> int:
+    return max(int(row["capacity"]) for row in figures)
+
+
+def _table(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [head, *body]
+    shown = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return [shown[0], "|" + "---|" * len(head), *shown[1:]]

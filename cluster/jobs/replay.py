@@ -1,0 +1,242 @@
+"""`tiermoe replay`: policies on a recorded trace, on a virtual clock. Its numbers are labelled `simulated`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...actors.policies.eviction import EVICTION, ExpertMapEviction
+from ...actors.policies.prefetch.base import PrefetchPolicy
+from ...actors.policies.prefetch.governor import PrefetchGovernor
+from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
+from ...actors.settings import PolicySettings
+from ...errors import BudgetError, ConfigError
+from ..config import load_policy, parse_budget
+from ..report.progress import progress_on
+from ..simulate.executor import SimulatedEngine
+from ..simulate.machine import Machine, load_machine
+from ..simulate.predictors import load_predictors, train_predictors
+from ..simulate.recall import Recall, recall, split
+from ..simulate.replay import result, serve
+from ..simulate.trace import Trace
+from ..simulate.trace_format import TraceHeader
+
+RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
+RECALL_DISTANCE = 6
+_SHOWN = (
+    "hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches", "bytes_loaded_demand", "bytes_loaded_prefetch",
+    "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s", "tpot_s", "virtual_s",
+)  # fmt: skip
+
+
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="Trace folder, as `tiermoe record` makes it.", metavar="TRACE")],
+    policy: Annotated[str, typer.Option(help="Name in configs/policies, or a YAML file.")] = "on-demand",
+    prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {', '.join(PREFETCH)}.")] = None,
+    distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
+    synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
+    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {', '.join(EVICTION)}.")] = None,
+    predictors: Annotated[Path | None, typer.Option(help="Of stride; none: trained on the --learn share.")] = None,
+    budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
+    link_gbps: Annotated[float | None, typer.Option(help="Link, 1e9 bytes/s; none: the machine's.")] = None,
+    link_latency_us: Annotated[float | None, typer.Option(help="Of each copy; none: the machine's.")] = None,
+    machine: Annotated[Path | None, typer.Option(help="YAML file of costs; none: as recorded.")] = None,
+    at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
+    learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
+    as_recall: Annotated[bool, typer.Option("--recall", help="Only: how well sources predict, by distance.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""
+    if at_once < 1:
+        raise ConfigError(f"--at-once is {at_once}", "give a number of at least 1")
+    if learn is not None and not 0 <= learn < 1:
+        raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
+    console, found = Console(stderr=True), Trace(trace)
+    if as_recall:
+        record = recall_table(found, 0.7 if learn is None else learn, console)
+    else:
+        settings = replay_policy(policy, eviction)
+        chosen = prefetch if prefetch is not None else settings.prefetch.kind
+        ahead = distance if distance is not None else settings.prefetch.distance
+        share = learn or 0.0
+        first = int(found.header.requests * share + 0.5)
+        waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
+        options = _options(found, chosen, ahead, settings.prefetch.top, waits, predictors, first)
+        options = replace(options, semantic=settings.prefetch.semantic, dynamic=settings.prefetch.dynamic)
+        simulated = load_machine(found.header, machine, link_gbps, link_latency_us)
+        record = {
+            "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
+            "policy": settings.name, "eviction": settings.eviction, "prefetch": chosen, "distance": ahead,
+            "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
+            "machine": simulated.model_dump(),
+        }  # fmt: skip
+        record |= replay(found, settings, chosen, options, simulated, parse_budget(budget), at_once, first, console)
+        console.print(_figures(record))
+    if as_json:
+        print(json.dumps(record))
+
+
+def replay(
+    trace: Trace,
+    settings: PolicySettings,
+    prefetch: str,
+    options: PrefetchOptions,
+    machine: Machine,
+    budget: float | int,
+    at_once: int = 1,
+    first: int = 0,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Counters and times of a policy on a trace.
+
+    Args:
+        settings: eviction, preload and the governor's share are taken from it.
+        prefetch, options: as for `make_prefetch`.
+        first: requests that are run and not counted, to learn from.
+
+    Raises:
+        TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all of them where all are preloaded.
+        ConfigError: unknown prefetch, or one that the trace has not what it needs for.
+    """
+    header = trace.header
+    eviction = EVICTION[settings.eviction]()
+    if isinstance(eviction, ExpertMapEviction):
+        options = replace(options, expect=eviction.expect)
+    policy = checked_prefetch(prefetch, options, header)
+    engine = SimulatedEngine(
+        header, machine, budget, eviction, policy, PrefetchGovernor(settings.prefetch.min_useful)
+    )
+    if settings.preload == "all":
+        if engine.stats.slots < engine.stats.experts:
+            raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
+        engine.cache.preload(range(engine.stats.experts))
+    with progress_on(console if console is not None else Console(quiet=True)) as progress:
+        task = progress.add_task("replaying requests", total=header.requests)
+        requests = trace.requests()
+        if first:
+            serve(engine, islice(requests, first), at_once, lambda: progress.advance(task))
+            engine.reset_stats()
+        served = serve(engine, requests, at_once, lambda: progress.advance(task))
+    return result(engine, served)
+
+
+def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]:
+    """Recall of every source at distances 1 to 6, learnt on the first share of the requests, measured on the rest.
+
+    Holds the whole trace in memory.
+
+    Raises:
+        TraceError: the trace is corrupt. ConfigError: nothing is left to measure.
+    """
+    header = trace.header
+    first, rest = split(list(trace.requests()), learn)
+    if not rest:
+        raise ConfigError(f"the trace has {len(first)} requests, and none is left to measure", "lower --learn")
+    distances = range(1, min(RECALL_DISTANCE, header.layers - 1) + 1)
+
+    def source(kind: str) -> Callable[[int], PrefetchPolicy | None]:
+        def make(distance: int) -> PrefetchPolicy | None:
+            if (kind == "next-gate" and distance > header.distances) or (kind == "stride" and not first):
+                return None
+            predictors = train_predictors(header, first, distance) if kind == "stride" else None
+            options = PrefetchOptions(header.layers, header.experts, header.top_k, distance, predictors=predictors)
+            return make_prefetch(kind, options)
+
+        return make
+
+    with progress_on(console) as progress:
+        task = progress.add_task("recall", total=len(RECALL_SOURCES) * len(distances))
+        table = recall(
+            header, {kind: source(kind) for kind in RECALL_SOURCES}, distances, first, rest,
+            lambda: progress.advance(task),
+        )  # fmt: skip
+    console.print(_recalls(table, distances))
+    return {
+        "name": "recall", "executor": "simulated", "trace": str(trace.path), "model": header.model,
+        "top_k": header.top_k, "learned_requests": len(first), "measured_requests": len(rest),
+        "rows": [asdict(row) | {"per_layer": [_number(x) for x in row.per_layer]} for row in table],
+    }  # fmt: skip
+
+
+def replay_policy(name: str, eviction: str | None) -> PolicySettings:
+    """A preset that can be replayed, with another eviction if one is given.
+
+    Raises:
+        ConfigError: unknown, or it uses what the simulated executor has not.
+    """
+    settings = load_policy(name)
+    if settings.uses_ndp:
+        raise ConfigError(f"policy '{settings.name}' computes on an NDP worker", "replay one that only caches")
+    if eviction is None:
+        return settings
+    if eviction not in EVICTION:
+        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(EVICTION)}")
+    return settings.model_copy(update={"eviction": eviction})
+
+
+def checked_prefetch(kind: str, options: PrefetchOptions, header: TraceHeader) -> PrefetchPolicy | None:
+    """The policy, if the trace has what it needs.
+
+    Raises:
+        ConfigError: it has not, or there is no such policy.
+    """
+    if kind == "next-gate" and (options.distance > header.distances or options.top > header.top_k):
+        raise ConfigError(
+            f"the trace holds the top {header.top_k} of {header.distances} layers ahead, not the top {options.top} of "
+            f"{options.distance}",
+            "record it with a greater --distances, or ask for less",
+        )
+    try:
+        return make_prefetch(kind, options)
+    except ValueError as error:
+        raise ConfigError(str(error), "choose another --prefetch or --distance") from error
+
+
+def _options(
+    trace: Trace, kind: str, distance: int, top: int | None, synchronous: bool, file: Path | None, first: int
+) -> PrefetchOptions:
+    header, predictors = trace.header, None
+    if distance < 0:
+        raise ConfigError(f"--distance is {distance}", "give a number of layers")
+    if kind == "stride":
+        if file is not None:
+            predictors = load_predictors(file, header, distance)
+        elif first:
+            predictors = train_predictors(header, islice(trace.requests(), first), distance)
+        else:
+            raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7")
+    elif file is not None:
+        raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out")
+    wanted = header.top_k if top is None else top
+    return PrefetchOptions(
+        header.layers, header.experts, wanted, distance, synchronous, predictors, hidden=header.hidden
+    )
+
+
+def _figures(record: dict[str, Any]) -> Table:
+    title = f"{record['policy']}, prefetch {record['prefetch']}, budget {record['budget']}: simulated"
+    table = Table("figure", "value", title=title)
+    for name in _SHOWN:
+        value = record[name]
+        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else f"{value}")
+    return table
+
+
+def _recalls(rows: list[Recall], distances: range) -> Table:
+    table = Table("source", *(f"{d}" for d in distances), title="recall of the true top-k, by distance")
+    for source in dict.fromkeys(row.source for row in rows):
+        by = {row.distance: row.overall for row in rows if row.source == source}
+        table.add_row(source, *(f"{by[d]:.3f}" if d in by else "-" for d in distances))
+    return table
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else value  # JSON has no NaN

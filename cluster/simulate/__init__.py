@@ -1,0 +1,1 @@
+"""Routing traces, and the executor that replays them on a virtual clock."""

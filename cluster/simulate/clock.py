@@ -1,0 +1,143 @@
+"""Time that passes only when it is told to, and a loader whose copies take that time."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, cast
+
+from ...actors.engine.loader import LoadJob
+from ...actors.policies.cost import Link, load_s
+
+if TYPE_CHECKING:
+    from ...actors.engine.device import Copied
+
+
+class VirtualClock:
+    """Seconds since the replay began."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class VirtualCopy:
+    """When a simulated copy had the link, with the fields of `engine.device.Copied`."""
+
+    __slots__ = ("end_s", "event", "link_s", "start_s")
+
+    def __init__(self, start_s: float, end_s: float) -> None:
+        self.start_s, self.end_s, self.event, self.link_s = start_s, end_s, None, end_s - start_s
+
+
+class VirtualDone:
+    """A copy's end, like `threading.Event`: to wait for it sets the clock to it."""
+
+    __slots__ = ("_loader", "job")
+
+    def __init__(self, loader: VirtualLoader) -> None:
+        self._loader = loader
+        self.job: LoadJob | None = None  # once it is submitted
+
+    def is_set(self) -> bool:
+        return self.job is not None and self._loader.ended(self.job)
+
+    def wait(self) -> None:
+        if self.job is None:
+            raise AssertionError("waiting for a copy that was not submitted")
+        self._loader.wait(self.job)
+
+    def set(self) -> None:
+        raise AssertionError("a simulated copy ends by the clock")
+
+
+class VirtualLoader:
+    """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
+
+    The same order: demand before prefetch, then first come first served, and a copy that has started is never
+    interrupted. A copy of `nbytes` has the link for its latency and its bytes over its rate; the next one starts when
+    it ends. State is brought up to the clock whenever somebody asks; what happens at one instant happens in the order
+    of the calls.
+    """
+
+    def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int) -> None:
+        """`link` None: copies take no time."""
+        self._clock = clock
+        self._copy_s = 0.0 if link is None else load_s(nbytes, link)
+        self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
+        self._number = 0
+        self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
+        self._free_s = 0.0
+
+    def event(self) -> VirtualDone:
+        return VirtualDone(self)
+
+    def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        self._catch_up()
+        now_s = self._clock.now_s
+        for job in jobs:
+            cast(VirtualDone, job.done).job = job
+            heapq.heappush(self._heap, (priority, self._number, now_s, job))
+            self._number += 1
+        self._catch_up()
+
+    def promote(self, job: LoadJob) -> None:
+        self._catch_up()
+        for i, (_, _, submitted_s, queued) in enumerate(self._heap):
+            if queued is job:
+                self._heap[i] = (0, self._number, submitted_s, job)
+                self._number += 1
+                heapq.heapify(self._heap)
+                return
+
+    def cancel(self, job: LoadJob) -> bool:
+        self._catch_up()
+        if job.started:
+            return False
+        job.cancelled = True
+        self._heap = [entry for entry in self._heap if entry[3] is not job]
+        heapq.heapify(self._heap)
+        return True
+
+    @property
+    def pending(self) -> int:
+        self._catch_up()
+        return len(self._heap) + (self._current is not None)
+
+    def close(self) -> None:
+        for entry in self._heap:
+            entry[3].cancelled = True
+        self._heap.clear()
+
+    def ended(self, job: LoadJob) -> bool:
+        """Whether a copy has arrived or was cancelled."""
+        self._catch_up()
+        return job.copied is not None or job.cancelled
+
+    def wait(self, job: LoadJob) -> None:
+        """Let time pass until a copy has ended."""
+        while not self.ended(job):
+            if self._current is None:
+                raise AssertionError("waiting for a copy that nobody makes")
+            self._clock.now_s = self._current[2]
+
+    def _catch_up(self) -> None:
+        """End and start copies up to the present."""
+        now_s = self._clock.now_s
+        while True:
+            if self._current is not None:
+                job, start_s, end_s = self._current
+                if end_s > now_s:
+                    return
+                job.copied = cast("Copied", VirtualCopy(start_s, end_s))
+                self._free_s, self._current = end_s, None
+            if not self._heap:
+                return
+            _, _, submitted_s, job = heapq.heappop(self._heap)
+            job.started = True
+            start_s = max(self._free_s, submitted_s)
+            self._current = (job, start_s, start_s + self._copy_s)

@@ -1,0 +1,197 @@
+"""The simulated executor: the engine's own cache, planner and policies, on a virtual clock and a recorded routing.
+
+What is not the engine's: copies (`VirtualLoader`), kernels (time passes by the machine's costs), and the model (a
+trace). Everything that decides or counts is the code that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...actors.budget import budget_bytes
+from ...actors.engine.cache import ExpertCache
+from ...actors.engine.runner import ExpertRunner
+from ...actors.engine.stats import EngineStats, LayerStats
+from ...actors.engine.timeline import Timeline
+from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.plan import LoadOnMiss
+from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
+from ...actors.policies.prefetch.governor import PrefetchGovernor
+from ...actors.policies.residency import Residency
+from .clock import VirtualClock, VirtualLoader
+from .machine import Machine
+from .trace import Iteration
+from .trace_format import TraceHeader
+
+
+@dataclass(frozen=True)
+class _NoPool:
+    """Slots without memory, and experts without weights: a copy between the two moves nothing."""
+
+    bytes: int
+
+    def slot(self, index: int) -> tuple[()]:
+        return ()
+
+    def expert(self, index: int) -> tuple[()]:
+        return ()
+
+
+class _NoDevice:
+    """Compute sees a copy as soon as the clock has reached its end."""
+
+    executor = "simulated"
+
+    def mark_use(self) -> None:
+        return None
+
+    def wait(self, copied: object) -> None:
+        return None
+
+
+class _TimedKernel:
+    """Lets the time of a kernel call pass. groups: (first pair, end, slot) of each expert."""
+
+    def __init__(self, clock: VirtualClock, machine: Machine) -> None:
+        self._clock, self._machine = clock, machine
+
+    def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
+        self._clock.advance(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
+
+
+class SimulatedEngine:
+    """The expert engine of one device without a device.
+
+    Args:
+        header: shapes of the model.
+        machine: what things take.
+        budget: share (float) or bytes (int) of expert memory.
+        eviction, prefetch, governor: policies; `prefetch` None: none.
+        check: check the cache's invariants after each layer.
+
+    Raises:
+        BudgetError: the budget holds no expert.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        machine: Machine,
+        budget: float | int,
+        eviction: EvictionPolicy,
+        prefetch: PrefetchPolicy | None = None,
+        governor: PrefetchGovernor | None = None,
+        check: bool = False,
+    ) -> None:
+        keys, slot_bytes = header.layers * header.experts, header.slot_bytes
+        held = budget_bytes(budget, slot_bytes, keys)
+        slots = min(held // slot_bytes, keys)
+        self.header, self.machine, self.clock = header, machine, VirtualClock()
+        self.stats = EngineStats(
+            layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=held, slots=slots, experts=keys,
+            executor="simulated",
+        )  # fmt: skip
+        memory = cast(Any, _NoPool(slots * slot_bytes))
+        self.cache = ExpertCache(
+            memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
+            governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
+            VirtualLoader(self.clock, machine.link, slot_bytes), self.clock,
+        )  # fmt: skip
+        self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
+        self._runner = ExpertRunner(self.cache, self._planner)
+        self._kernel = cast(Any, _TimedKernel(self.clock, machine))
+
+    def forward(self, parts: Sequence[tuple[str, Iteration]]) -> None:
+        """One forward pass that carries these iterations of these sequences; the clock moves on."""
+        spans = spans_of(parts)
+        self.cache.decode_only = all(part.decode for _, part in parts)
+        if self._prefetch is not None:
+            self._fetch(0, self._prefetch.begin_forward(spans), not self.cache.governor.resting)
+        self.clock.advance(self.machine.forward_s)
+        for layer in range(self.header.layers):
+            self._layer(layer, spans, parts)
+
+    def reset_stats(self) -> None:
+        """Zero the counters; residency and the clock stay."""
+        self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over."""
+        if self._prefetch is not None:
+            self._prefetch.end(name)
+
+    def _layer(self, layer: int, spans: Sequence[Span], parts: Sequence[tuple[str, Iteration]]) -> None:
+        """`MoeLayer.forward`, step by step."""
+        cache, base = self.cache, layer * self.header.experts
+        self.clock.advance(self.machine.dense(spans[-1].stop))
+        ids = _joined([part.ids[:, layer] for _, part in parts])
+        experts, starts = _grouped(ids)
+        stats = self.stats.layers[layer]
+        blocked_s, busy_s = stats.blocked_io_s, stats.link_s
+        cache.poll()
+        needed = [base + e for e in experts]
+        cache.drop_stale(layer, needed)
+        plan = self._planner.plan(needed, cache.residency, cache.eviction)
+        cache.begin(layer, plan)
+        if plan.loads:
+            cache.issue([load for load in plan.loads if not load.after])
+        if self._prefetch is not None:
+            seen = layer_seen(layer, spans, ids, parts)
+            self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
+        places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(needed)}
+        nothing = cast(Any, None)
+        self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
+        stats.io_path_s += stats.blocked_io_s - blocked_s
+        stats.link_path_s += stats.link_s - busy_s
+        if self._check:
+            cache.check_integrity()
+
+    def _fetch(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
+        """As `engine.prefetching` does it."""
+        if not allowed or not wanted or self._prefetch is None:
+            return
+        held: set[int] = set()
+        for source, keys in runs(wanted, self.header.experts):
+            self.cache.prefetch(keys, held, source or self._prefetch.name)
+            held.update(keys)
+        if self._prefetch.synchronous:
+            self.cache.finish_prefetch([want.key for want in wanted], layer)
+
+
+def spans_of(parts: Sequence[tuple[str, Iteration]]) -> list[Span]:
+    """Whose rows a forward of these iterations carries."""
+    spans, row = [], 0
+    for name, part in parts:
+        spans.append(Span(name, row, row + len(part.tokens), part.decode, part.embedding))
+        row += len(part.tokens)
+    return spans
+
+
+def layer_seen(
+    layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
+) -> LayerSeen:
+    """A recorded layer as a prefetch policy sees it."""
+
+    def lookahead(distance: int) -> NDArray[np.floating] | None:
+        scores = [part.lookahead(layer, distance) for _, part in parts]
+        return None if scores[0] is None else _joined([s for s in scores if s is not None])
+
+    return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
+
+
+def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _grouped(ids: NDArray[Any]) -> tuple[list[int], list[int]]:
+    """The distinct experts of ids [T, K] and where each one's pairs start, in the order of `engine.routing.Routing`."""
+    if len(ids) == 1:
+        return ids[0].tolist(), list(range(ids.shape[1] + 1))
+    counts = np.bincount(ids.ravel())
+    used = counts.nonzero()[0]
+    return used.tolist(), [0, *counts[used].cumsum().tolist()]

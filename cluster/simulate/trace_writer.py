@@ -1,0 +1,185 @@
+"""Write a routing trace as it happens: chunk by chunk, valid on disk at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from ...errors import ConfigError, TraceError
+from .trace import read_header
+from .trace_format import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader
+
+CHUNK_BYTES = 16 << 20
+Embed = Callable[[NDArray[np.int32]], NDArray[np.floating]]  # tokens [n] -> input embeddings [n, H]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What one forward pass of a request adds, T rows; shapes as in `trace_format`, any floating or integer dtype."""
+
+    tokens: NDArray[np.integer]
+    probabilities: NDArray[np.floating]
+    ids: NDArray[np.integer]
+    weights: NDArray[np.floating]
+    next_ids: NDArray[np.integer]
+    next_probabilities: NDArray[np.floating]
+
+
+class TraceWriter:
+    """Streams forward passes into a new trace.
+
+    In memory: one chunk, and the set of tokens whose embeddings are on disk.
+
+    Args:
+        out: folder to make.
+        header: without chunks.
+        embed: input embeddings of tokens.
+        chunk_bytes: a chunk is written when it has as many; a single forward may exceed it.
+
+    Raises:
+        ConfigError: `out` exists and is not empty, or cannot be made.
+    """
+
+    def __init__(self, out: Path, header: TraceHeader, embed: Embed, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._out, self._embed, self._chunk_bytes = out, embed, chunk_bytes
+        self.header = header.model_copy(update={"chunks": (), "complete": False})
+        self._embedded: set[int] = set()
+        self._request = -1
+        self._iteration = 0
+        self._clear()
+        fresh_folder(out)
+        self._write_header()
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The next request begins."""
+        self._request += 1
+        self._iteration = 0
+        self._requests.append((self._request, len(prompt)))
+        tokens = np.asarray(prompt, np.int32)
+        self._prompts.append(np.asarray(self._embed(tokens), np.float32).mean(axis=0))
+
+    def add(self, rows: Rows, decode: bool) -> None:
+        """A forward pass of the request that began last."""
+        self._iterations.append((self._request, self._iteration, len(rows.tokens), DECODE if decode else PREFILL))
+        self._iteration += 1
+        for name, (dtype, _) in self.header.row_arrays().items():
+            self._rows[name].append(getattr(rows, name).astype(dtype))
+        for token in np.unique(rows.tokens).tolist():
+            if token not in self._embedded:
+                self._embedded.add(token)
+                self._tokens.append(token)
+        self._held += len(rows.tokens)
+        if self._held * self.header.row_bytes >= self._chunk_bytes:
+            self._flush()
+
+    def close(self, complete: bool, costs: Costs | None = None) -> TraceHeader:
+        """Write what is held. `complete`: nothing is missing of what was asked for."""
+        if self._iterations:
+            self._flush()
+        self.header = self.header.model_copy(update={"complete": complete, "costs": costs})
+        self._write_header()
+        return self.header
+
+    def _flush(self) -> None:
+        hidden, begun = self.header.hidden, [r for r in self._requests if r[0] <= self._iterations[-1][0]]
+        tokens = np.asarray(self._tokens, np.int32)
+        embeddings = self._embed(tokens) if len(tokens) else np.empty((0, hidden))
+        arrays: dict[str, NDArray[Any]] = {name: np.concatenate(parts) for name, parts in self._rows.items()}
+        arrays |= {
+            "iterations": np.asarray(self._iterations, np.int64),
+            "requests": np.asarray(begun, np.int64).reshape(-1, 2),
+            "prompt_embeddings": np.asarray(self._prompts[: len(begun)], np.float32).reshape(-1, hidden),
+            "embedding_tokens": tokens,
+            "embeddings": np.asarray(embeddings, np.float16).reshape(-1, hidden),
+        }
+        data = save(arrays)
+        file = f"chunk-{len(self.header.chunks):05d}.safetensors"
+        replace_file(self._out / file, data)
+        record = ChunkRecord(
+            file=file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=self._held,
+            forwards=len(self._iterations), requests=len(begun), first_request=0,
+        )  # fmt: skip
+        self.header = self.header.model_copy(update={"chunks": (*self.header.chunks, record)})
+        self._write_header()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: dict[str, list[NDArray[Any]]] = {name: [] for name in self.header.row_arrays()}
+        self._iterations: list[tuple[int, int, int, int]] = []
+        self._requests: list[tuple[int, int]] = []
+        self._prompts: list[NDArray[np.float32]] = []
+        self._tokens: list[int] = []
+        self._held = 0
+
+    def _write_header(self) -> None:
+        replace_file(self._out / HEADER_NAME, self.header.model_dump_json(indent=1).encode() + b"\n")
+
+
+def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
+    """Put traces of one model behind each other, chunk files copied as they are; requests are numbered anew.
+
+    Raises:
+        TraceError: one is no trace, or they are of different models. ConfigError: `out` cannot be made.
+    """
+    headers = [read_header(path) for path in traces]
+    for path, header in zip(traces[1:], headers[1:], strict=True):
+        if not headers[0].same_model(header):
+            raise TraceError(f"'{path}' is not of the model and settings of '{traces[0]}'", "merge traces of one model")
+    fresh_folder(out)
+    chunks: list[ChunkRecord] = []
+    first = 0
+    for path, header in zip(traces, headers, strict=True):
+        for chunk in header.chunks:
+            moved = chunk.model_copy(
+                update={"file": f"chunk-{len(chunks):05d}.safetensors", "first_request": chunk.first_request + first}
+            )
+            _copy(path / chunk.file, out / moved.file)
+            chunks.append(moved)
+        first += header.requests
+    merged = headers[0].model_copy(
+        update={"chunks": tuple(chunks), "complete": all(header.complete for header in headers)}
+    )
+    replace_file(out / HEADER_NAME, merged.model_dump_json(indent=1).encode() + b"\n")
+    return merged
+
+
+def fresh_folder(out: Path) -> None:
+    """Make a folder, or take an empty one.
+
+    Raises:
+        ConfigError: there is something in it, or it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise ConfigError(f"'{out}' is not empty", "name a new folder, or remove that one")
+    except OSError as error:
+        raise ConfigError(f"'{out}' cannot be made: {error.strerror}", "name a folder that you may write") from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that is whole or not there."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        what = f"'{path}' cannot be written: {error.strerror}"
+        raise ConfigError(what, "free space, or name another folder") from error
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise TraceError(f"'{source}' cannot be copied: {error.strerror}", "free space, or record it again") from error

@@ -1,0 +1,459 @@
+"""Expert maps: every formula against a direct transcription of fMoE's equations, and the cases at their edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tiermoe.actors.policies.prefetch.expert_map import (
+    ExpertMapPrefetch,
+    Forecast,
+    prefetch_priority,
+    probability_of,
+    select,
+    threshold,
+)
+from tiermoe.actors.policies.prefetch.map_search import MapSearch
+from tiermoe.actors.policies.prefetch.map_store import ExpertMapStore
+from tiermoe.actors.policies.prefetch.sketch import Sketch, unit_rows
+
+L, J, D, K = 6, 5, 7, 2
+Floats = NDArray[np.float32]
+
+
+def softmax(random: np.random.Generator, *shape: int) -> Floats:
+    raw = np.exp(2 * random.standard_normal(shape))
+    return (raw / raw.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def embeddings(random: np.random.Generator, count: int, width: int = D) -> Floats:
+    return unit_rows(random.standard_normal((count, width), np.float32))
+
+
+def store_of(
+    random: np.random.Generator, count: int, capacity: int = 100, distance: int = 2
+) -> tuple[ExpertMapStore, Floats, Floats]:
+    """A store, and its embeddings [n, D] and maps [n, L, J]."""
+    store = ExpertMapStore(L, J, D, distance, capacity)
+    e, m = embeddings(random, count), softmax(random, count, L, J)
+    for i in range(count):
+        store.add(e[i], m[i])
+    return store, e, m
+
+
+def cosine(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    a, b = a.ravel().astype(np.float64), b.ravel().astype(np.float64)
+    lengths = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(a @ b / lengths) if lengths > 0 else 0.0
+
+
+def direct_select(p: Floats, score: float, top_k: int) -> set[int]:
+    """Equations 6 to 8, one expert after the other."""
+    delta = max(0.0, min(1.0 - score, 1.0))
+    picked: list[int] = []
+    total = 0.0
+    for expert in sorted(range(len(p)), key=lambda j: (-p[j], j)):
+        if total > delta and len(picked) >= top_k:
+            break
+        picked.append(expert)
+        total += float(p[expert])
+    return set(picked)
+
+
+class TestSelection:
+    def test_threshold(self) -> None:
+        assert threshold(np.array([-1.0, 0.0, 0.25, 1.0, 1.5])).tolist() == [1.0, 1.0, 0.75, 0.0, 0.0]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_equals_the_transcription(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        p, scores = softmax(random, 40, 12), random.uniform(-1, 1, 40)
+        taken = select(p, scores, 3)
+        assert [set(np.flatnonzero(row)) for row in taken] == [direct_select(p[i], scores[i], 3) for i in range(40)]
+
+    def test_the_sum_must_exceed_delta(self) -> None:
+        p = np.array([[0.5, 0.25, 0.125, 0.125]], np.float32)
+        assert select(p, np.array([0.5]), 1).tolist() == [[True, True, False, False]]  # 0.5 does not exceed 0.5
+        assert select(p, np.array([0.75]), 1).tolist() == [[True, False, False, False]]
+
+    def test_at_least_top_k(self) -> None:
+        p = np.array([[0.97, 0.01, 0.01, 0.01]], np.float32)
+        assert select(p, np.array([1.0]), 3).tolist() == [[True, True, True, False]]
+
+    def test_ties_go_to_the_lowest_number(self) -> None:
+        p = np.full((1, 4), 0.25, np.float32)
+        assert select(p, np.array([1.0]), 2).tolist() == [[True, True, False, False]]
+
+    def test_no_similarity_takes_all(self) -> None:
+        p = np.full((1, 4), 0.25, np.float32)
+        assert select(p, np.array([0.0]), 2).all()
+        assert select(p, np.array([-1.0]), 2).all()
+
+    def test_zero_vector_takes_all(self) -> None:
+        assert select(np.zeros((1, 4), np.float32), np.array([0.9]), 2).all()
+
+    def test_not_dynamic_takes_top_k(self) -> None:
+        p = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
+        assert select(p, np.array([-1.0]), 2, dynamic=False).tolist() == [[False, True, False, True]]
+
+    def test_priority_and_back(self) -> None:
+        p = np.array([0.5, 0.25], np.float32)
+        priorities = prefetch_priority(p, np.array([5, 5]), 3)  # layers 0..2 have run; l - l_now = 3
+        assert priorities.tolist() == pytest.approx([0.5 / 3, 0.25 / 3])
+        assert probability_of(priorities, np.array([5, 5], np.int32), 3).tolist() == pytest.approx([0.5, 0.25])
+
+
+class TestSearch:
+    @pytest.mark.parametrize("count", [1, 3, 40])
+    def test_incremental_equals_direct(self, count: int) -> None:
+        random = np.random.default_rng(count)
+        store, e, m = store_of(random, count)
+        new_e, new_m = embeddings(random, 3), softmax(random, 3, L, J)
+        search = MapSearch(store, new_e)
+        semantic = search.semantic()
+        assert semantic is not None
+        for s in range(3):
+            scores = [cosine(new_e[s], e[y]) for y in range(count)]
+            assert semantic.scores[s] == pytest.approx(max(scores), abs=1e-6)
+            assert semantic.entries[s] == int(np.argmax(scores))
+        for layer in range(L):
+            search.observe(layer, new_m[:, layer])
+            direct = np.array([[cosine(new_m[s, : layer + 1], m[y, : layer + 1]) for y in range(count)]
+                               for s in range(3)])  # fmt: skip
+            np.testing.assert_allclose(search.trajectory_scores(), direct, atol=1e-6)
+            match = search.trajectory()
+            assert match is not None
+            assert match.entries.tolist() == direct.argmax(axis=1).tolist()
+
+    def test_many_layers_lose_no_precision(self) -> None:
+        random = np.random.default_rng(0)
+        store = ExpertMapStore(60, 64, D, 3, 200)
+        m = softmax(random, 200, 60, 64)
+        for i in range(200):
+            store.add(np.zeros(D, np.float32), m[i])
+        new = softmax(random, 1, 60, 64)
+        search = MapSearch(store, np.zeros((1, D), np.float32))
+        for layer in range(60):
+            search.observe(layer, new[:, layer])
+        direct = [cosine(new[0], m[y]) for y in range(200)]
+        np.testing.assert_allclose(search.trajectory_scores()[0], direct, atol=1e-6)
+
+    def test_a_layer_that_was_not_seen_is_left_out_on_both_sides(self) -> None:
+        random = np.random.default_rng(1)
+        store, _, m = store_of(random, 8)
+        new = softmax(random, 1, L, J)
+        search = MapSearch(store, embeddings(random, 1))
+        for layer in (0, 3):
+            search.observe(layer, new[:, layer])
+        direct = [cosine(new[0, [0, 3]], m[y][[0, 3]]) for y in range(8)]
+        np.testing.assert_allclose(search.trajectory_scores()[0], direct, atol=1e-6)
+        assert not search.complete
+        with pytest.raises(ValueError, match="not seen"):
+            search.commit()
+
+    def test_empty_store_matches_nothing(self) -> None:
+        search = MapSearch(ExpertMapStore(L, J, D, 2, 4), np.ones((1, D), np.float32))
+        assert search.semantic() is None
+        search.observe(0, np.full((1, J), 0.2, np.float32))
+        assert search.trajectory() is None
+
+    def test_nothing_seen_is_no_trajectory(self) -> None:
+        random = np.random.default_rng(2)
+        assert MapSearch(store_of(random, 3)[0], embeddings(random, 1)).trajectory() is None
+
+    def test_ties_go_to_the_lowest_row(self) -> None:
+        store = ExpertMapStore(L, J, D, 2, 8)
+        e, m = np.eye(D, dtype=np.float32)[0], np.zeros((L, J), np.float32)
+        m[:, 0] = 1.0
+        for _ in range(3):
+            store.add(e, m)
+        search = MapSearch(store, e[None])
+        search.observe(0, m[None, 0])
+        semantic, trajectory = search.semantic(), search.trajectory()
+        assert semantic is not None
+        assert trajectory is not None
+        assert semantic.entries.tolist() == trajectory.entries.tolist() == [0]
+        assert semantic.scores.tolist() == trajectory.scores.tolist() == [1.0]
+
+    def test_zero_vectors_score_zero(self) -> None:
+        random = np.random.default_rng(3)
+        store, _, _ = store_of(random, 2)
+        store.add(np.zeros(D, np.float32), np.zeros((L, J), np.float32))
+        search = MapSearch(store, np.zeros((1, D), np.float32))
+        search.observe(0, np.zeros((1, J), np.float32))
+        semantic, trajectory = search.semantic(), search.trajectory()
+        assert semantic is not None
+        assert trajectory is not None
+        assert semantic.scores.tolist() == trajectory.scores.tolist() == [0.0]
+        other = MapSearch(store, embeddings(random, 1))
+        other.observe(0, softmax(random, 1, J))
+        assert other.trajectory_scores()[0, 2] == 0.0
+
+    def test_a_store_that_changed_is_noticed(self) -> None:
+        random = np.random.default_rng(4)
+        store, e, m = store_of(random, 3)
+        search = MapSearch(store, embeddings(random, 1))
+        store.add(e[0], m[0])
+        with pytest.raises(ValueError, match="changed"):
+            search.observe(0, softmax(random, 1, J))
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        random = np.random.default_rng(5)
+        store, _, _ = store_of(random, 3)
+        with pytest.raises(ValueError, match="embeddings"):
+            MapSearch(store, np.zeros((1, D + 1), np.float32))
+        search = MapSearch(store, embeddings(random, 2))
+        with pytest.raises(ValueError, match="probabilities"):
+            search.observe(0, softmax(random, 1, J))
+        with pytest.raises(ValueError, match="no layer"):
+            search.observe(L, softmax(random, 2, J))
+        search.observe(0, softmax(random, 2, J))
+        with pytest.raises(ValueError, match="seen before"):
+            search.observe(0, softmax(random, 2, J))
+
+
+class DirectStore:
+    """Section 4.4, one entry after the other, nothing remembered."""
+
+    def __init__(self, capacity: int, distance: int) -> None:
+        self.capacity, self.share = capacity, min(distance, L) / L
+        self.entries: list[tuple[Floats, Floats]] = []
+
+    def add(self, e: Floats, m: Floats) -> int:
+        if len(self.entries) < self.capacity:
+            self.entries.append((e, m))
+            return len(self.entries) - 1
+        rdy = [self.share * cosine(e, old_e) + (1 - self.share) * cosine(m, old_m) for old_e, old_m in self.entries]
+        row = int(np.argmax(rdy))
+        self.entries[row] = (e, m)
+        return row
+
+
+class TestReplacement:
+    @pytest.mark.parametrize("distance", [0, 2, L, L + 3])
+    def test_direct_add_equals_the_transcription(self, distance: int) -> None:
+        random = np.random.default_rng(distance)
+        store, direct = ExpertMapStore(L, J, D, distance, 6), DirectStore(6, distance)
+        e, m = embeddings(random, 30), softmax(random, 30, L, J)
+        assert [store.add(e[i], m[i]) for i in range(30)] == [direct.add(e[i], m[i]) for i in range(30)]
+        arrays = store.arrays()
+        np.testing.assert_array_equal(arrays["embeddings"], [x for x, _ in direct.entries])
+        np.testing.assert_array_equal(arrays["maps"].transpose(1, 0, 2), [y for _, y in direct.entries])
+
+    @pytest.mark.parametrize("capacity", [1, 4, 9])
+    @pytest.mark.parametrize("sequences", [1, 3, 7])
+    def test_batches_equal_the_transcription(self, capacity: int, sequences: int) -> None:
+        random = np.random.default_rng(capacity * 10 + sequences)
+        store, direct = ExpertMapStore(L, J, D, 2, capacity), DirectStore(capacity, 2)
+        for _ in range(5):
+            e, m = embeddings(random, sequences), softmax(random, sequences, L, J)
+            search = MapSearch(store, e)
+            for layer in range(L):
+                search.observe(layer, m[:, layer])
+            assert search.commit() == [direct.add(e[i], m[i]) for i in range(sequences)]
+        assert len(store) == min(capacity, 5 * sequences)
+
+    def test_equal_sequences_of_a_batch_take_one_row(self) -> None:
+        random = np.random.default_rng(0)
+        store, _, _ = store_of(random, 4, capacity=4)
+        e, m = embeddings(random, 1).repeat(3, axis=0), softmax(random, 1, L, J).repeat(3, axis=0)
+        search = MapSearch(store, e)
+        for layer in range(L):
+            search.observe(layer, m[:, layer])
+        assert len(set(search.commit())) == 1
+
+    def test_what_does_not_fit_is_refused_and_changes_nothing(self) -> None:
+        random = np.random.default_rng(1)
+        store, e, m = store_of(random, 2)
+        with pytest.raises(ValueError, match="does not fit"):
+            store.add(e[0], m[0, :-1])
+        bad = m[0].copy()
+        bad[1, 1] = np.nan
+        with pytest.raises(ValueError, match="not finite"):
+            store.add(e[0], bad)
+        assert len(store) == 2
+        assert store.generation == 2
+
+
+class TestArrays:
+    def test_round_trip(self) -> None:
+        random = np.random.default_rng(0)
+        store, _, _ = store_of(random, 5)
+        other = ExpertMapStore(L, J, D, 2, 100)
+        other.load(store.arrays())
+        e, m = embeddings(random, 1)[0], softmax(random, L, J)
+        np.testing.assert_array_equal(other.map_scores(m), store.map_scores(m))
+        np.testing.assert_array_equal(other.semantic_scores(e), store.semantic_scores(e))
+
+    def test_the_last_of_too_many(self) -> None:
+        random = np.random.default_rng(1)
+        store, e, _ = store_of(random, 5)
+        small = ExpertMapStore(L, J, D, 2, 3)
+        small.load(store.arrays())
+        assert small.full
+        np.testing.assert_array_equal(small.arrays()["embeddings"], e[2:])
+
+    def test_none(self) -> None:
+        empty = ExpertMapStore(L, J, D, 2, 3)
+        empty.load(ExpertMapStore(L, J, D, 2, 9).arrays())
+        assert len(empty) == 0
+
+    @pytest.mark.parametrize("fault", ["missing", "shape", "dtype", "nan", "length"])
+    def test_refusals(self, fault: str) -> None:
+        store, _, _ = store_of(np.random.default_rng(2), 3)
+        arrays = store.arrays()
+        if fault == "missing":
+            del arrays["maps"]
+        elif fault == "shape":
+            arrays["maps"] = arrays["maps"][:, :-1]
+        elif fault == "dtype":
+            arrays["maps"] = arrays["maps"].astype(np.float64)
+        elif fault == "nan":
+            arrays["maps"][0, 0, 0] = np.inf
+        else:
+            arrays["embeddings"][0] *= 2
+        with pytest.raises(ValueError, match=r"arrays|fit|finite|length"):
+            ExpertMapStore(L, J, D, 2, 9).load(arrays)
+
+    def test_a_store_with_entries_takes_no_others(self) -> None:
+        store, _, _ = store_of(np.random.default_rng(3), 3)
+        with pytest.raises(ValueError, match="already"):
+            store.load(store.arrays())
+
+
+class TestSketch:
+    def test_narrow_embeddings_are_kept(self) -> None:
+        x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
+        np.testing.assert_allclose(Sketch(16, 512)(x), x / np.linalg.norm(x, axis=1, keepdims=True), rtol=1e-6)
+
+    def test_zero_stays_zero(self) -> None:
+        assert not Sketch(300, 64)(np.zeros((2, 300), np.float32)).any()
+
+    def test_wide_embeddings_keep_their_cosines(self) -> None:
+        random = np.random.default_rng(1)
+        x = random.standard_normal((200, 2000)).astype(np.float32)
+        y = x + random.standard_normal((200, 2000)).astype(np.float32)
+        sketch = Sketch(2000, 512)
+        before = np.einsum("sh,sh->s", unit_rows(x), unit_rows(y))
+        after = np.einsum("sd,sd->s", sketch(x), sketch(y))
+        assert np.sqrt(np.mean((before - after) ** 2)) < np.sqrt(2 / 512)
+        assert abs(np.mean(before - after)) < 0.01
+
+    def test_the_signs_are_those_of_splitmix64(self) -> None:
+        """Its first outputs from seed 0 end in ...DAF, ...5F4, ...54F, ...1EC, ...49B: odd is plus."""
+        x = np.eye(5, dtype=np.float32)
+        assert Sketch(5, 1)(x).ravel().tolist() == [1, -1, 1, -1, 1]
+
+    def test_another_width_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="not"):
+            Sketch(16)(np.zeros((1, 17), np.float32))
+
+
+def direct_forecast(
+    targets: list[int], now: int, maps: Floats, entries: list[int], scores: list[float]
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """(key, priority) of what to prefetch and of the others; maps [n, L, J]."""
+    wanted, others = [], []
+    for layer in targets:
+        picked = set().union(*(direct_select(maps[y, layer], c, K) for y, c in zip(entries, scores, strict=True)))
+        for j in range(J):
+            p = max(float(maps[y, layer, j]) for y in entries)
+            (wanted if j in picked else others).append((layer * J + j, p / (layer + 1 - now)))
+    key = lambda pair: (-np.float32(pair[1]), pair[0])  # noqa: E731
+    return sorted(wanted, key=key), sorted(others, key=key)
+
+
+def check(forecast: Forecast | None, expected: tuple[list[tuple[int, float]], list[tuple[int, float]]]) -> None:
+    assert forecast is not None
+    wanted, others = expected
+    assert forecast.wanted == len(wanted)
+    assert forecast.keys.tolist() == [key for key, _ in wanted + others]
+    np.testing.assert_allclose(forecast.priorities, [p for _, p in wanted + others], rtol=1e-6)
+
+
+class TestPrefetch:
+    @pytest.mark.parametrize("sequences", [1, 3])
+    @pytest.mark.parametrize("distance", [1, 2, L])
+    def test_forecasts_equal_the_transcription(self, sequences: int, distance: int) -> None:
+        random = np.random.default_rng(sequences)
+        store, e, m = store_of(random, 12, distance=distance)
+        policy = ExpertMapPrefetch(store, D, K)
+        new_e, new_m = embeddings(random, sequences), softmax(random, sequences, L, J)
+        scores = np.array([[cosine(x, y) for y in e] for x in new_e])
+        best = scores.argmax(axis=1).tolist()
+        covered = list(range(min(distance + 1, L)))
+        check(policy.begin(new_e), direct_forecast(covered, 0, m, best, scores.max(axis=1).tolist()))
+        for layer in range(L):
+            forecast = policy.observe(layer, new_m[:, layer])
+            if layer + 1 + distance >= L:
+                assert forecast is None
+                continue
+            covered.append(layer + 1 + distance)
+            scores = np.array([[cosine(x[: layer + 1], y[: layer + 1]) for y in m] for x in new_m])
+            best = scores.argmax(axis=1).tolist()
+            expected = direct_forecast([covered[-1]], layer + 1, m, best, scores.max(axis=1).tolist())
+            check(forecast, expected)
+        assert covered == list(range(L))  # each layer once
+        assert policy.end() == sequences
+        assert len(store) == 12 + sequences
+
+    def test_empty_store_says_nothing_and_learns(self) -> None:
+        random = np.random.default_rng(0)
+        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
+        assert policy.begin(embeddings(random, 1)) is None
+        assert all(policy.observe(layer, softmax(random, 1, J)) is None for layer in range(L))
+        assert policy.end() == 1
+        assert policy.begin(embeddings(random, 1)) is not None
+
+    def test_unknown_embeddings_forecast_nothing(self) -> None:
+        random = np.random.default_rng(5)
+        store, e, m = store_of(random, 12)
+        policy = ExpertMapPrefetch(store, D, K)
+        assert policy.begin(np.zeros((2, D), np.float32)) is None
+        one = embeddings(random, 1)
+        scores = [cosine(one, y) for y in e]
+        mixed = policy.begin(np.concatenate([np.zeros((1, D), np.float32), one]))
+        check(mixed, direct_forecast([0, 1, 2], 0, m, [int(np.argmax(scores))], [max(scores)]))
+
+    def test_ablations(self) -> None:
+        random = np.random.default_rng(1)
+        store, _, _ = store_of(random, 9, distance=1)
+        only_trajectory = ExpertMapPrefetch(store, D, K, semantic=False, dynamic=False, learn=False)
+        assert only_trajectory.begin(embeddings(random, 1)) is None
+        for layer in range(L):
+            forecast = only_trajectory.observe(layer, softmax(random, 1, J))
+            if forecast is not None:
+                assert forecast.wanted == K
+        assert only_trajectory.end() == 0
+        assert len(store) == 9
+
+    def test_an_iteration_with_a_gap_is_not_stored(self) -> None:
+        random = np.random.default_rng(2)
+        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
+        policy.begin(embeddings(random, 1))
+        for layer in (0, 1, 3, 4, 5):
+            policy.observe(layer, softmax(random, 1, J))
+        assert policy.end() == 0
+        assert policy.sequences is None
+
+    def test_a_new_iteration_forgets_the_one_under_way(self) -> None:
+        random = np.random.default_rng(3)
+        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
+        policy.begin(embeddings(random, 1))
+        policy.observe(0, softmax(random, 1, J))
+        policy.begin(embeddings(random, 2))
+        assert policy.sequences == 2
+        policy.observe(0, softmax(random, 2, J))
+
+    def test_without_an_iteration_nothing_is_observed(self) -> None:
+        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
+        with pytest.raises(ValueError, match="no iteration"):
+            policy.observe(0, np.zeros((1, J), np.float32))
+
+    def test_embeddings_wider_than_the_store(self) -> None:
+        random = np.random.default_rng(4)
+        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), 4 * D, K)
+        policy.begin(random.standard_normal((1, 4 * D), np.float32))
+        with pytest.raises(ValueError, match="kept in"):
+            ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D - 1, K)

@@ -1,0 +1,299 @@
+"""The virtual clock and loader, exact times on tiny cases, replays and recall."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import traces
+
+from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Cause, LoadJob
+from tiermoe.actors.policies.cost import Link
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.prefetch.layerwise import LayerwisePrefetch
+from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
+from tiermoe.actors.policies.prefetch.popularity import PopularityPrefetch
+from tiermoe.actors.policies.residency import Reservation
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import configs_dir
+from tiermoe.cluster.simulate.clock import VirtualClock, VirtualLoader
+from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.machine import Machine, load_machine
+from tiermoe.cluster.simulate.predictors import load_predictors, save_predictors, train_predictors
+from tiermoe.cluster.simulate.recall import recall, split
+from tiermoe.cluster.simulate.replay import result, serve
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import BudgetError, ConfigError, TraceError
+
+PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
+LINK = Link(gbps=1e-6, latency_us=0.0)  # 1000 bytes take a second
+
+
+def machine(gbps: float | None = None) -> Machine:
+    return Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
+
+
+def job(loader: VirtualLoader, key: int, cause: Cause) -> LoadJob:
+    return LoadJob(Reservation(key, key, 1), (), (), None, 0, cause, done=loader.event())
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    traces.write(tmp_path / "t", traces.header(), PROMPTS)
+    return Trace(tmp_path / "t")
+
+
+def test_demand_overtakes_queued_prefetches_and_not_the_copy_under_way() -> None:
+    clock = VirtualClock()
+    loader = VirtualLoader(clock, LINK, 1000)
+    first, second = job(loader, 0, "prefetch"), job(loader, 1, "prefetch")
+    loader.submit([first, second], PREFETCH)
+    clock.advance(0.5)
+    wanted = job(loader, 2, "demand")
+    loader.submit([wanted], DEMAND)
+    assert loader.pending == 3
+    wanted.done.wait()
+    assert clock.now_s == pytest.approx(2.0)
+    assert [(j.copied.start_s, j.copied.end_s) for j in (first, wanted) if j.copied] == [(0, 1), (1, 2)]
+    assert not second.done.is_set()
+    second.done.wait()
+    assert clock.now_s == pytest.approx(3.0)
+    assert loader.pending == 0
+    late = job(loader, 3, "demand")
+    clock.advance(5.0)
+    loader.submit([late], DEMAND)
+    late.done.wait()
+    assert clock.now_s == pytest.approx(9.0)  # the idle link starts when it is asked
+
+
+def test_queued_copies_can_be_cancelled_and_promoted() -> None:
+    clock = VirtualClock()
+    loader = VirtualLoader(clock, LINK, 1000)
+    jobs = [job(loader, key, "prefetch") for key in range(5)]
+    loader.submit(jobs, PREFETCH)
+    assert not loader.cancel(jobs[0])  # started at once
+    assert loader.cancel(jobs[1])
+    assert jobs[1].done.is_set()
+    loader.promote(jobs[3])
+    loader.promote(jobs[0])  # under way: nothing to do
+    jobs[3].done.wait()
+    assert clock.now_s == pytest.approx(2.0)
+    assert jobs[2].started
+    assert not jobs[4].started
+    loader.close()
+    assert jobs[4].done.is_set()
+    assert jobs[4].copied is None
+
+
+def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
+    """TTFT is the prompt's forward, TPOT a forward of one row; a second request does not wait for the first."""
+    engine = SimulatedEngine(trace.header, machine(), 1.0, Lru(), check=True)
+    engine.cache.preload(range(18))
+    request = list(trace.requests())[1]  # one prompt token, then three
+    served = serve(engine, [request])
+    one = 1e-3 + 3 * (1e-4 + 2 * 2e-4)
+    assert served.ttft_s == pytest.approx(one)
+    assert served.tpot_s == pytest.approx(one)
+    assert served.wall_s == pytest.approx(4 * one)
+    assert (served.tokens, served.generated, served.forwards) == (4, 4, 4)
+    assert engine.stats.total().misses == 0
+
+
+def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
+    engine = SimulatedEngine(trace.header, machine(), 1.0, Lru())
+    engine.cache.preload(range(18))
+    (step, *_) = next(trace.requests()).iterations
+    engine.forward([("a", step)])
+    expected = 1e-3
+    for layer in range(3):
+        experts = len(set(step.ids[:, layer].ravel().tolist()))
+        expected += 1e-4 + 2 * 1e-6 + experts * 2e-4 + (6 - experts) * 1e-5
+    assert engine.clock.now_s == pytest.approx(expected)
+
+
+def test_a_miss_blocks_for_its_copy(trace: Trace) -> None:
+    """Everything absent, slots for all: each layer waits for two copies, less what its experts' computing hides."""
+    engine = SimulatedEngine(trace.header, machine(gbps=1e-3), 1.0, Lru(), check=True)  # 1 ms a copy
+    engine.forward([("a", list(trace.requests())[1].iterations[0])])
+    # per layer: wait 1 ms, run one for 0.2 ms while the second is copied, wait 0.8 ms, run the second
+    total = engine.stats.total()
+    assert total.misses == 6
+    assert total.blocked_io_s == pytest.approx(3 * 1.8e-3)
+    assert total.io_path_s == pytest.approx(3 * 1.8e-3)
+    assert total.total_io_s == pytest.approx(6e-3)
+    assert engine.clock.now_s == pytest.approx(1e-3 + 3 * (1e-4 + 2e-3 + 2e-4))
+
+
+def test_a_perfect_gate_hits_and_synchronous_waiting_counts(trace: Trace) -> None:
+    figures = {}
+    for synchronous in (False, True):
+        policy = NextGatePrefetch(3, 6, 2, distance=1, synchronous=synchronous)
+        engine = SimulatedEngine(trace.header, machine(gbps=2e-3), 0.5, Lru(), policy, check=True)
+        figures[synchronous] = result(engine, serve(engine, trace.requests()))
+    for found in figures.values():
+        later = found["layers"][1:]
+        assert sum(layer["hits"] + layer["late_prefetches"] for layer in later) >= 0.9 * sum(
+            layer["hits"] + layer["misses"] for layer in later
+        )
+        assert found["bytes_loaded_prefetch"] > 0
+        assert found["executor"] == "simulated"
+    assert figures[True]["late_prefetches"] == 0
+    assert figures[False]["late_prefetches"] > 0
+    assert figures[True]["hit_rate"] > figures[False]["hit_rate"]
+
+
+def test_whole_layers_on_demand_bring_every_expert(trace: Trace) -> None:
+    engine = SimulatedEngine(
+        trace.header, machine(gbps=1.0), 6000, Lru(), LayerwisePrefetch(3, 6, 0, synchronous=True), check=True
+    )
+    served = serve(engine, trace.requests())
+    total = engine.stats.total()
+    assert total.bytes_loaded == served.forwards * 3 * 6 * 1000  # a pool of one layer: nothing survives
+    assert total.hits == 0
+
+
+def test_a_governor_rests_a_policy_that_guesses_badly(trace: Trace) -> None:
+    engine = SimulatedEngine(
+        trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2), PrefetchGovernor(1.0, 4, 9)
+    )
+    serve(engine, trace.requests())
+    always = SimulatedEngine(trace.header, machine(gbps=1.0), 4000, Lru(), PopularityPrefetch(3, 6, 2))
+    serve(always, trace.requests())
+    assert 0 < engine.stats.total().bytes_loaded_prefetch < always.stats.total().bytes_loaded_prefetch
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_requests_share_forwards(trace: Trace, at_once: int) -> None:
+    engine = SimulatedEngine(trace.header, machine(), 1.0, Lru(), NextGatePrefetch(3, 6, 2), check=True)
+    ended: list[int] = []
+    served = serve(engine, trace.requests(), at_once, lambda: ended.append(1))
+    assert (served.requests, len(ended), served.tokens, served.generated) == (4, 4, 10 + 12, 16)
+    assert served.forwards == {1: 16, 2: 8, 9: 4}[at_once]
+    assert engine.stats.layers[0].forwards == served.forwards
+
+
+def test_a_budget_without_room_is_refused(trace: Trace) -> None:
+    with pytest.raises(BudgetError):
+        SimulatedEngine(trace.header, machine(), 10, Lru())
+
+
+def test_recall_of_a_perfect_gate_is_one(trace: Trace) -> None:
+    learn, measure = split(list(trace.requests()), 0.5)
+    assert (len(learn), len(measure)) == (2, 2)
+    sources = {
+        "gate": lambda d: NextGatePrefetch(3, 6, 2, d) if d <= 2 else None,
+        "popular": lambda d: PopularityPrefetch(3, 6, 2, d),
+    }
+    table = {(row.source, row.distance): row for row in recall(trace.header, sources, (1, 2, 3), learn, measure)}
+    assert table["gate", 1].overall == table["gate", 2].overall == 1.0
+    assert ("gate", 3) not in table
+    assert table["gate", 1].predictions == 2 * 3 * 2  # requests, decodes, layers with one before them
+    assert table["popular", 3].predictions == 0
+    popular = table["popular", 1]
+    assert 0 < popular.overall < 1
+    assert popular.overall == pytest.approx(sum(popular.per_layer[1:]) / 2)
+
+
+def test_predictors_file(trace: Trace, tmp_path: Path) -> None:
+    file = tmp_path / "predictors.safetensors"
+    made = train_predictors(trace.header, trace.requests(), 1)
+    assert len(made) == 2
+    save_predictors(file, trace.header, 1, made)
+    for read, wanted in zip(load_predictors(file, trace.header, 1), made, strict=True):
+        assert (read.w1 == wanted.w1).all()
+        assert (read.scale == wanted.scale).all()
+    for path, header, stride in (
+        (file, trace.header, 2),
+        (file, traces.header(fingerprint="0" * 64), 1),
+        (tmp_path / "none", trace.header, 1),
+    ):
+        with pytest.raises(TraceError):
+            load_predictors(path, header, stride)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(TraceError, match="holds no predictors"):
+        load_predictors(file, trace.header, 1)
+    with pytest.raises(TraceError, match="no layer of 3 is 3 ahead"):
+        train_predictors(trace.header, trace.requests(), 3)
+
+
+def test_machines(trace: Trace, tmp_path: Path) -> None:
+    recorded = load_machine(trace.header, None, 2.0, None)
+    assert (recorded.name, recorded.link_gbps, recorded.expert_s) == ("recorded", 2.0, 2e-4)
+    file = tmp_path / "m.yaml"
+    lines = [f"{key}: {value}" for key, value in ({"name": "m"} | traces.COSTS.model_dump() | {"link_gbps": 9}).items()]
+    file.write_text("\n".join(lines))
+    assert load_machine(trace.header, file, None, 3.0).link == Link(9.0, 3.0)
+    file.write_text("name: m\nforward_s: -1\n")
+    with pytest.raises(ConfigError):
+        load_machine(trace.header, file, None, None)
+    with pytest.raises(ConfigError, match="says nothing of what computing took"):
+        load_machine(traces.header(costs=None), None, 1.0, None)
+    with pytest.raises(ConfigError):
+        load_machine(trace.header, None, -1.0, None)
+
+
+def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize("kind", ["none", "next-gate", "popularity", "expert-map", "activation-matrix", "stride", "layerwise"])
+def test_replay_command(trace: Trace, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    code, out, err = command(
+        capsys, "replay", str(trace.path), "--prefetch", kind, "--learn", "0.5", "--budget", "0.5", "--link-gbps", "1",
+        "--at-once", "2", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["executor"], record["prefetch"], record["requests"]) == ("simulated", kind, 2)
+    assert record["hits"] + record["misses"] > 0
+    assert (record["bytes_loaded_prefetch"] > 0) == (kind != "none")
+    assert record["machine"]["link_gbps"] == 1
+
+
+def test_recall_command(trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, "replay", str(trace.path), "--recall", "--json")
+    assert code == 0, err
+    rows = {(row["source"], row["distance"]): row["overall"] for row in json.loads(out)["rows"]}
+    assert set(rows) == {(s, d) for s in ("next-gate", "popularity", "activation-matrix", "stride") for d in (1, 2)}
+    assert rows["next-gate", 2] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prefetch", "stride"], "needs predictors"),
+        (["--prefetch", "magic"], "no prefetch policy 'magic'"),
+        (["--prefetch", "next-gate", "--distance", "3"], "greater --distances"),
+        (["--prefetch", "layerwise", "--distance", "2"], "not 2"),
+        (["--eviction", "magic"], "give one of lru"),
+        (["--policy", "monde"], "computes on an NDP worker"),
+        (["--policy", "all-resident"], "keeps all experts resident"),
+        (["--learn", "1"], "--learn is 1"),
+        (["--at-once", "0"], "--at-once is 0"),
+        (["--budget", "0.01"], "holds no expert"),
+        (["--predictors", "x"], "are for stride"),
+    ],
+)
+def test_replay_refuses(trace: Trace, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    code, out, err = command(capsys, "replay", str(trace.path), *args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_replay_without_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, "replay", str(tmp_path))
+    assert code == 2
+    assert "is no routing trace" in err
+
+
+def test_shipped_machines() -> None:
+    files = sorted((configs_dir() / "machines").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert load_machine(traces.header(), file, None, None).name == file.stem
