@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...errors import RuntimeFailure
 from ..policies.residency import Reservation
-from .pool import Promise
+from .promise import Promise
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .device import Copied, Device, Tensors
@@ -70,7 +70,7 @@ class Loader:
     Order: demand before prefetch, then first come first served. A copy that has started is never
     interrupted. `close` drops what is queued and joins the thread.
 
-    A source may be a promise (`pool.Promise`): this thread asks for its bytes, and for those of the promises behind it,
+    A source may be a promise (`Promise`): this thread asks for its bytes, and for those of the promises behind it,
     before it waits for them and again before it copies them, so that some travel while others are copied.
     """
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from ..store_format import ExpertShape
+from .promise import Promise
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,6 @@ class SlotPool:
     def slot(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one slot, in the order of `tensors`."""
         return tuple(t[index] for t in self.tensors)
-
-
-@runtime_checkable
-class Promise(Protocol):
-    """An expert that is not in this node's memory yet; used by the loader's thread only."""
-
-    def ask(self, behind: Sequence[Any]) -> None:
-        """Ask for its bytes, and for those of the promises behind it in the queue; returns at once."""
-        ...
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the expert, in the order of `SlotPool.tensors`; waits for them.
-
-        Raises:
-            TierMoeError: they cannot be had.
-        """
-        ...
 
 
 class ExpertSource(Protocol):

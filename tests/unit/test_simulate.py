@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,7 +243,9 @@ def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-@pytest.mark.parametrize("kind", ["none", "next-gate", "popularity", "expert-map", "activation-matrix", "stride", "layerwise"])
+@pytest.mark.parametrize(
+    "kind", ["none", "next-gate", "popularity", "expert-map", "activation-matrix", "stride", "layerwise"]
+)
 def test_replay_command(trace: Trace, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     code, out, err = command(
         capsys, "replay", str(trace.path), "--prefetch", kind, "--learn", "0.5", "--budget", "0.5", "--link-gbps", "1",
@@ -297,3 +301,13 @@ def test_shipped_machines() -> None:
     assert files
     for file in files:
         assert load_machine(traces.header(), file, None, None).name == file.stem
+
+
+def test_a_replay_imports_no_torch() -> None:
+    """It did once, by what the loader took from the pool's module: a second of each start."""
+    code = (
+        "import sys, tiermoe.cluster.jobs.replay; "
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
