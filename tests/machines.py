@@ -15,6 +15,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
@@ -84,11 +85,12 @@ class Machines(Protocol):
 def why_not_isolated() -> str | None:
     """Why this user may not have a `Switch` here; None: it may."""
     try:
-        switch = Switch(Path("/tmp"))
-        try:
-            switch.add()
-        finally:
-            switch.close()
+        with tempfile.TemporaryDirectory() as folder:  # hidden on the machine: nothing that is needed may lie there
+            switch = Switch(Path(folder))
+            try:
+                switch.add()
+            finally:
+                switch.close()
     except (OSError, subprocess.SubprocessError) as error:
         text = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         return f"no network namespaces here ({' '.join(str(text).split())})"

@@ -291,7 +291,7 @@ def test_an_outage_is_waited_for_once(make: Make, monkeypatch: Any) -> None:
         for _ in range(3):
             with pytest.raises(StoreError, match="bring back store/1"):
                 take(reader, 2, 1)
-        assert not waits
+        assert sum(waits) < FAST.deadline_s / 10  # a rest of the first wait, at most
         assert_right(take(reader, 1, 0), 1, 0)  # the other store serves on
         stores.restart(1)
         assert reader._holders["store/1"].wait(WAIT_S)
