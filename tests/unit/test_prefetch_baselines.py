@@ -183,7 +183,7 @@ def test_training_needs_rows() -> None:
 
 
 def test_registry_makes_each_kind() -> None:
-    options = PrefetchOptions(L, E, K, 1, True, predictors=[])
+    options = PrefetchOptions(L, E, K, 1, True, predictors=[], hidden=8)
     for kind in PREFETCH:
         policy = make_prefetch(kind, options)
         assert (policy is None) == (kind == "none")
