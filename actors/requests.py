@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_LOGPROBS = 20  # likeliest tokens that one place may report
 
 
 @dataclass(frozen=True)

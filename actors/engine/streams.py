@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...errors import RequestError, RuntimeFailure, TierMoeError
-from ..requests import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
-
-MAX_LOGPROBS = 20  # likeliest tokens that one place may report
+from ..requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 
 
 @dataclass(eq=False)

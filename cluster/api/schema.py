@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from ...actors.requests import SamplingParams
+from ...actors.requests import MAX_LOGPROBS, SamplingParams
 from .errors import refused, unsupported
 
-MAX_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 Text = Annotated[str, StringConstraints(min_length=1)]

@@ -150,12 +150,10 @@ def ndp(
     """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
     from ..evaluate.options import EvaluationOptions
     from .ndp import OWN_KEYS, bench_ndp
-    from .ndp_page import check_folder, write_page
+    from .ndp_page import write_page
 
     _say_overridden(config, OWN_KEYS)
-    file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
-    if folder is not None:
-        check_folder(folder)
+    file, folder = _file_or_folder(out)
 
     def measure(progress: Progress) -> Report:
         report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress, config)
@@ -182,12 +180,9 @@ def fmoe(
     """fMoE against its baselines: hit rate, TTFT, TPOT, bytes; expert maps by distance and capacity."""
     from .fmoe.job import OWN_KEYS, Workload, bench_fmoe, sweep_files
     from .fmoe.page import write_page
-    from .ndp_page import check_folder
 
     _say_overridden(config, OWN_KEYS)
-    file, folder = (out, None) if out is not None and out.suffix == ".json" else (None, out)
-    if folder is not None:
-        check_folder(folder)
+    file, folder = _file_or_folder(out)
     work = Workload(prompts, prompt_tokens, max_tokens, trace_tokens=trace_tokens)
     kept: list[Kept] = []
     beside = folder if folder is not None else file.parent if file is not None else None
@@ -251,6 +246,16 @@ def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check:
     from .matcher import bench_matcher
 
     _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
+
+
+def _file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
+    """What `--out` names: a file for the object, or a folder for a page, which is refused here if it cannot be had."""
+    if out is None or out.suffix == ".json":
+        return out, None
+    from .ndp_page import check_folder
+
+    check_folder(out)
+    return None, out
 
 
 def _say_overridden(config: str | None, fixed: Collection[str]) -> None:

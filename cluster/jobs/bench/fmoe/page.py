@@ -52,7 +52,6 @@ def page(record: dict[str, Any]) -> str:
     settings, maps, hardware = record["settings"], record["expert_maps"], record["hardware"]
     tokens = settings["prompts_of_a_repetition"] * settings["max_tokens"]
     learn, each = settings["split"][0], settings["prompts_of_a_repetition"]
-    traced = settings["trace_prompts"]
     rows = record["rows"]
     lines = [
         "# fMoE: expert maps against their baselines",
@@ -72,17 +71,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         "## 7:3 split",
         "",
-        *_runs(rows, "7:3"),
-        "",
-        best_policies(rows, "7:3"),
-        "",
-        *(f"- {sentence}" for sentence in against_baselines(rows, "7:3", tokens)),
-        "",
-        hit_rate_order(rows, "7:3"),
-        "",
-        *_paragraphs(
-            waited_hits(rows, "7:3", tokens), of_matcher(rows, "7:3", maps["layers"]), of_resting(rows, "7:3")
-        ),
+        *_sweep(rows, "7:3", tokens, maps["layers"]),
         of_balance(maps["balance"], maps["experts"], maps["top_k"]),
         "",
         "![TPOT](fmoe-tpot.png)",
@@ -91,23 +80,37 @@ def page(record: dict[str, Any]) -> str:
         "",
         "## Online: nothing is learnt before",
         "",
-        *_runs(rows, "online"),
-        "",
-        best_policies(rows, "online"),
-        "",
-        *(f"- {sentence}" for sentence in against_baselines(rows, "online", tokens)),
-        "",
-        hit_rate_order(rows, "online"),
-        "",
-        *_paragraphs(
-            waited_hits(rows, "online", tokens), of_matcher(rows, "online", maps["layers"]), of_resting(rows, "online")
-        ),
+        *_sweep(rows, "online", tokens, maps["layers"]),
         "## Ablation",
         "",
         *_ablation(rows),
         "",
         *(f"- {sentence}" for sentence in ablation(rows, tokens)),
         "",
+        *_on_a_trace(settings, maps),
+    ]
+    return "\n".join(lines)
+
+
+def _sweep(rows: list[dict[str, Any]], setting: str, tokens: int, layers: int) -> list[str]:
+    """What all policies did in one setting: the table, and the sentences that its figures give."""
+    return [
+        *_runs(rows, setting),
+        "",
+        best_policies(rows, setting),
+        "",
+        *(f"- {sentence}" for sentence in against_baselines(rows, setting, tokens)),
+        "",
+        hit_rate_order(rows, setting),
+        "",
+        *_paragraphs(waited_hits(rows, setting, tokens), of_matcher(rows, setting, layers), of_resting(rows, setting)),
+    ]
+
+
+def _on_a_trace(settings: dict[str, Any], maps: dict[str, Any]) -> list[str]:
+    """Recall, hit rate by distance and capacity, and correlations: simulated."""
+    traced = settings["trace_prompts"]
+    return [
         "## On a recorded trace",
         "",
         f"{traced[0]} prompts to learn from and {traced[1]} to measure, {settings['trace_tokens']} tokens generated "
@@ -145,7 +148,6 @@ def page(record: dict[str, Any]) -> str:
         *(f"- {sentence}" for sentence in of_correlation(maps["correlations"])),
         "",
     ]  # fmt: skip
-    return "\n".join(lines)
 
 
 def _command(settings: dict[str, Any]) -> str:
