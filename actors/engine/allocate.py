@@ -16,6 +16,7 @@ from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
+from .link_queue import copy_queue
 from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
@@ -54,8 +55,9 @@ def make_cache(
         experts=keys,
         executor=device.executor,
     )
+    pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
     return ExpertCache(
-        SlotPool.allocate(shape, slots, dtype, device.torch_device),
+        pool,
         weights,
         device,
         Residency(keys, slots, slot_bytes),
@@ -63,4 +65,5 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
+        copy_queue(device, pool, weights),
     )
