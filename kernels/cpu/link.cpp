@@ -11,6 +11,8 @@
 namespace tiermoe {
 namespace {
 
+constexpr double kNap = 15e-6, kLook = 4e-3;  // seconds: between looks for work, and of looking
+
 double now_s() {
     timespec at;
     clock_gettime(CLOCK_MONOTONIC, &at);
@@ -108,9 +110,7 @@ void Link::run() {
 #endif
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-        idle_ = true;
-        wake_.wait(lock, [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); });
-        idle_ = false;
+        await_work(lock);
         if (closed_) return;
         auto& queue = demand_.empty() ? prefetch_ : demand_;
         const std::shared_ptr<Copy> next = queue.front();
@@ -124,6 +124,20 @@ void Link::run() {
         next->state = Copy::done;
         if (waiting_) ended_.notify_all();
     }
+}
+
+// To wake a sleeping thread costs the forward a system call, tens of microseconds on a virtual machine. So for some time
+// after the last copy this thread looks by itself, and sleeps for good only where nothing has come since.
+void Link::await_work(std::unique_lock<std::mutex>& lock) {
+    const auto anything = [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); };
+    for (const double end_s = now_s() + kLook; !anything() && now_s() < end_s;) {
+        lock.unlock();
+        sleep_until(now_s() + kNap);
+        lock.lock();
+    }
+    idle_ = true;
+    wake_.wait(lock, anything);
+    idle_ = false;
 }
 
 // Copies follow each other without a gap where one was asked for before the link was free, however late this thread

@@ -55,6 +55,7 @@ class Link {
 
    private:
     void run();
+    void await_work(std::unique_lock<std::mutex>& lock);
     void copy(Copy& copy);
 
     const double bytes_per_s_, latency_s_;
