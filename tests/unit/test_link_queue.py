@@ -86,10 +86,12 @@ def test_a_cancelled_copy_writes_nothing(queue: LinkQueue) -> None:
     dropped.dst[0].zero_()
     queue.submit([running, dropped], DEMAND)
     assert queue.cancel(dropped)
-    assert dropped.done.is_set() and dropped.copied is None
+    assert dropped.done.is_set()
+    assert dropped.copied is None
     running.done.wait()
     assert not queue.cancel(running)
-    assert running.dst[0].eq(1.0).all() and dropped.dst[0].eq(0.0).all()
+    assert running.dst[0].eq(1.0).all()
+    assert dropped.dst[0].eq(0.0).all()
 
 
 def test_bfloat16_is_widened_exactly(queue: LinkQueue) -> None:
@@ -108,11 +110,13 @@ def test_closing_drops_what_is_queued_and_refuses_more() -> None:
     queue.close()
     queue.close()
     assert all(j.done.is_set() for j in jobs)
-    assert jobs[-1].copied is None and jobs[-1].error is None
+    assert jobs[-1].copied is None
+    assert jobs[-1].error is None
     late = job(queue)
     with pytest.raises(RuntimeFailure, match="closed"):
         queue.submit([late], DEMAND)
-    assert late.done.is_set() and late.copied is None
+    assert late.done.is_set()
+    assert late.copied is None
 
 
 def test_a_latency_is_added_to_each_copy() -> None:
@@ -121,7 +125,8 @@ def test_a_latency_is_added_to_each_copy() -> None:
     queue.submit([load], DEMAND)
     load.done.wait()
     queue.close()
-    assert load.copied is not None and load.copied.link_s == pytest.approx(0.003)
+    assert load.copied is not None
+    assert load.copied.link_s == pytest.approx(0.003)
 
 
 def weights(dtype: torch.dtype) -> list[LayerWeights]:
