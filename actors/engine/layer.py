@@ -71,9 +71,10 @@ class MoeLayer:
         if self.observe is not None:
             self.observe(self.index, ids, weights)
         cache.poll()  # view
-        needed = [base + e for e in routing.experts]
+        keys = [base + e for e in routing.experts]
+        needed = cache.segments(keys)
         cache.drop_stale(self.index, needed)
-        cache.eviction.routed(needed, routing.counts, routing.tokens)
+        cache.eviction.routed(keys, routing.counts, routing.tokens)
         if self._shards is not None:
             self._shards.at(self.index)
         if self._placer is None:
