@@ -79,8 +79,7 @@ class Configuring:
         self._room = Room(neurons, cache.stats.slots * neurons, buffer_experts)
         self._cut = cache.cut
         self._last = len(cache.cut.tops) - 1
-        self.stats = ConfiguratorStats()
-        cache.stats.configurator = self.stats
+        cache.stats.configurator = ConfiguratorStats()
         self._scores: list[NDArray[np.floating] | None] = [None] * (self._last + 1)
         self._step: _Step | None = None
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
@@ -96,6 +95,13 @@ class Configuring:
         self._queue: SimpleQueue[list[_Step] | _Ask | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="configurator", daemon=True)
         self._thread.start()
+
+    @property
+    def stats(self) -> ConfiguratorStats:
+        """Its counters since the last reset."""
+        found = self._cache.stats.configurator
+        assert found is not None
+        return found
 
     # -- on the forward's thread ---------------------------------------------------------------------------
 
@@ -224,7 +230,8 @@ class Configuring:
             self.stats.problem = str(error)
             return
         self.stats.configurations += 1
-        self.stats.times = times
+        self.stats.attention_s, self.stats.moe_s = times.attention_s, times.moe_s
+        self.stats.head_s, self.stats.load_s = times.head_s, times.load_s
         if found is not None:
             self._cut, self._found = found.cut, found
 

@@ -16,6 +16,7 @@ from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
+from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
@@ -32,7 +33,7 @@ from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
-from .stats import EngineStats, LayerResidency, LayerStats
+from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
@@ -104,6 +105,7 @@ class ExpertEngine:
         self.shards: Shards | None = None
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
+        self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -118,6 +120,7 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
@@ -161,6 +164,8 @@ class ExpertEngine:
             self.shards.begin_forward()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
+        if self.configuring is not None:
+            self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
 
@@ -193,6 +198,7 @@ class ExpertEngine:
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter,
             )  # fmt: skip
+            layer.configuring = self.configuring
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
@@ -213,6 +219,22 @@ class ExpertEngine:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
+
+    def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
+        """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
+        policy = settings.policy
+        if policy.split.kind != "adaptive":
+            return None
+        ahead = policy.prefetch
+        top = self.top_k if ahead.top is None else ahead.top
+        buffer = self.top_k if policy.split.buffer is None else policy.split.buffer
+        found = Configuring(
+            self.cache, policy.split, policy.eviction, self.experts, 0 if ahead.kind == "none" else top, buffer,
+            self.slot_bytes,
+        )  # fmt: skip
+        if self.prefetching is not None:
+            self.prefetching.on_predicted = found.predicted
+        return found
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -259,6 +281,8 @@ class ExpertEngine:
 
     def close(self) -> None:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
+        if self.configuring is not None:
+            self.configuring.close()
         if self.ndp is not None:
             self.ndp.close()
         if self.shards is not None:
