@@ -58,8 +58,8 @@ class Configuring:
 
     Args:
         cache: begins with a cut, which is the one in use. order: in which its tops leave. experts: of a layer.
-        guesses: experts that are prefetched for a layer at most. expert_bytes: of a slot that holds a whole one.
-        buffer_experts: whole experts' worth of memory that is kept for bottoms.
+        top_k: experts of a token. guesses: experts that are prefetched for a layer at most. expert_bytes: of a slot
+            that holds a whole one.
     """
 
     def __init__(
@@ -68,15 +68,14 @@ class Configuring:
         settings: SplitSettings,
         order: Order,
         experts: int,
+        top_k: int,
         guesses: int,
-        buffer_experts: int,
         expert_bytes: int,
     ) -> None:
         assert cache.cut is not None
         self._cache, self._settings, self._order = cache, settings, order
         self._experts, self._guesses, self._expert_bytes = experts, guesses, expert_bytes
-        neurons = cache.cut.neurons
-        self._room = Room(neurons, cache.stats.slots * neurons, buffer_experts)
+        self._room = Room(cache.cut.neurons, cache.pool.total_neurons, top_k, settings.buffer)
         self._cut = cache.cut
         self._last = len(cache.cut.tops) - 1
         cache.stats.configurator = ConfiguratorStats()
@@ -111,7 +110,7 @@ class Configuring:
             return
         found, self._found = self._found, None
         cache, stats = self._cache, self.stats
-        cache.recut(found.cut, cache.eviction.ranked(range(cache.residency_keys)))
+        cache.recut(found.cut, cache.eviction.ranked(range(len(cache.uses))))
         stats.reconfigurations += 1
         stats.expected_before_s, stats.expected_after_s = found.before_s, found.after_s
 

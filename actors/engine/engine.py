@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -11,6 +12,7 @@ from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
+from ..policies.split.statistics import Order
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
@@ -97,7 +99,7 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -227,10 +229,9 @@ class ExpertEngine:
             return None
         ahead = policy.prefetch
         top = self.top_k if ahead.top is None else ahead.top
-        buffer = self.top_k if policy.split.buffer is None else policy.split.buffer
         found = Configuring(
-            self.cache, policy.split, policy.eviction, self.experts, 0 if ahead.kind == "none" else top, buffer,
-            self.slot_bytes,
+            self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
+            0 if ahead.kind == "none" else top, self.slot_bytes,
         )  # fmt: skip
         if self.prefetching is not None:
             self.prefetching.on_predicted = found.predicted
@@ -263,7 +264,7 @@ class ExpertEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self.experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self.experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)
