@@ -1,4 +1,4 @@
-"""The cache configurator at work: records what forwards do, and cuts the cache anew when another cut is expected to gain.
+"""The cache configurator at work: records what forwards do, and cuts the cache anew when that is expected to gain.
 
     forward's thread: routed, predicted, ran (appending) ... begin_forward (apply)
     own thread:       batches of steps -> statistics -> every tau tokens: configure -> a cut to apply

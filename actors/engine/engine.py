@@ -275,6 +275,8 @@ class ExpertEngine:
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
+        if self._stats.configurator is not None:
+            self._stats.configurator = ConfiguratorStats()
         if self.matcher is not None:
             self.matcher.reset()
         self.cache.uses[:] = [0] * len(self.cache.uses)
