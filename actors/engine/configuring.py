@@ -237,13 +237,13 @@ class Configuring:
     def _times(self) -> Times | None:
         """None while nothing was decoded or loaded."""
         layers = self._cache.stats.layers
-        loaded, link_s = sum(layer.bytes_loaded for layer in layers), sum(layer.link_s for layer in layers)
-        if not self._moe_s or not loaded or link_s <= 0:
+        loaded, busy_s = sum(layer.bytes_loaded for layer in layers), sum(layer.total_io_s for layer in layers)
+        if not self._moe_s or not loaded or busy_s <= 0:
             return None
         attention_s = median(self._attention_s) if self._attention_s else 0.0
         first_s = median(self._head_s) if self._head_s else attention_s
         return Times(
-            attention_s, median(self._moe_s), max(0.0, first_s - attention_s), link_s / loaded * self._expert_bytes
+            attention_s, median(self._moe_s), max(0.0, first_s - attention_s), busy_s / loaded * self._expert_bytes
         )
 
 
