@@ -129,15 +129,3 @@ def test_adapmoe_gives_layers_whole_experts(
         assert after.buffer_slots == 0
         assert after.total_neurons == cache.pool.total_neurons
         assert worker.stats().dropped > 0
-
-
-def test_nothing_is_recorded_of_prompts_alone(store: ExpertStore, prompts: list[tuple[int, ...]]) -> None:
-    """Without a decode there is nothing to configure by."""
-    with serving(store, preset("moepic", tau=8)) as worker:
-        configuring = worker.engine.configuring
-        assert configuring is not None
-        greedy(worker, prompts, 1)
-        assert configuring.ask().wait(WAIT_S)
-        found = worker.stats().configurator
-        assert found is not None
-        assert (found.configurations, found.reconfigurations) == (0, 0)
