@@ -150,7 +150,7 @@ class SplitSettings(Settings):
         description="full experts of memory for bottoms; none: top-k, and room for the bottoms of two layers' top-k",
     )  # fmt: skip
     tau: int = Field(default=5000, ge=1, description="tokens between configurations")
-    zeta: float = Field(default=0.01, gt=0, le=1, description="share of a layer's memory that is moved at a time")
+    zeta: float = Field(default=0.01, gt=0, lt=1, description="share of a layer's memory that is moved at a time")
     min_gain: float = Field(default=0.01, ge=0, lt=1, description="predicted gain below which nothing is changed")
     allocation: Literal["moepic", "dynamic-programming"] = "moepic"
 

@@ -168,10 +168,13 @@ class Configuring:
         configurator = self._configurator
         while (item := self._queue.get()) is not None:
             start_s = time.perf_counter()
-            if not isinstance(item, _Ask):
-                configurator.add(item)
-            if (isinstance(item, _Ask) or configurator.due) and self._found is None:
-                self._found = configurator.configure()
+            try:
+                if not isinstance(item, _Ask):
+                    configurator.add(item)
+                if (isinstance(item, _Ask) or configurator.due) and self._found is None:
+                    self._found = configurator.configure()
+            except Exception as error:  # serving goes on with the cut that it has, and the summary says so
+                configurator.stats.problem = f"{type(error).__name__}: {error}"
             configurator.stats.configure_s += time.perf_counter() - start_s
             if isinstance(item, _Ask):
                 item.done.set()

@@ -165,6 +165,20 @@ class TestConfiguring:
             configuring.close()
 
 
+    def test_an_error_is_told_and_stops_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeConfigurator(tau=9)
+        monkeypatch.setattr(FakeConfigurator, "configure", lambda self: 1 / 0)
+        configuring = Configuring(cast(Any, fake), fake_cache(2), tau=9)
+        try:
+            assert configuring.ask().wait(WAIT_S)
+            assert configuring.ask().wait(WAIT_S)
+            assert fake.stats.problem == "ZeroDivisionError: division by zero"
+            configuring.begin_forward()
+            assert fake.applied == []
+        finally:
+            configuring.close()
+
+
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
     cache.decode_only = True
     for layer in range(2):
