@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,8 +136,7 @@ def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_
         policy.routed(keys, ones, 1)
         for place, key in enumerate(missing):
             if len(held) == size:
-                needed = set(keys)
-                victims = policy.victims(1, lambda k, needed=needed: k not in needed)
+                victims = policy.victims(1, partial(_is_other, keys))
                 done = missing[:place] + [k for k in keys if k in held]
                 victim = victims[0] if victims else next(k for k in done if k in held)
                 policy.removed(victim)
@@ -145,3 +145,7 @@ def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_
             held.add(key)
         policy.used([key for key in keys if key in held])
     return hits
+
+
+def _is_other(keys: Sequence[int], key: int) -> bool:
+    return key not in keys
