@@ -81,7 +81,7 @@ class ExpertCache:
         if cut is not None:
             self._map.divide(cut)
 
-    # -- experts and their segments ---------------------------------------------------------------------
+    # -- experts and their segments ----------------------------------------------------------------------
 
     @property
     def cut(self) -> CacheCut | None:
@@ -234,11 +234,11 @@ class ExpertCache:
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
         """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
-        for key in keys:
-            job = self._jobs.get(key)
+        for segment in self.segments(keys):
+            job = self._jobs.get(segment)
             if job is not None:
                 self._wait(job, layer)
-                self._land(key)
+                self._land(segment)
 
     # -- around forwards ---------------------------------------------------------------------------------
 

@@ -110,6 +110,12 @@ def test_a_guess_brings_what_is_missing(split: Split) -> None:
     assert split.stats.source("command").hits == 3
 
 
+def test_synchronous_prefetch_waits_for_both_segments(split: Split) -> None:
+    split.cache.prefetch([0])
+    split.cache.finish_prefetch([0], 1)
+    assert [split.residency.state(segment) for segment in (0, 8)] == [State.RESIDENT] * 2
+
+
 def test_a_wrong_guess_that_is_cancelled_gives_both_slots_back(split: Split) -> None:
     split.cache._loader.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
     split.cache._loader.submit = lambda jobs, priority: None  # type: ignore[method-assign]
