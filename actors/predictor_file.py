@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def read_predictors(path: Path, of: PredictorsOf) -> list[Predictor]:
         raise TraceError(f"'{path}' is of another model or stride", remedy)
     e, found = of.experts, []
     for layer in range(of.layers - of.stride):
-        part = {name: arrays.get(f"{layer}.{name}") for name in _NAMES}
+        part: dict[str, Any] = {name: arrays.get(f"{layer}.{name}") for name in _NAMES}
         b1 = part["b1"]
         d = 0 if b1 is None else len(b1)
         shapes = {"mean": (e,), "scale": (e,), "w1": (e, d), "b1": (d,), "w2": (d, e), "b2": (e,)}

@@ -51,6 +51,7 @@ def describe(
         "prefetch_distance": policy.prefetch.distance if policy.prefetch.kind != "none" else None,
         "prefetch_synchronous": policy.prefetch.synchronous,
         "eviction": policy.eviction,
+        "routing": policy.routing.model_dump(exclude_none=True),
         "split": _split(settings, engine),
         "ndp": _ndp(settings, engine),
         "shards": _shards(settings, engine),

@@ -41,14 +41,14 @@ def transcription(checkpoint: Path, windows: np.ndarray, normalised: bool) -> li
     def watch(name: str) -> Any:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             forward, top_k = plain[name], ids.shape[1]
-            one = torch.ones(1, 1)
+            one, fixed = torch.ones(1, 1), weights.detach()
             for t in range(len(hidden)):
                 each = [forward(hidden[t : t + 1], ids[t : t + 1, k : k + 1], one)[0].detach() for k in range(top_k)]
-                order = sorted(range(top_k), key=lambda k, t=t: -float(weights[t, k]))  # type: ignore[misc]
+                order = sorted(range(top_k), key=lambda k, t=t: -float(fixed[t, k]))  # type: ignore[misc]
                 keep, drop = order[: top_k - top_k // 2], order[top_k - top_k // 2 :]
 
                 def mean(places: list[int], each: list[Any] = each, t: int = t) -> torch.Tensor:
-                    return sum(weights[t, k] * each[k] for k in places) / sum(weights[t, k] for k in places)
+                    return sum(fixed[t, k] * each[k] for k in places) / sum(fixed[t, k] for k in places)
 
                 change = mean(drop) - (mean(keep) if normalised else 0)
                 changes.setdefault(name, []).append(change**2)
