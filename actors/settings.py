@@ -150,7 +150,7 @@ class SplitSettings(Settings):
         description="full experts of memory for bottoms; none: top-k, and room for the bottoms of two layers' top-k",
     )  # fmt: skip
     tau: int = Field(default=5000, ge=1, description="tokens between configurations")
-    zeta: float = Field(default=0.01, gt=0, le=1, description="share of a layer's memory that is moved at a time")
+    zeta: float = Field(default=0.01, gt=0, lt=1, description="share of a layer's memory that is moved at a time")
     min_gain: float = Field(default=0.01, ge=0, lt=1, description="predicted gain below which nothing is changed")
     allocation: Literal["moepic", "dynamic-programming"] = "moepic"
 
@@ -162,6 +162,8 @@ class SplitSettings(Settings):
             raise ValueError(f"split is off: leave {', '.join(sorted(changed))} out, or give its kind")
         if self.kind == "fixed" and changed - {"theta", "buffer"}:
             raise ValueError(f"{', '.join(sorted(changed - {'theta', 'buffer'}))}: only an adaptive split has that")
+        if self.allocation == "dynamic-programming" and self.theta != 1:
+            raise ValueError("dynamic programming gives layers whole experts: say theta 1")
         return self
 
 
@@ -202,6 +204,8 @@ class PolicySettings(Settings):
         return self
 
     def _refuse_beside_split(self) -> None:
+        if self.split.kind == "adaptive" and self.eviction not in ("lcp", "lru", "lfu", "random"):
+            raise ValueError(f"hit rates of every cache size cannot be counted for eviction {self.eviction}")
         if self.uses_ndp:
             raise ValueError(f"placement {self.placement.kind} moves whole experts: leave split out")
         if self.preload != "none":

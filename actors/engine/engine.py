@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -11,11 +12,14 @@ from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
+from ..policies.split.statistics import Order
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
+from .configurator import Configurator
+from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
@@ -32,7 +36,7 @@ from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
-from .stats import EngineStats, LayerResidency, LayerStats
+from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
@@ -104,6 +108,7 @@ class ExpertEngine:
         self.shards: Shards | None = None
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
+        self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -118,6 +123,7 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
@@ -161,6 +167,8 @@ class ExpertEngine:
             self.shards.begin_forward()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
+        if self.configuring is not None:
+            self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
 
@@ -193,6 +201,7 @@ class ExpertEngine:
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter,
             )  # fmt: skip
+            layer.configuring = self.configuring
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
@@ -213,6 +222,22 @@ class ExpertEngine:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
+
+    def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
+        """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
+        policy = settings.policy
+        if policy.split.kind != "adaptive":
+            return None
+        ahead = policy.prefetch
+        top = self.top_k if ahead.top is None else ahead.top
+        configurator = Configurator(
+            self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
+            0 if ahead.kind == "none" else top, self.slot_bytes,
+        )  # fmt: skip
+        found = Configuring(configurator, self.cache, policy.split.tau)
+        if self.prefetching is not None:
+            self.prefetching.on_predicted = found.predicted
+        return found
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -252,6 +277,8 @@ class ExpertEngine:
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
+        if self._stats.configurator is not None:
+            self._stats.configurator = ConfiguratorStats()
         if self.matcher is not None:
             self.matcher.reset()
         self.cache.uses[:] = [0] * len(self.cache.uses)
@@ -259,6 +286,8 @@ class ExpertEngine:
 
     def close(self) -> None:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
+        if self.configuring is not None:
+            self.configuring.close()
         if self.ndp is not None:
             self.ndp.close()
         if self.shards is not None:

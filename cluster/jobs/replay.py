@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...actors.policies.eviction import EVICTION, ExpertMapEviction
+from ...actors.policies.eviction import EVICTION, LAYER_EVICTION, EvictionPolicy, ExpertMapEviction, SplitEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
@@ -26,6 +26,7 @@ from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import load_predictors, train_predictors
 from ..simulate.recall import Recall, recall, split
 from ..simulate.replay import result, serve
+from ..simulate.splitting import first_cut
 from ..simulate.trace import Trace
 from ..simulate.trace_format import TraceHeader
 
@@ -107,13 +108,16 @@ def replay(
         ConfigError: unknown prefetch, or one that the trace has not what it needs for.
     """
     header = trace.header
-    eviction = EVICTION[settings.eviction]()
+    settings = settings.model_copy(update={"prefetch": settings.prefetch.model_copy(update={"kind": prefetch})})
+    cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
+    eviction = _eviction(settings, header)
     if isinstance(eviction, ExpertMapEviction):
         options = replace(options, expect=eviction.expect)
     policy = checked_prefetch(prefetch, options, header)
     engine = SimulatedEngine(
-        header, machine, budget, eviction, policy, PrefetchGovernor(settings.prefetch.min_useful)
-    )
+        header, machine, budget, eviction, policy, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
+        adaptive=settings if settings.split.kind == "adaptive" else None,
+    )  # fmt: skip
     if settings.preload == "all":
         if engine.stats.slots < engine.stats.experts:
             raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
@@ -208,6 +212,17 @@ def checked_prefetch(kind: str, options: PrefetchOptions, header: TraceHeader) -
         return make_prefetch(kind, options)
     except ValueError as error:
         raise ConfigError(str(error), "choose another --prefetch or --distance") from error
+
+
+def _eviction(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
+    if settings.split.kind == "off":
+        return EVICTION[settings.eviction]()
+    if settings.eviction not in LAYER_EVICTION:
+        raise ConfigError(
+            f"eviction {settings.eviction} has no order for the experts of one layer, which split needs",
+            f"give one of {', '.join(LAYER_EVICTION)}",
+        )
+    return SplitEviction(LAYER_EVICTION[settings.eviction], header.layers, header.experts)
 
 
 def _options(

@@ -6,6 +6,7 @@ trace). Everything that decides or counts is the code that serves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,8 +25,10 @@ from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wa
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.residency import Residency
 from ...actors.policies.split.cut import CacheCut
+from ...actors.settings import PolicySettings
 from .clock import VirtualClock, VirtualLoader
 from .machine import Machine
+from .splitting import Routed, SimulatedConfiguring
 from .trace import Iteration
 from .trace_format import TraceHeader
 
@@ -90,6 +93,7 @@ class SimulatedEngine:
         eviction, prefetch, governor: policies; `prefetch` None: none.
         check: check the cache's invariants after each layer.
         cut: how the slots are divided, and then `eviction` is a `SplitEviction`; None: a slot is a whole expert.
+        adaptive: policy by which the cut adapts; None: it does not.
 
     Raises:
         BudgetError: the budget holds no expert. ValueError: the cut is not within the budget.
@@ -105,6 +109,7 @@ class SimulatedEngine:
         governor: PrefetchGovernor | None = None,
         check: bool = False,
         cut: CacheCut | None = None,
+        adaptive: PolicySettings | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         held = budget_bytes(budget, slot_bytes, keys)
@@ -122,6 +127,9 @@ class SimulatedEngine:
             VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut,
         )  # fmt: skip
         self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
+        self._configuring = (
+            None if adaptive is None else SimulatedConfiguring(header, adaptive, self.cache, self.clock)
+        )
         self._runner = ExpertRunner(self.cache, self._planner)
         self._kernel = cast(Any, _TimedKernel(self.clock, machine, neurons))
 
@@ -132,6 +140,8 @@ class SimulatedEngine:
         """One forward pass that carries these iterations of these sequences; the clock moves on."""
         spans = spans_of(parts)
         self.cache.decode_only = all(part.decode for _, part in parts)
+        if self._configuring is not None:
+            self._configuring.begin_forward()
         if self._prefetch is not None:
             self._fetch(0, self._prefetch.begin_forward(spans), not self.cache.governor.resting)
         self.clock.advance(self.machine.forward_s)
@@ -159,8 +169,11 @@ class SimulatedEngine:
         keys = [base + e for e in experts]
         needed = cache.segments(keys)
         cache.drop_stale(layer, needed)
-        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
         cache.eviction.routed(keys, counts, len(ids))
+        configuring = self._configuring
+        if configuring is not None:
+            configuring.routed(layer, Routed(len(ids), experts, starts))
         plan = self._planner.plan(needed, cache.residency, cache.eviction)
         cache.begin(layer, plan)
         if plan.loads:
@@ -168,11 +181,15 @@ class SimulatedEngine:
         if self._prefetch is not None:
             seen = layer_seen(layer, spans, ids, parts)
             self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
+            if configuring is not None:
+                configuring.observed(layer, self._prefetch.predicted)
         places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
         nothing = cast(Any, None)
         self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
         stats.io_path_s += stats.blocked_io_s - blocked_s
         stats.link_path_s += stats.link_s - busy_s
+        if configuring is not None:
+            configuring.ran(layer)
         if self._check:
             cache.check_integrity()
 

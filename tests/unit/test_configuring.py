@@ -1,0 +1,263 @@
+"""The configurator beside an engine: what is recorded, when it decides, and that the simulated executor has it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import traces
+
+from tiermoe.actors.engine.configurator import Step
+from tiermoe.actors.engine.configuring import Configuring, Recorder
+from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
+from tiermoe.actors.policies.eviction import LAYER_EVICTION, SplitEviction
+from tiermoe.actors.policies.prefetch.registry import PrefetchOptions
+from tiermoe.actors.settings import PolicySettings, PrefetchSettings, SplitSettings
+from tiermoe.cluster.jobs.replay import replay, replay_policy
+from tiermoe.cluster.report.summary import configurator_rows
+from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.replay import serve
+from tiermoe.cluster.simulate.splitting import Routed, first_cut, neurons_of
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import BudgetError, ConfigError, TraceError
+
+WAIT_S = 60
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fake_cache(layers: int) -> Any:
+    return SimpleNamespace(decode_only=False, stats=SimpleNamespace(layers=[LayerStats() for _ in range(layers)]))
+
+
+def forward(recorder: Recorder, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step | None:
+    """Two layers, each entered 1 s after what was before, 3 s long."""
+    cache.decode_only = decode
+    step = None
+    for layer in range(2):
+        clock.now_s += 1
+        recorder.routed(layer, Routed(1, [layer, 2], [0, 1, 2]))
+        cache.stats.layers[layer].blocked_io_s += waits_s
+        clock.now_s += 3 + waits_s
+        step = recorder.ran(layer)
+        assert (step is None) == (layer == 0)
+    return step
+
+
+class TestRecorder:
+    def test_times_are_those_between_and_within_layers(self) -> None:
+        cache, clock = fake_cache(2), Clock()
+        recorder = Recorder(cache, 2, clock)
+        first = forward(recorder, cache, clock, decode=True, waits_s=7)
+        assert first is not None
+        assert (first.attention_s, first.moe_s, first.head_s) == (1, 6, None)  # waits for copies are no computing
+        assert (first.experts, first.starts, first.decode) == ([[0, 2], [1, 2]], [[0, 1, 2]] * 2, True)
+        clock.now_s += 4
+        second = forward(recorder, cache, clock, decode=False)
+        assert second is not None
+        assert second.head_s == 5  # the head, and the first layer's attention
+        third = forward(recorder, cache, clock, decode=True)
+        assert third is not None
+        assert third.head_s is None  # after a prompt
+
+    def test_predictions_belong_to_the_layer_that_they_foresee(self) -> None:
+        cache, clock = fake_cache(2), Clock()
+        recorder, wrapped, later = Recorder(cache, 2, clock), np.ones((1, 3)), np.zeros((1, 3))
+        recorder.predicted(0, wrapped)
+        recorder.routed(0, Routed(1, [0], [0, 1]))
+        recorder.predicted(1, later)
+        recorder.ran(0)
+        recorder.routed(1, Routed(1, [0], [0, 1]))
+        step = recorder.ran(1)
+        assert step is not None
+        assert step.scores[0] is wrapped
+        assert step.scores[1] is later
+        again = forward(recorder, cache, clock, decode=True)
+        assert again is not None
+        assert again.scores == [None, None]
+
+    def test_a_forward_that_broke_off_is_no_step(self) -> None:
+        cache, clock = fake_cache(2), Clock()
+        recorder = Recorder(cache, 2, clock)
+        recorder.routed(0, Routed(1, [0], [0, 1]))
+        assert recorder.ran(1) is None
+        assert forward(recorder, cache, clock, decode=True) is not None
+
+    def test_counters_that_begin_anew_meanwhile(self) -> None:
+        cache, clock = fake_cache(2), Clock()
+        recorder = Recorder(cache, 2, clock)
+        cache.stats.layers[0].blocked_io_s = 9.0
+        recorder.routed(0, Routed(1, [0], [0, 1]))
+        cache.stats.layers[0] = LayerStats()
+        clock.now_s += 2
+        recorder.ran(0)
+        recorder.routed(1, Routed(1, [0], [0, 1]))
+        step = recorder.ran(1)
+        assert step is not None
+        assert step.moe_s == 2
+
+
+@dataclass
+class FakeConfigurator:
+    """Takes steps, and finds something whenever it is asked."""
+
+    tau: int
+    layers: int = 2
+    stats: ConfiguratorStats = field(default_factory=ConfiguratorStats)
+    added: list[int] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
+    asked: int = 0
+
+    @property
+    def due(self) -> bool:
+        return sum(self.added) >= self.tau
+
+    def add(self, steps: list[Step]) -> None:
+        self.added += [step.tokens for step in steps]
+
+    def configure(self) -> str:
+        self.asked += 1
+        return f"cut {self.asked}"
+
+    def apply(self, found: str) -> None:
+        self.applied.append(found)
+
+
+class TestConfiguring:
+    def test_decides_apart_and_applies_between_forwards(self) -> None:
+        cache, clock = fake_cache(2), Clock()
+        fake = FakeConfigurator(tau=3)
+        configuring = Configuring(cast(Any, fake), cache, tau=3)
+        try:
+            recorder = cast(Any, configuring)
+            for _ in range(2):
+                forward_hooks(recorder, cache, clock)
+            configuring.begin_forward()
+            assert fake.applied == []
+            assert configuring.ask().wait(WAIT_S)  # whatever tau says; takes what was recorded
+            assert fake.added == [1, 1]
+            assert fake.applied == []
+            configuring.begin_forward()
+            configuring.begin_forward()
+            assert fake.applied == ["cut 1"]
+            for _ in range(3):
+                forward_hooks(recorder, cache, clock)  # tau tokens
+            assert configuring.ask().wait(WAIT_S)
+            assert fake.added == [1] * 5
+            assert fake.asked == 2  # what was found waits to be applied: the ask found nothing newer
+            configuring.begin_forward()
+            assert fake.applied == ["cut 1", "cut 2"]
+            assert fake.stats.record_s > 0
+            assert fake.stats.configure_s > 0
+        finally:
+            configuring.close()
+            configuring.close()
+
+
+    def test_an_error_is_told_and_stops_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeConfigurator(tau=9)
+        monkeypatch.setattr(FakeConfigurator, "configure", lambda self: 1 / 0)
+        configuring = Configuring(cast(Any, fake), fake_cache(2), tau=9)
+        try:
+            assert configuring.ask().wait(WAIT_S)
+            assert configuring.ask().wait(WAIT_S)
+            assert fake.stats.problem == "ZeroDivisionError: division by zero"
+            configuring.begin_forward()
+            assert fake.applied == []
+        finally:
+            configuring.close()
+
+
+def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
+    cache.decode_only = True
+    for layer in range(2):
+        configuring.routed(layer, Routed(1, [layer], [0, 1]))
+        configuring.ran(layer)
+
+
+POLICY = PolicySettings(
+    name="test", lossless=True, eviction="lcp", prefetch=PrefetchSettings(kind="next-gate", min_useful=0.0),
+    split=SplitSettings(kind="adaptive", tau=8, zeta=0.05),
+)  # fmt: skip
+SHAPE = traces.header(layers=4, experts=8, slot_bytes=48 * 16)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    traces.write(tmp_path / "t", SHAPE, [[1, 2, 3], [7], [9, 9]], decodes=20)
+    return Trace(tmp_path / "t")
+
+
+def machine(gbps: float) -> Machine:
+    return Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
+
+
+class TestSimulated:
+    def test_the_cut_adapts(self, trace: Trace) -> None:
+        """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
+        cut = first_cut(trace.header, POLICY, 0.5)
+        assert cut.neurons == 16
+        eviction = SplitEviction(LAYER_EVICTION["lcp"], 4, 8)
+        engine = SimulatedEngine(
+            trace.header, machine(1e-3), 0.5, eviction, check=True, cut=cut, adaptive=POLICY
+        )
+        served = serve(engine, trace.requests())
+        found = engine.stats.configurator
+        assert found is not None
+        assert found.problem is None
+        assert served.forwards == 63
+        assert found.configurations >= 2
+        assert found.reconfigurations >= 1
+        assert engine.cache.cut != cut
+        assert engine.cache.cut is not None
+        assert engine.cache.cut.total_neurons <= 16 * 16
+        assert found.moe_s == pytest.approx(2 * 2.1e-4, rel=0.3)
+        assert found.load_s == pytest.approx(768e-6, rel=0.01)
+        assert found.head_s > found.attention_s > 0
+
+    @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+    def test_replay_of_a_preset_with_split_experts(self, trace: Trace, prefetch: str) -> None:
+        options = PrefetchOptions(4, 8, 2, 1)
+        runs = [replay(trace, POLICY, prefetch, options, machine(1e-3), 0.5) for _ in range(2)]
+        for run in runs:
+            for own in ("record_s", "configure_s"):
+                run["configurator"].pop(own)
+        assert runs[0] == runs[1]
+        assert runs[0]["top_hits"] > 0
+        assert runs[0]["configurator"]["configurations"] > 0
+
+    def test_refuses(self, trace: Trace) -> None:
+        with pytest.raises(BudgetError, match="cannot be split"):
+            first_cut(trace.header, POLICY, 768)
+        with pytest.raises(TraceError, match="not of gated neurons"):
+            neurons_of(traces.header())
+        policy = replay_policy("moepic-no-cca", "expert-map")
+        with pytest.raises(ConfigError, match="no order for the experts of one layer"):
+            replay(trace, policy, "none", PrefetchOptions(4, 8, 2, 1), machine(1), 0.5)
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="dynamic programming gives layers whole experts"):
+        SplitSettings(kind="adaptive", allocation="dynamic-programming")
+    with pytest.raises(ValueError, match="cannot be counted for eviction lfu-decay"):
+        PolicySettings(name="x", lossless=True, eviction="lfu-decay", split=SplitSettings(kind="adaptive"))
+
+
+def test_summary() -> None:
+    stats = {"configurations": 3, "reconfigurations": 2, "expected_before_s": 0.02, "expected_after_s": 0.01,
+             "record_s": 0.001, "problem": None}  # fmt: skip
+    [(name, text)] = configurator_rows({"configurator": stats})
+    assert name == "cache split"
+    assert text.startswith("cut anew 2 times in 3 configurations; the last was expected")
+    assert configurator_rows({"configurator": None}) == []
