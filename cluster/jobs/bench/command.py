@@ -21,7 +21,8 @@ from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
 from . import compare_command
-from .compare.kept import Kept, partial_file
+from .compare.kept import Kept
+from .compare.partial import partial_file
 from .harness import Report, print_report
 from .json_option import JsonCommand
 
