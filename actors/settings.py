@@ -15,7 +15,7 @@ from .policies.sharding import Ownership
 PrefetchKind = Literal[
     "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
 ]
-EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay"]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random"]
 
 
 class Settings(BaseModel):

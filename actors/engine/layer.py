@@ -73,6 +73,7 @@ class MoeLayer:
         cache.poll()  # view
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
+        cache.eviction.routed(needed, routing.counts, routing.tokens)
         if self._shards is not None:
             self._shards.at(self.index)
         if self._placer is None:

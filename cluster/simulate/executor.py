@@ -136,6 +136,8 @@ class SimulatedEngine:
         cache.poll()
         needed = [base + e for e in experts]
         cache.drop_stale(layer, needed)
+        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        cache.eviction.routed(needed, counts, len(ids))
         plan = self._planner.plan(needed, cache.residency, cache.eviction)
         cache.begin(layer, plan)
         if plan.loads:
