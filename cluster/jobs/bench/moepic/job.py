@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from . import findings, footprint
 from .calibration import Calibration, calibrate
 from .hits import hit_table
 from .simulated import simulate
-from .sweeps import sweep_files, sweeps
+from .sweeps import NAMES, sweep_files, sweeps
 from .timelines import trace_decode
 from .work import Workload
 
@@ -65,7 +64,7 @@ class MoepicReport(Report):
 def bench_moepic(
     model: str | None, repeats: int, work: Workload, folder: Path | None, progress: Progress | None,
     file: str | None = None,
-) -> tuple[MoepicReport, list[Callable[[], None]]]:  # fmt: skip
+) -> tuple[MoepicReport, list[Kept | Steps]]:  # fmt: skip
     """All figures of the page.
 
     Args:
@@ -73,7 +72,7 @@ def bench_moepic(
         file: configuration of everything but `OWN_KEYS`.
 
     Returns:
-        The report, and what discards the parts that were kept, once it is written.
+        The report, and what was kept, to be discarded once it is written.
 
     Raises:
         CheckpointError: the model ships too little held-out text.
@@ -82,7 +81,7 @@ def bench_moepic(
     base, load_average = run_config(model, file), os.getloadavg()[0]
     passages = split_prompts(base.model_dir, work.prompt_tokens)
     split, traced = passages.take(work.warm, repeats * work.prompts), passages.take(*work.trace_prompts)
-    out = {} if folder is None else sweep_files(folder)
+    out = dict(zip((*NAMES, "parts"), sweep_files(folder), strict=True)) if folder is not None else {}
     parts = Steps(out.get("parts"), _fingerprint(base, split, traced, repeats, work))
     calibration = Calibration(**parts.get("calibration", lambda: asdict(_calibrated(base, split, work, progress))))
     links = work.links or tuple(dict.fromkeys(calibration.link(ratio) for ratio in work.ratios))
@@ -110,7 +109,7 @@ def bench_moepic(
         budgets.settings | _settings(work, calibration, links, load_average), _SHOWN, asdict(calibration), hits,
         footprint.footprints(points, footprint.targets_of(points)), timelines, simulated,
     )  # fmt: skip
-    return report, [parts.discard, *(kept.discard for _, kept in ran.values())]
+    return report, [parts, *(kept for _, kept in ran.values())]
 
 
 def _calibrated(base: RunConfig, split: Split, work: Workload, progress: Progress | None) -> Calibration:

@@ -59,6 +59,6 @@ def configures_itself(policy: str) -> bool:
     return load_policy(policy).split.kind == "adaptive"
 
 
-def sweep_files(folder: Path) -> dict[str, Path]:
-    """Results of the sweeps and of the other parts ("parts"), beside which what is unfinished is kept."""
-    return {name: folder / f"moepic-{name}.json" for name in (*NAMES, "parts")}
+def sweep_files(folder: Path) -> tuple[Path, ...]:
+    """Results of the sweeps in the order of `NAMES`, then of the other parts, beside which unfinished ones are kept."""
+    return tuple(folder / f"moepic-{name}.json" for name in (*NAMES, "parts"))

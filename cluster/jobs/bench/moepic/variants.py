@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from .....actors.settings import PolicySettings
-from .....errors import ConfigError
 from ....config import load_policy
 from ....yaml_file import explain
 
