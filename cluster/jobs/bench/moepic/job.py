@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from ....config import RunConfig
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.sweep import Sweep, digest, surroundings
-from ..harness import Report
-from ..page_parts import rounded
 from ..prompt_split import Split, split_prompts
 from ..recorded import Recorded, own_store, read_split, record_split
 from ..serving import run_config
@@ -25,6 +23,7 @@ from ..steps import Steps
 from . import findings, footprint
 from .calibration import Calibration, calibrate
 from .hits import hit_table
+from .report import MoepicReport
 from .simulated import simulate
 from .sweeps import NAMES, sweep_files, sweeps
 from .timelines import trace_decode
@@ -37,28 +36,6 @@ _SHOWN = (
 )  # fmt: skip
 _CALIBRATED = 3  # prompts on which computing is measured, and times
 _DISTANCES = 4  # layers ahead that the trace holds
-
-
-@dataclass
-class MoepicReport(Report):
-    """A report with what the page shows besides the runs, as plain values.
-
-    calibration: of `Calibration`. hits: of `hit_table`. targets: of `footprint`. timelines: of each missed cell.
-    simulated: of `simulate`; None where no bar is missed.
-    """
-
-    calibration: dict[str, Any] = field(default_factory=dict)
-    hits: dict[str, Any] = field(default_factory=dict)
-    footprints: list[dict[str, Any]] = field(default_factory=list)
-    timelines: list[dict[str, Any]] = field(default_factory=list)
-    simulated: dict[str, Any] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        more = {
-            "calibration": self.calibration, "hits": self.hits, "footprints": self.footprints,
-            "timelines": self.timelines, "simulated": self.simulated,
-        }  # fmt: skip
-        return rounded(super().as_dict() | more)  # type: ignore[no-any-return]
 
 
 def bench_moepic(

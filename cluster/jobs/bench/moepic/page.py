@@ -22,8 +22,8 @@ from .findings import (
     of_sensitivity,
     of_table1,
 )
-from .job import MoepicReport
 from .plots import colour, plot_budgets, plot_hits
+from .report import MoepicReport
 from .why import explained, where_it_holds
 
 _PAPER_TABLE1 = (  # at 10, 20, .. 50 of 60 experts
@@ -54,8 +54,8 @@ def page(record: dict[str, Any]) -> str:
         "# MoEpic: split experts against its baselines",
         "",
         f"Written by `{_command(settings)}` on {hardware['model']} ({hardware['cores']} cores), at a load average of "
-        f"{settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU stands in for the GPU, "
-        f"the link is throttled, {settings['latency_us']:g} us before each copy); hit rates by cache size are "
+        f"{settings['load_average']:.1f} when it began. Runs are *{record['executor']}* (the CPU stands in for the "
+        f"GPU, the link is throttled, {settings['latency_us']:g} us before each copy); hit rates by cache size are "
         "*simulated*, on a recorded trace. All data: [moepic.json](moepic.json).",
         "",
         f"Model {settings['model']}, {settings['threads']} thread, one request at a time. Held-out prompts of "
@@ -200,12 +200,20 @@ def _simulated(found: dict[str, Any]) -> list[str]:
         shown = (f"{tpot[policy]:.2f}" if policy in tpot else "-" for policy in policies)
         body.append((key[0], f"{key[1]:g}", f"{key[2]:.2f}", *shown))
     lines += [
-        f"Simulated TPOT (ms) by link, with the costs of computing that the trace was recorded with. {found['note']}",
+        "Simulated TPOT (ms) by link, with the costs of computing that the trace was recorded with. moepic's cut is "
+        "what the configurator makes of the learnt requests; its guesses are next-gate's, for a trace holds no "
+        "prediction for the first layer." + _left_out(found["left_out"]),
         "",
         *table(("budget", "GB/s", "loading over computing", *policies), body),
         "",
     ]
     return lines
+
+
+def _left_out(policies: Sequence[str]) -> str:
+    if not policies:
+        return ""
+    return f" Not among them, because a trace has not what they go by: {', '.join(policies)}."
 
 
 def _ablation(rows: Sequence[Row]) -> list[str]:
