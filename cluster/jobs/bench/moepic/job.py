@@ -12,12 +12,12 @@ from typing import Any
 from rich.progress import Progress
 
 from .....errors import ConfigError
-from ....config import RunConfig
+from ....config import RunConfig, load_policy
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.sweep import Sweep, digest, surroundings
 from ..prompt_split import Split, split_prompts
-from ..recorded import Recorded, own_store, read_split, record_split
+from ..recorded import Recorded, read_split, record_split
 from ..serving import run_config
 from ..steps import Steps
 from . import findings, footprint
@@ -25,6 +25,7 @@ from .calibration import Calibration, calibrate
 from .hits import hit_table
 from .report import MoepicReport
 from .simulated import simulate
+from .store import store_with_predictors
 from .sweeps import NAMES, sweep_files, sweeps
 from .timelines import trace_decode
 from .work import Workload
@@ -56,6 +57,7 @@ def bench_moepic(
         ConfigError, RuntimeFailure: as `compare`.
     """
     base, load_average = run_config(model, file), os.getloadavg()[0]
+    presets = [load_policy(name) for name in dict.fromkeys((*work.policies, *work.ablation))]
     passages = split_prompts(base.model_dir, work.prompt_tokens)
     split, traced = passages.take(work.warm, repeats * work.prompts), passages.take(*work.trace_prompts)
     out = dict(zip((*NAMES, "parts"), sweep_files(folder), strict=True)) if folder is not None else {}
@@ -63,7 +65,8 @@ def bench_moepic(
     calibration = Calibration(**parts.get("calibration", lambda: asdict(_calibrated(base, split, work, progress))))
     links = work.links or tuple(dict.fromkeys(calibration.link(ratio) for ratio in work.ratios))
     with tempfile.TemporaryDirectory(prefix="tiermoe-moepic-") as scratch:
-        config = base.model_copy(update={"store": str(_store(base, Path(scratch)))})
+        store = store_with_predictors(base, presets, Path(scratch), progress)
+        config = base.model_copy(update={"store": str(store)})
 
         @cache
         def recorded() -> Recorded:
@@ -96,10 +99,6 @@ def _calibrated(base: RunConfig, split: Split, work: Workload, progress: Progres
     found = calibrate(base, split.measure[:_CALIBRATED], work.max_tokens, _CALIBRATED)
     progress.advance(task)
     return found
-
-
-def _store(base: RunConfig, scratch: Path) -> Path:
-    return own_store(base, scratch)
 
 
 def _timelines(
