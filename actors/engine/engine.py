@@ -19,7 +19,7 @@ from .calibrated import Calibrated
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
-from .make_prefetch import make_policy, unasked_layers
+from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
 from .ndp_pool import NdpPool
@@ -66,7 +66,7 @@ class ExpertEngine:
         shards: how to reach the shards 1..G-1; as many as the settings say.
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
-        calibrated: what else `tiermoe prepare` made for the policy.
+        calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -88,9 +88,10 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
-        calibrated: Calibrated = Calibrated(),
+        calibrated: Calibrated | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
+        calibrated = Calibrated() if calibrated is None else calibrated
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
@@ -116,7 +117,7 @@ class ExpertEngine:
                     kernel_for(self.cache.pool, blocks[0]), tables,
                 )  # fmt: skip
             self._connect()
-            self.prefetching = self._make_prefetching(settings, blocks, predictors)
+            self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
@@ -196,18 +197,22 @@ class ExpertEngine:
             self._handles.append(attach(block.experts, layer))
 
     def _make_prefetching(
-        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None
-    ) -> Prefetching | None:
+        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
+        calibrated: Calibrated,
+    ) -> Prefetching | None:  # fmt: skip
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:
             return None
-        if policy.needs_lookahead:
+        gates = None
+        if policy.needs_gates:
+            gates = gate_probes(settings.policy, calibrated, len(blocks), self.device.torch_device)
+        elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards)
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
