@@ -23,8 +23,8 @@ POLICIES = ("random", "lfu", "lru", "lcp", "belady")
 class Belady(EvictionPolicy):
     """Evicts the expert that is needed again last of all: no policy that loads on demand has more hits (Belady, 1966).
 
-    State: of each expert the steps that will need it, latest first, and when each held one is needed next. `routed` O(K),
-    `victims` O(C log C).
+    State: of each expert the steps that will need it, latest first, and which are held. `routed` O(K), `victims`
+    O(C log C).
 
     Args:
         ids: the routing of one layer that is going to be played [n, K].

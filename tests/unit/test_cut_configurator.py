@@ -15,7 +15,7 @@ from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.policies.split.expert_split import LayerModel, Times, expected, expert_split, total_s
 from tiermoe.actors.policies.split.statistics import LayerStatistics, Picks, observe
 
-E, K, I = 6, 2, 16  # noqa: E741: the paper's letter
+E, K, N = 6, 2, 16
 TIMES = Times(attention_s=1.0, moe_s=2.0, head_s=0.5, load_s=3.0)
 
 
@@ -81,7 +81,7 @@ class TestExpertSplit:
     def test_one_layer(self, seed: int, v: float, window: float, times: Times) -> None:
         stats = layer(seed, skill=0.2 * (seed % 6))
         found = LayerModel(stats, times).best(v, window)
-        m, c, theta = transcribed(stats, v, window, times)
+        m, _c, _theta = transcribed(stats, v, window, times)
         assert found.loaded == pytest.approx(m)
         at_c, *_ = transcribed(stats, v, window, times, range(found.slots, found.slots + 1))
         assert at_c == pytest.approx(m)  # another C only where it is as good
@@ -103,8 +103,10 @@ class TestExpertSplit:
     def test_bounds(self) -> None:
         for seed in range(5):
             split = LayerModel(layer(seed), TIMES).best(1.5, 4.0)
-            assert 0 <= split.loaded <= K and split.exposed_s >= 0 < split.next_window_s
-            assert split.slots * split.theta <= 1.5 + 1e-9 and 0 < split.theta <= 1
+            assert 0 <= split.loaded <= K
+            assert split.exposed_s >= 0 < split.next_window_s
+            assert split.slots * split.theta <= 1.5 + 1e-9
+            assert 0 < split.theta <= 1
 
     def test_enough_for_all(self) -> None:
         """Memory for every expert: nothing is exposed, and the next layer has the whole window."""
@@ -122,7 +124,9 @@ class TestExpertSplit:
     def test_no_more_guesses_than_asked_for(self) -> None:
         stats = layer(3, skill=9.0)
         loaded = [LayerModel(stats, TIMES, guesses).of(0, 0.0, 1e9).loaded for guesses in range(E + 1)]
-        assert loaded[0] == 0 and loaded[1] == pytest.approx(1) and loaded[2:] == pytest.approx([2] * (E - 1))
+        assert loaded[0] == 0
+        assert loaded[1] == pytest.approx(1)
+        assert loaded[2:] == pytest.approx([2] * (E - 1))
 
     def test_refuses(self) -> None:
         with pytest.raises(ValueError, match="times"):
@@ -136,7 +140,7 @@ def transcribed_allocation(stats: list[LayerStatistics], t: Times, total: int, z
 
     def latency(budgets: list[int]) -> list[float]:
         models = [LayerModel(s, t) for s in stats]
-        return [s.exposed_s for s in expert_split(models, [b / I for b in budgets], t)]
+        return [s.exposed_s for s in expert_split(models, [b / N for b in budgets], t)]
 
     while n > 1:
         t1, t2, t3 = latency(v), latency([x + step for x in v]), latency([max(1, x - step) for x in v])
@@ -157,26 +161,28 @@ def transcribed_allocation(stats: list[LayerStatistics], t: Times, total: int, z
 class TestAllocation:
     @settings(max_examples=40, deadline=None)
     @given(
-        seeds=SEEDS, times=times_drawn, total=st.integers(8, 4 * E * I), zeta=st.sampled_from([0.01, 0.05, 0.2, 0.6])
+        seeds=SEEDS, times=times_drawn, total=st.integers(8, 4 * E * N), zeta=st.sampled_from([0.01, 0.05, 0.2, 0.6])
     )
     def test_algorithm_1(self, seeds: list[int], times: Times, total: int, zeta: float) -> None:
         stats = layers_of(seeds)
         models = [LayerModel(s, times) for s in stats]
-        found = allocate(models, times, total, I, zeta)
+        found = allocate(models, times, total, N, zeta)
         assert list(found.budgets) == transcribed_allocation(stats, times, total, zeta)
-        assert sum(found.budgets) == total and min(found.budgets) > 0
+        assert sum(found.budgets) == total
+        assert min(found.budgets) > 0
         each, over = divmod(total, len(stats))
-        uniform = [(each + (i < over)) / I for i in range(len(stats))]
+        uniform = [(each + (i < over)) / N for i in range(len(stats))]
         assert total_s(found.splits) <= total_s(expert_split(models, uniform, times)) + 1e-12
-        again = expert_split(models, [b / I for b in found.budgets], times)
+        again = expert_split(models, [b / N for b in found.budgets], times)
         assert list(found.splits) == again
 
     def test_the_needy_layer_gains(self) -> None:
         """One layer's experts are all alike and not predictable, the other's are easy: memory moves to the first."""
         stats = [layer(1, skew=0.0, skill=0.0), layer(2, skew=6.0, skill=9.0)]
         models = [LayerModel(s, TIMES) for s in stats]
-        found = allocate(models, TIMES, 4 * I, I, 0.05)
-        assert found.exchanges > 0 and found.budgets[0] > found.budgets[1]
+        found = allocate(models, TIMES, 4 * N, N, 0.05)
+        assert found.exchanges > 0
+        assert found.budgets[0] > found.budgets[1]
         uniform = total_s(expert_split(models, [2.0, 2.0], TIMES))
         assert total_s(found.splits) < uniform
 
@@ -184,7 +190,7 @@ class TestAllocation:
         models = [LayerModel(layer(i), TIMES) for i in range(3)]
         for budget, zeta in ((2, 0.1), (9, 0.0), (9, 1.0)):
             with pytest.raises(ValueError, match="neurons for 3 layers"):
-                allocate(models, TIMES, budget, I, zeta)
+                allocate(models, TIMES, budget, N, zeta)
 
 
 class TestDynamicProgramming:
@@ -202,7 +208,8 @@ class TestDynamicProgramming:
     def test_brute_force(self, costs: list[list[int]], spare: int) -> None:
         table, slots = np.array(costs, float), len(costs) + spare
         sizes = cache_sizes(table, slots)
-        assert sum(sizes) <= slots and all(1 <= s <= 4 for s in sizes)
+        assert sum(sizes) <= slots
+        assert all(1 <= s <= 4 for s in sizes)
         least = min(
             sum(row[s] for row, s in zip(costs, choice, strict=True))
             for choice in product(range(1, 5), repeat=len(costs))
@@ -231,26 +238,30 @@ class TestConfigure:
     )  # fmt: skip
     def test_fits_and_gains(self, seeds: list[int], times: Times, experts: int, buffer: int, kind: str) -> None:
         stats, n = layers_of(seeds), len(seeds)
-        pool = max(experts, 2 * n + 1) * I
-        present = CacheCut.uniform(n, E, I, pool, 0.5, buffer)
-        found = configure(stats, times, Room(I, pool, buffer), present, allocation=kind, zeta=0.05)
+        pool = max(experts, 2 * n + 1) * N
+        present = CacheCut.uniform(n, E, N, pool, 0.5, buffer)
+        found = configure(stats, times, Room(N, pool, buffer), present, allocation=kind, zeta=0.05)
         if found is None:
             return
         cut = found.cut
-        assert cut.total_neurons <= pool and all(s <= E for s in cut.slots) and min(cut.slots) >= 1
-        assert found.gain >= 0.01 and found.after_s < found.before_s
+        assert cut.total_neurons <= pool
+        assert all(s <= E for s in cut.slots)
+        assert min(cut.slots) >= 1
+        assert found.gain >= 0.01
+        assert found.after_s < found.before_s
         models = [LayerModel(s, times) for s in stats]
         assert expected_s(models, times, cut) == pytest.approx(found.after_s)
         assert expected_s(models, times, present) == pytest.approx(found.before_s)
         if cut.buffer_neurons:
-            assert cut.buffer_slots * cut.buffer_neurons <= max(buffer * I, cut.buffer_neurons)
+            assert cut.buffer_slots * cut.buffer_neurons <= max(buffer * N, cut.buffer_neurons)
         if kind == "dynamic-programming":
-            assert set(cut.tops) == {I} and cut.buffer_slots == 0
+            assert set(cut.tops) == {N}
+            assert cut.buffer_slots == 0
 
     def test_keeps_what_is_as_good(self) -> None:
         """From the cut that it chose itself there is nothing to gain."""
-        stats, room = layers_of([1, 2, 3]), Room(I, 8 * I, 2)
-        present = CacheCut.uniform(3, E, I, 8 * I, 0.5, 2)
+        stats, room = layers_of([1, 2, 3]), Room(N, 8 * N, 2)
+        present = CacheCut.uniform(3, E, N, 8 * N, 0.5, 2)
         found = configure(stats, TIMES, room, present, zeta=0.05)
         assert found is not None
         assert configure(stats, TIMES, room, found.cut, zeta=0.05) is None
@@ -258,10 +269,10 @@ class TestConfigure:
 
     def test_all_fit(self) -> None:
         """Room for every expert: whole ones, no buffer, nothing exposed."""
-        stats, pool = layers_of([1, 2]), 2 * E * I
-        present = CacheCut.uniform(2, E, I, pool, 0.5, 1)
+        stats, pool = layers_of([1, 2]), 2 * E * N
+        present = CacheCut.uniform(2, E, N, pool, 0.5, 1)
         slow = Times(1, 1, 1, 50)
-        found = configure(stats, slow, Room(I, pool, 2), present)
+        found = configure(stats, slow, Room(N, pool, 2), present)
         if found is None:  # the present one holds everything as well
             assert expected_s([LayerModel(s, slow) for s in stats], slow, present) == 0
         else:
@@ -269,6 +280,6 @@ class TestConfigure:
 
     def test_refuses(self) -> None:
         with pytest.raises(ValueError, match="no room"):
-            Room(I, I - 1, 1)
+            Room(N, N - 1, 1)
         with pytest.raises(ValueError, match="hold no buffer"):
-            Room(I, I + 1, 1).buffer(2)
+            Room(N, N + 1, 1).buffer(2)

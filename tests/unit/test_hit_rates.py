@@ -51,12 +51,14 @@ class TestByHand:
     def test_frequency_wins(self) -> None:
         """0 is hot, and others pass by in between."""
         found = rates([[0], [0], [1], [2], [0], [3], [4], [0], [5], [1], [0]], 2, ("lru", "lfu", "lcp"))
-        assert found["lru"] == 1 / 11 and found["lfu"] == found["lcp"] == 4 / 11
+        assert found["lru"] == 1 / 11
+        assert found["lfu"] == found["lcp"] == 4 / 11
 
     def test_priority_forgets_what_was_hot_long_ago(self) -> None:
         """0 was picked 300 times, then no more: who only counts keeps it to the end, LCP for about one window."""
         found = rates([[0]] * 300 + [[1], [2]] * 150, 2, ("lcp", "lfu", "lru"))
-        assert found["lfu"] == 299 / 600 and found["lru"] == 597 / 600
+        assert found["lfu"] == 299 / 600
+        assert found["lru"] == 597 / 600
         assert 440 / 600 < found["lcp"] < 470 / 600
 
     @pytest.mark.parametrize("name", POLICIES)
@@ -70,7 +72,9 @@ class TestByHand:
     def test_counted_tokens_only(self) -> None:
         ids = np.array([[[0], [0], [1], [0]], [[1], [1], [1], [1]]])
         [row] = hit_rates(ids, [1], policies(("lru",)), np.array([False, True, False, True]))
-        assert row.per_layer == (0.5, 1.0) and row.overall == 0.75 and row.size == 1
+        assert row.per_layer == (0.5, 1.0)
+        assert row.overall == 0.75
+        assert row.size == 1
 
     def test_unknown(self) -> None:
         with pytest.raises(KeyError):

@@ -65,7 +65,8 @@ class TestObserve:
         np.testing.assert_allclose(found.hit_rate, h)
         np.testing.assert_allclose(found.accuracy, p)
         np.testing.assert_allclose(found.guess_hit_rate, ph)
-        assert found.per_step == K and found.steps == found.guessed == tokens
+        assert found.per_step == K
+        assert found.steps == found.guessed == tokens
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
@@ -92,9 +93,12 @@ class TestObserve:
 
     def test_bounds(self, order: Order) -> None:
         found, _ = observe(Picks.of_tokens(*_with_experts(draw(9, 60))), order)
-        assert found.hit_rate[0] == 0 and found.hit_rate[E] == 1
-        assert (np.diff(found.hit_rate) >= 0).all() and (np.diff(found.guess_hit_rate, axis=1) >= 0).all()
-        assert (found.guess_hit_rate[:, E] == 1).all() and found.accuracy.sum() == pytest.approx(K)
+        assert found.hit_rate[0] == 0
+        assert found.hit_rate[E] == 1
+        assert (np.diff(found.hit_rate) >= 0).all()
+        assert (np.diff(found.guess_hit_rate, axis=1) >= 0).all()
+        assert (found.guess_hit_rate[:, E] == 1).all()
+        assert found.accuracy.sum() == pytest.approx(K)
 
 
 def _with_experts(drawn: tuple[NDArray[np.int64], NDArray[np.float64] | None]) -> tuple:  # type: ignore[type-arg]
@@ -115,7 +119,7 @@ class TestAgainstCaches:
             cache.move_to_end(e)
             if len(cache) > size:
                 cache.popitem(last=False)
-        first, then = observe(Picks.of_tokens(ids[:E], E, None), "lru")
+        _first, then = observe(Picks.of_tokens(ids[:E], E, None), "lru")
         rest, _ = observe(Picks.of_tokens(ids[E:], E, None), "lru", then)
         assert rest.hits[size] == hits
 
@@ -136,14 +140,19 @@ class TestPicks:
         """A forward of 3 tokens counts as one step that needs the union, and as 3 tokens of age."""
         counts, tokens = np.array([[2, 1, 0], [0, 0, 1], [1, 0, 0]]), np.array([3, 1, 1])
         found, after = observe(Picks(counts, tokens, None), "lcp")
-        assert found.needed == 4 and found.per_step == pytest.approx(4 / 3)
-        assert after.now == 5 and after.last.tolist() == [5, 3, 4] and after.counts.tolist() == [3, 1, 1]
-        assert found.guessed == 0 and not found.accuracy.any()
+        assert found.needed == 4
+        assert found.per_step == pytest.approx(4 / 3)
+        assert after.now == 5
+        assert after.last.tolist() == [5, 3, 4]
+        assert after.counts.tolist() == [3, 1, 1]
+        assert found.guessed == 0
+        assert not found.accuracy.any()
 
     def test_steps_without_a_prediction(self) -> None:
         scores = np.array([[np.nan] * 3, [0.1, 0.7, 0.2]])
         found, _ = observe(Picks.of_tokens(np.array([[0], [1]]), 3, scores), "lcp")
-        assert found.guessed == 1 and found.accuracy.tolist() == [1, 0, 0]
+        assert found.guessed == 1
+        assert found.accuracy.tolist() == [1, 0, 0]
         assert found.guess_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number
 
     def test_refuses(self) -> None:
@@ -157,4 +166,6 @@ class TestPicks:
 
     def test_of_no_step(self) -> None:
         none = LayerStatistics.none(3)
-        assert none.per_step == 0 and not none.hit_rate.any() and not none.accuracy.any()
+        assert none.per_step == 0
+        assert not none.hit_rate.any()
+        assert not none.accuracy.any()

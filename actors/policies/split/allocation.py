@@ -27,8 +27,8 @@ def allocate(
     """VramAllocation of Algorithm 1 (MoEpic section 3.4.2).
 
     From the uniform division on, zeta * V_e moves from the layer that loses least by it to the one that gains most,
-    until the total of the exposed latencies stops falling; the last exchange is undone. It falls strictly, over divisions
-    in whole steps, so this ends. A layer that could not spare a step and keep a neuron gives nothing.
+    until the total of the exposed latencies stops falling; the last exchange is undone. It falls strictly, over
+    divisions in whole steps, so this ends. A layer that could not spare a step and keep a neuron gives nothing.
 
     Args:
         budget_neurons: V_e, of all layers together. neurons: I, of one expert. zeta: granularity, 0 to 1.

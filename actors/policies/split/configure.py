@@ -77,18 +77,16 @@ def configure(
 
     Args:
         statistics: of each layer. present: the cut in use. zeta: granularity of the exchange. min_gain: share of the
-                exposed latency. allocation: moepic, or dynamic programming over whole experts. guesses: experts that are
-            prefetched for a layer at most; None: as many as there is time for, and with dynamic programming as many as
-            a step needs.
+            exposed latency. allocation: moepic, or dynamic programming over whole experts. guesses: experts that are
+            prefetched for a layer at most; None: as many as there is time for, and with dynamic programming as many
+            as a step needs.
 
     Raises:
         ValueError: the room is too small for any cut.
     """
     models = [LayerModel(layer, times, guesses) for layer in statistics]
-    if allocation == "moepic":
-        cut = _split(models, times, room, zeta)
-    else:
-        cut = _whole(statistics, room, guesses)
+    whole = allocation == "dynamic-programming"
+    cut = _whole(statistics, room, guesses) if whole else _split(models, times, room, zeta)
     before_s, after_s = expected_s(models, times, present), expected_s(models, times, cut)
     found = Configured(cut, before_s, after_s)
     return found if cut != present and found.gain >= min_gain and after_s < before_s else None
