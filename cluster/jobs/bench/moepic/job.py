@@ -25,12 +25,12 @@ from .calibration import Calibration, calibrate
 from .hits import hit_table
 from .report import MoepicReport
 from .simulated import simulate
-from .store import store_with_predictors
+from .store import ensure_predictors
 from .sweeps import NAMES, sweep_files, sweeps
 from .timelines import trace_decode
 from .work import Workload
 
-OWN_KEYS = ("policy", "budget", "link", "store")
+OWN_KEYS = ("policy", "budget", "link")
 _SHOWN = (
     "setting", "policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s", "mb_loaded",
     "mb_wasted",
@@ -64,17 +64,15 @@ def bench_moepic(
     parts = Steps(out.get("parts"), _fingerprint(base, split, traced, repeats, work))
     calibration = Calibration(**parts.get("calibration", lambda: asdict(_calibrated(base, split, work, progress))))
     links = work.links or tuple(dict.fromkeys(calibration.link(ratio) for ratio in work.ratios))
+    ensure_predictors(base, presets, progress)
     with tempfile.TemporaryDirectory(prefix="tiermoe-moepic-") as scratch:
-        store = store_with_predictors(base, presets, Path(scratch), progress)
-        config = base.model_copy(update={"store": str(store)})
-
         @cache
         def recorded() -> Recorded:
             trace = record_split(base, traced, work.trace_tokens, _DISTANCES, Path(scratch) / "trace", progress)
             return read_split(trace, len(traced.learn))
 
         hits = parts.get("hits", lambda: hit_table(recorded(), work, progress))
-        found = sweeps(config, split, repeats, work, links, Path(scratch) / "policies")
+        found = sweeps(base, split, repeats, work, links, Path(scratch) / "policies")
         ran = {name: compare(sweep, out.get(name), progress) for name, sweep in found.items()}
         rows = [{"setting": name} | row for name, (report, _) in ran.items() for row in report.rows]
         missed = findings.missed(rows, calibration)
