@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -11,11 +12,13 @@ from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
+from ..policies.split.statistics import Order
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
+from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
@@ -32,7 +35,7 @@ from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
-from .stats import EngineStats, LayerResidency, LayerStats
+from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
@@ -96,7 +99,7 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -104,6 +107,7 @@ class ExpertEngine:
         self.shards: Shards | None = None
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
+        self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -118,6 +122,7 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
@@ -161,6 +166,8 @@ class ExpertEngine:
             self.shards.begin_forward()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
+        if self.configuring is not None:
+            self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
 
@@ -193,6 +200,7 @@ class ExpertEngine:
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter,
             )  # fmt: skip
+            layer.configuring = self.configuring
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
@@ -213,6 +221,21 @@ class ExpertEngine:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
+
+    def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
+        """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
+        policy = settings.policy
+        if policy.split.kind != "adaptive":
+            return None
+        ahead = policy.prefetch
+        top = self.top_k if ahead.top is None else ahead.top
+        found = Configuring(
+            self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
+            0 if ahead.kind == "none" else top, self.slot_bytes,
+        )  # fmt: skip
+        if self.prefetching is not None:
+            self.prefetching.on_predicted = found.predicted
+        return found
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -241,7 +264,7 @@ class ExpertEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self.experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self.experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)
@@ -259,6 +282,8 @@ class ExpertEngine:
 
     def close(self) -> None:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
+        if self.configuring is not None:
+            self.configuring.close()
         if self.ndp is not None:
             self.ndp.close()
         if self.shards is not None:

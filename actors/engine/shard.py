@@ -111,7 +111,7 @@ class ShardEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self._experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self._experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)

@@ -18,12 +18,14 @@ class LayerStats:
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
     later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
     what an NDP worker or another shard computes is neither.
-    Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
+    Under a cut an expert is a hit where all of it was resident. Bytes are slot bytes (the slot's dtype) on every
+    executor, whatever the link carried.
     """
 
     hits: int = 0
     misses: int = 0
     prefetched_hits: int = 0  # hits whose bytes a prefetch brought, first use only
+    top_hits: int = 0  # misses whose top was resident, under a cut: only the bottom was loaded
     late_prefetches: int = 0  # misses whose prefetch was still on its way
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
@@ -97,7 +99,7 @@ class WorkerStats:
 class SourceStats:
     """What became of the experts that one source of guesses had prefetched, since the counters were reset.
 
-    What is neither used nor gone yet is in `queued` only.
+    What is neither used nor gone yet is in `queued` only. Under a cut the segments of experts are counted.
     """
 
     queued: int = 0
@@ -120,6 +122,23 @@ class LayerResidency:
 
 
 @dataclass
+class ConfiguratorStats:
+    """What the cache configurator did since the counters were reset. Expected seconds are of a token, by its model."""
+
+    configurations: int = 0  # times that it looked for a better cut
+    reconfigurations: int = 0  # times that a better one was applied
+    expected_before_s: float = 0.0  # what loading was expected to add, before the last of these
+    expected_after_s: float = 0.0
+    attention_s: float = 0.0  # T_att, T_moe, T_head and T_load, as measured last
+    moe_s: float = 0.0
+    head_s: float = 0.0
+    load_s: float = 0.0
+    record_s: float = 0.0  # seconds of forwards that went into recording
+    configure_s: float = 0.0  # seconds of its own thread
+    problem: str | None = None  # why it could not look for one, the last time
+
+
+@dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""
 
@@ -134,6 +153,7 @@ class EngineStats:
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
     prefetch_sources: dict[str, SourceStats] = field(default_factory=dict)  # by name, such as "next-gate"
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None where no matcher takes part
+    configurator: ConfiguratorStats | None = None  # None where the cut is fixed
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # times that an NDP worker was lost

@@ -110,8 +110,8 @@ def test_every_block_size(rows: int, neurons: int) -> None:
     fast, reference = kernels(pool)
     hidden, pairs = torch.randn(rows, 33, generator=generator), torch.arange(rows)
     expected, found = torch.empty(rows, 33), torch.empty(rows, 33)
-    reference.run(hidden, pairs, [(0, rows, 1)], 1, expected)
-    fast.run(hidden, pairs, [(0, rows, 1)], 1, found)
+    reference.run(hidden, pairs, [(0, rows, neurons, neurons, False)], 1, expected)
+    fast.run(hidden, pairs, [(0, rows, neurons, neurons, False)], 1, found)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

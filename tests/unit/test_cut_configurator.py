@@ -240,7 +240,7 @@ class TestConfigure:
         stats, n = layers_of(seeds), len(seeds)
         pool = max(experts, 2 * n + 1) * N
         present = CacheCut.uniform(n, E, N, pool, 0.5, buffer)
-        found = configure(stats, times, Room(N, pool, buffer), present, allocation=kind, zeta=0.05)
+        found = configure(stats, times, Room(N, pool, K, buffer), present, allocation=kind, zeta=0.05)
         if found is None:
             return
         cut = found.cut
@@ -258,9 +258,19 @@ class TestConfigure:
             assert set(cut.tops) == {N}
             assert cut.buffer_slots == 0
 
+    @settings(max_examples=20, deadline=None)
+    @given(seeds=SEEDS, times=times_drawn, experts=st.integers(12, 4 * E))
+    def test_the_buffer_holds_the_bottoms_of_two_layers(self, seeds: list[int], times: Times, experts: int) -> None:
+        stats, n = layers_of(seeds), len(seeds)
+        present = CacheCut.uniform(n, E, N, experts * N, 0.5, K)
+        found = configure(stats, times, Room(N, experts * N, K), present, zeta=0.05)
+        if found is not None and found.cut.buffer_slots:
+            assert found.cut.buffer_slots >= 2 * K
+            assert found.cut.total_neurons <= experts * N
+
     def test_keeps_what_is_as_good(self) -> None:
         """From the cut that it chose itself there is nothing to gain."""
-        stats, room = layers_of([1, 2, 3]), Room(N, 8 * N, 2)
+        stats, room = layers_of([1, 2, 3]), Room(N, 8 * N, K, 2)
         present = CacheCut.uniform(3, E, N, 8 * N, 0.5, 2)
         found = configure(stats, TIMES, room, present, zeta=0.05)
         assert found is not None
@@ -272,7 +282,7 @@ class TestConfigure:
         stats, pool = layers_of([1, 2]), 2 * E * N
         present = CacheCut.uniform(2, E, N, pool, 0.5, 1)
         slow = Times(1, 1, 1, 50)
-        found = configure(stats, slow, Room(N, pool, 2), present)
+        found = configure(stats, slow, Room(N, pool, K), present)
         if found is None:  # the present one holds everything as well
             assert expected_s([LayerModel(s, slow) for s in stats], slow, present) == 0
         else:
@@ -280,6 +290,6 @@ class TestConfigure:
 
     def test_refuses(self) -> None:
         with pytest.raises(ValueError, match="no room"):
-            Room(N, N - 1, 1)
+            Room(N, N - 1, K)
         with pytest.raises(ValueError, match="hold no buffer"):
-            Room(N, N + 1, 1).buffer(2)
+            Room(N, N + 1, K).buffer(2, 1)

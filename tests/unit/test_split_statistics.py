@@ -135,7 +135,36 @@ class TestAgainstCaches:
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
 
+class TestOtherOrders:
+    def test_lfu_ranks_by_count(self) -> None:
+        ids, _ = draw(4, 50, scored=False)
+        counts, ranks = np.zeros(E, int), []
+        for picked in ids.tolist():
+            order = sorted(range(E), key=lambda e: (-counts[e], e))
+            ranks += [order.index(e) for e in picked]
+            counts[picked] += 1
+        found, _ = observe(Picks.of_tokens(ids, E, None), "lfu")
+        np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
+
+    def test_random_hits_in_proportion(self) -> None:
+        ids, _ = draw(6, 3000, scored=False)
+        found, _ = observe(Picks.of_tokens(ids, E, None), "random")
+        np.testing.assert_allclose(found.hit_rate, np.arange(E + 1) / E, atol=0.03)
+
+
 class TestPicks:
+    def test_steps_that_do_not_count(self) -> None:
+        """They age the others and are in no figure."""
+        ids, scores = draw(8, 30)
+        picks, counted = Picks.of_tokens(ids, E, scores), np.arange(30) >= 12
+        some, end = observe(picks, "lcp", counted=counted)
+        _, then = observe(Picks.of_tokens(ids[:12], E, scores[:12]), "lcp")
+        rest, last = observe(Picks.of_tokens(ids[12:], E, scores[12:]), "lcp", then)
+        np.testing.assert_array_equal(some.held, rest.held)
+        np.testing.assert_array_equal(some.hits, rest.hits)
+        assert some.steps == 18
+        np.testing.assert_array_equal(end.counts, last.counts)
+
     def test_steps_of_several_tokens(self) -> None:
         """A forward of 3 tokens counts as one step that needs the union, and as 3 tokens of age."""
         counts, tokens = np.array([[2, 1, 0], [0, 0, 1], [1, 0, 0]]), np.array([3, 1, 1])

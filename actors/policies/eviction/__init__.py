@@ -12,10 +12,11 @@ from .lfu import Lfu
 from .lru import Lru
 from .per_layer import PerLayer
 from .random_order import RandomOrder
+from .split import SplitEviction
 
 __all__ = [
     "EVICTION", "HALF_LIFE", "LAYER_EVICTION", "EvictionPolicy", "ExpertMapEviction", "Lcp", "Lfu", "Lru", "PerLayer",
-    "RandomOrder",
+    "RandomOrder", "SplitEviction",
 ]  # fmt: skip
 
 HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers

@@ -37,3 +37,7 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """At most `count` admitted keys for which `evictable` holds, first to go first; changes nothing."""
+
+    def of_class(self, slot_class: int) -> EvictionPolicy:
+        """The order of leaving within one class of slots (`Residency`); who has one order for all is asked itself."""
+        return self

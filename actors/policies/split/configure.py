@@ -8,7 +8,7 @@ from math import ceil
 from typing import Literal
 
 from .allocation import allocate, cache_sizes, load_costs
-from .cut import CacheCut
+from .cut import CacheCut, buffer_for
 from .expert_split import LayerModel, Times, expected, total_s
 from .statistics import LayerStatistics
 
@@ -19,8 +19,8 @@ AllocationKind = Literal["moepic", "dynamic-programming"]
 class Room:
     """The memory that a cut divides.
 
-    neurons: I, of one expert. pool_neurons: of all slots together. buffer_experts: whole experts' worth of it that is
-    the buffer's, less where no layer would be left a neuron.
+    neurons: I, of one expert. pool_neurons: of all slots together. top_k: experts of a token. buffer_experts: whole
+    experts' worth of memory that is the buffer's; None: what `buffer_for` says of the cut. A small pool has less.
 
     Raises:
         ValueError: the pool does not hold one expert.
@@ -28,19 +28,20 @@ class Room:
 
     neurons: int
     pool_neurons: int
-    buffer_experts: int
+    top_k: int
+    buffer_experts: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.neurons, self.buffer_experts) < 1 or self.pool_neurons < self.neurons:
+        if min(self.neurons, self.top_k, self.buffer_experts or 1) < 1 or self.pool_neurons < self.neurons:
             raise ValueError(f"there is no room in {self}")
 
-    def buffer(self, layers: int) -> int:
-        """Neurons of the buffer, beside `layers` caches.
+    def buffer(self, layers: int, experts: int) -> int:
+        """Neurons of a buffer of so many whole experts, or fewer, beside `layers` caches of one neuron at least.
 
         Raises:
             ValueError: beside one whole expert there is no neuron for each layer.
         """
-        kept = min(self.buffer_experts, (self.pool_neurons - layers) // self.neurons)
+        kept = min(experts, (self.pool_neurons - layers) // self.neurons)
         if kept < 1:
             raise ValueError(f"{self.pool_neurons} neurons hold no buffer and a cache for each of {layers} layers")
         return kept * self.neurons
@@ -99,8 +100,14 @@ def expected_s(models: Sequence[LayerModel], times: Times, cut: CacheCut) -> flo
 
 
 def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) -> CacheCut:
-    """Whole neurons: V_i // C_i of each top, no more than there are; where that is none, fewer slots of one neuron."""
-    cut = _cut(models, times, room, zeta, room.buffer(len(models)))
+    """Algorithm 1 in the memory that the buffer leaves, which depends on how large its bottoms turn out to be."""
+    held = room.top_k if room.buffer_experts is None else room.buffer_experts
+    while True:
+        cut = _cut(models, times, room, zeta, room.buffer(len(models), held))
+        wanted = buffer_for(1 - cut.buffer_neurons / room.neurons, room.top_k)
+        if room.buffer_experts is not None or wanted <= held:
+            break
+        held = wanted  # more each time, and 2 K at most
     if not cut.buffer_slots:  # no layer has a bottom: what was kept for them can be the caches'
         whole = _cut(models, times, room, zeta, 0)
         if not whole.buffer_neurons:
@@ -109,6 +116,7 @@ def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) 
 
 
 def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, buffer: int) -> CacheCut:
+    """Whole neurons: V_i // C_i of each top, no more than there are; where that is none, fewer slots of one neuron."""
     layers, neurons = len(models), room.neurons
     found = allocate(models, times, room.pool_neurons - buffer, neurons, zeta)
     tops, slots = [], []

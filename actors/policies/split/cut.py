@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ class CacheCut:
         each, over = divmod(cached, layers)
         slots_of = tuple(each + (layer < over) for layer in range(layers))
         return CacheCut(neurons, (top,) * layers, slots_of, buffer)
+
+
+def buffer_for(theta: float, top_k: int) -> int:
+    """Full experts of buffer that hold the bottoms of two layers' top-k, at least top-k of them.
+
+    While one layer's bottoms are in use, so that they must stay, the next layer's arrive. With the paper's K experts a
+    cut of theta < 0.5 has no room for these.
+    """
+    return max(top_k, ceil(2 * top_k * (1 - theta) - 1e-9))
 
 
 def _least(slots: int, needed: int, budget: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..eviction.lcp import OMEGA, RHO
 
-Order = Literal["lcp", "lru"]
+Order = Literal["lcp", "lru", "lfu", "random"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _CHUNK_BYTES = 1 << 22  # of one array [steps, E] at work: what a step costs in memory does not grow with the window
@@ -122,18 +122,25 @@ class LayerStatistics:
 
 
 def observe(
-    picks: Picks, order: Order, before: Priorities | None = None, rho: float = RHO, omega: float = OMEGA
+    picks: Picks,
+    order: Order,
+    before: Priorities | None = None,
+    counted: NDArray[np.bool_] | None = None,
+    rho: float = RHO,
+    omega: float = OMEGA,
 ) -> tuple[LayerStatistics, Priorities]:
     """Statistics of these steps, for every cache size in one pass, and the priorities after them.
 
     A cache of C experts is taken to hold those that rank highest before the step, in the order of `order`: an access
     hits at every C above the expert's rank (its stack distance). For LRU that is exactly what a cache of C holds once C
-    were picked; for LCP it is what the priorities say that it should hold. Equal ones (never picked) rank by number.
+    were picked; for LCP and LFU it is what the priorities say that it should hold; random draws ranks for each step.
+    Equal ones (never picked) rank by number.
 
     O(n E log E).
 
     Args:
-        before: priorities before the first step; None: nothing was ever picked. rho, omega: of LCP.
+        before: priorities before the first step; None: nothing was ever picked. counted: steps that the statistics are
+            about [n], the others only change priorities; None: all. rho, omega: of LCP.
     """
     experts = picks.counts.shape[1]
     priorities = Priorities.none(experts) if before is None else before
@@ -142,8 +149,9 @@ def observe(
         part = slice(start, start + step)
         counts, tokens = picks.counts[part].astype(np.int64), picks.tokens[part].astype(np.int64)
         keys, priorities = _values(counts, tokens, priorities, order, rho, omega)
-        scores = None if picks.scores is None else picks.scores[part]
-        found += _counted(counts > 0, _ranks(keys), scores)
+        shown = slice(None) if counted is None else counted[part]
+        scores = None if picks.scores is None else picks.scores[part][shown]
+        found += _counted(counts[shown] > 0, _ranks(keys[shown]), scores)
     return found, priorities
 
 
@@ -158,6 +166,10 @@ def _values(
     after = Priorities(total[-1], last[-1], int(clock[-1]))
     if order == "lru":
         return last[:-1].astype(np.float64), after
+    if order == "lfu":
+        return total[:-1].astype(np.float64), after
+    if order == "random":
+        return np.random.default_rng(before.now).random(counts.shape), after
     with np.errstate(divide="ignore"):  # log 0: never picked, so last of all
         return np.log(total[:-1]) + last[:-1] * (log(1 / rho) / omega), after
 
