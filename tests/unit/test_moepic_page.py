@@ -35,7 +35,7 @@ _SLOW, _FAST = 0.65, 1.6
 def _row(policy: str, tpot_ms: list[float], budget: str = "0.25", **figures: Any) -> dict[str, Any]:
     measures = {"hit_rate": 0.5, "blocked_io_s": 0.1, "bytes_loaded": 1e6, "bytes_wasted": 0.0, "ttft_s": 0.1}
     measures["expert_budget_bytes"] = 1e8 * float(budget)
-    measures |= {key: value for key, value in figures.items() if key in ("hit_rate", "ttft_s", "reconfigurations")}
+    measures |= {key: value for key, value in figures.items() if key in ("hit_rate", "ttft_s", findings.CONFIGURED)}
     spread = {name: asdict(Spread.of([value] * len(tpot_ms))) for name, value in measures.items()}
     spread["tpot_s"] = asdict(Spread.of([ms / 1e3 for ms in tpot_ms]))
     return {
@@ -60,7 +60,7 @@ def test_a_link_is_as_fast_as_a_ratio_asks_for() -> None:
 
 
 def test_a_warm_up_that_ends_before_the_first_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="warm-up has 110 tokens and the configurator runs after 256"):
+    with pytest.raises(ConfigError, match="55 tokens before its last prompt, the configurator runs after 256"):
         Workload(warm=2)
     with pytest.raises(ConfigError, match="--max-tokens is 2"):
         Workload(max_tokens=2)
@@ -207,7 +207,7 @@ def test_sentences_follow_the_figures() -> None:
     assert findings.of_table1({"lcp": [0.5]}) is None
     lossy = [_row("adapmoe", [5.0], perplexity_ratio=1.02, top1_agreement=0.9)]
     assert "perplexity is 1.0200 to 1.0200 times" in next(findings.of_quality(lossy))
-    assert "1 of 1 cells" in (findings.of_configurator([_row("moepic", [5.0], reconfigurations=1.0)]) or "")
+    assert "1 of 1 cells" in (findings.of_configurator([_row("moepic", [5.0], **{findings.CONFIGURED: 1.0})]) or "")
     assert findings.of_configurator(rows) is None
 
 

@@ -209,7 +209,7 @@ def moepic(
     ] = "2.5,1",
     links: Annotated[str, typer.Option(help="Emulated links in 1e9 bytes per second, in place of --ratios.")] = "",
     prompts: Annotated[int, typer.Option(help="Held-out prompts of a repetition, each met once.")] = 2,
-    warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 5,
+    warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 6,
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
     max_tokens: compare_command.MaxTokens = 24,
     tau: Annotated[int, typer.Option(help="Tokens between two cache configurations.")] = 256,

@@ -19,7 +19,7 @@ PAPER_ABLATION = {"moepic-no-sp": (1.05, 1.32), "moepic-no-lcp": (1.09, 1.19), "
 PAPER_LOWER = (0.3751, 0.6573)  # section 4.2: the part of the baselines' TPOT that MoEpic saves, least and most
 PAPER_MEMORY = (0.3745, 0.5004)  # section 4.3: the part of the caching baselines' memory that it saves
 PAPER_GAIN = {"lru": 5.83, "lfu": 1.53}  # Table 1, 30 of 60 experts (its text has the two the other way round)
-CONFIGURED = "reconfigurations"
+CONFIGURED = "configurator.reconfigurations"
 
 
 def best_baseline(of: Mapping[str, Row]) -> str | None:

@@ -201,8 +201,8 @@ def _simulated(found: dict[str, Any]) -> list[str]:
         body.append((key[0], f"{key[1]:g}", f"{key[2]:.2f}", *shown))
     lines += [
         "Simulated TPOT (ms) by link, with the costs of computing that the trace was recorded with. moepic's cut is "
-        "what the configurator makes of the learnt requests; its guesses are next-gate's, for a trace holds no "
-        "prediction for the first layer." + _left_out(found["left_out"]),
+        "what the configurator makes of the learnt requests, and it guesses nothing for the first layer, of which a "
+        "trace holds no prediction." + _left_out(found["left_out"]),
         "",
         *table(("budget", "GB/s", "loading over computing", *policies), body),
         "",

@@ -14,7 +14,7 @@ from .....actors.policies.eviction import EVICTION, LAYER_EVICTION, SplitEvictio
 from .....actors.policies.prefetch.governor import PrefetchGovernor
 from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
 from .....actors.policies.split.configure import Room, configure
-from .....actors.policies.split.cut import CacheCut
+from .....actors.policies.split.cut import CacheCut, buffer_for
 from .....actors.policies.split.expert_split import Times
 from .....actors.policies.split.statistics import LayerStatistics, Picks, observe
 from .....actors.settings import PolicySettings
@@ -95,7 +95,6 @@ def simulated_engine(
 ) -> SimulatedEngine:
     """An engine of this preset; where it configures itself, with the cut that the learnt requests give."""
     prefetch, top = preset.prefetch, preset.prefetch.top
-    kind = "next-gate" if prefetch.kind == "speculative" else prefetch.kind
     wanted = header.top_k if top is None else min(top, header.top_k)
     options = PrefetchOptions(
         header.layers, header.experts, wanted, prefetch.distance, prefetch.synchronous, hidden=header.hidden
@@ -107,7 +106,7 @@ def simulated_engine(
         else SplitEviction(LAYER_EVICTION[preset.eviction], header.layers, header.experts)
     )
     governor = PrefetchGovernor(prefetch.min_useful)
-    return SimulatedEngine(header, machine, budget, eviction, make_prefetch(kind, options), governor, cut=cut)
+    return SimulatedEngine(header, machine, budget, eviction, make_prefetch(prefetch.kind, options), governor, cut=cut)
 
 
 def replayed_tpot_s(engine: SimulatedEngine, learn: Sequence[Request], measure: Sequence[Request]) -> float:
@@ -125,7 +124,7 @@ def cut_of(
         return None
     keys = header.layers * header.experts
     pool = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys) * NEURONS
-    buffer = header.top_k if split.buffer is None else split.buffer
+    buffer = buffer_for(split.theta, header.top_k) if split.buffer is None else split.buffer
     fixed = CacheCut.uniform(header.layers, header.experts, NEURONS, pool, split.theta, buffer)
     if split.kind == "fixed":
         return fixed
@@ -134,7 +133,7 @@ def cut_of(
         load_s(header.slot_bytes, machine.link or Link(1e6)),
     )  # fmt: skip
     found = configure(
-        statistics_of(header, learn), times, Room(NEURONS, pool, buffer), fixed, zeta=split.zeta,
+        statistics_of(header, learn), times, Room(NEURONS, pool, header.top_k, split.buffer), fixed, zeta=split.zeta,
         min_gain=split.min_gain, allocation=split.allocation, guesses=header.top_k,
     )  # fmt: skip
     return fixed if found is None else found.cut

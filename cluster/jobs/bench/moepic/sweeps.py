@@ -12,6 +12,7 @@ from .findings import OWN
 from .variants import write_variant
 from .work import Workload
 
+FIXED = "moepic-no-cca"  # moepic with a fixed split
 NAMES = ("budgets", "ablation", "sensitivity")
 
 
@@ -36,7 +37,7 @@ def sweeps(
     varied = {OWN: files[OWN]} if OWN in files else {}
     for theta in work.thetas:
         name = f"theta {theta:g}"
-        varied[name] = write_variant(folder, name, OWN, {"split": {"kind": "fixed", "theta": theta}})
+        varied[name] = write_variant(folder, name, FIXED, {"split": {"theta": theta}})
     for zeta in work.zetas:
         name = f"zeta {zeta:g}"
         varied[name] = write_variant(folder, name, OWN, {"split": {"tau": work.tau, "zeta": zeta}})

@@ -26,7 +26,7 @@ class Workload:
     quality_documents: held-out documents on which policies that are not lossless are scored.
 
     Raises:
-        ConfigError: a size is out of range, or the warm-up ends before the first configuration.
+        ConfigError: a size is out of range, or the warm-up has no prompt after the first configuration.
     """
 
     budgets: tuple[str, ...] = ("0.125", "0.25", "0.5", "0.75")
@@ -34,7 +34,7 @@ class Workload:
     links: tuple[float, ...] = ()
     prompt_tokens: int = 32
     max_tokens: int = 24
-    warm: int = 5
+    warm: int = 6
     prompts: int = 2
     tau: int = 256
     trace_prompts: tuple[int, int] = (16, 16)
@@ -61,9 +61,10 @@ class Workload:
             raise ConfigError("--ratios names nothing", "give at least one, separated by commas")
         if any(not 0 < value < float("inf") for value in (*self.ratios, *self.links)):
             raise ConfigError("--ratios and --links must be above 0", "give numbers separated by commas")
-        if self.warm_tokens < self.tau:
+        before = self.warm_tokens - self.warm_tokens // self.warm
+        if before < self.tau:
             raise ConfigError(
-                f"the warm-up has {self.warm_tokens} tokens and the configurator runs after {self.tau}",
+                f"the warm-up has {before} tokens before its last prompt, the configurator runs after {self.tau}",
                 "raise --warm, or lower --tau",
             )
 
