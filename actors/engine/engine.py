@@ -189,7 +189,7 @@ class ExpertEngine:
                 f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
                 "use one shard, or a policy with exact routing",
             )
-        return Rerouter(rule, self.cache, blocks, self.experts, self.top_k)
+        return Rerouter(rule, self.cache, blocks, self.top_k)
 
     def _attach_layers(
         self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None

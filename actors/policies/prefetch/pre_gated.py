@@ -34,7 +34,7 @@ class PreGatedPrefetch(NextGatePrefetch):
 
     Different: in Pre-gated MoE the gate's choice is what layer l + 1 runs, after the whole model was fine-tuned for it.
     Here it is a guess, the model's own router decides, and tokens are exact. The gates alone are trained, by
-    `tiermoe prepare --gates` on the model's own routing, beginning with the weights of layer l + 1's router.
+    `tiermoe prepare --gates` to give what layer l + 1's router gives its own input, beginning with its weights.
     """
 
     name: ClassVar[str] = "pre-gated"
