@@ -60,8 +60,9 @@ class VirtualLoader:
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
-    interrupted. A copy has the link for its latency and its bytes over its rate; the next one starts when it ends. State is brought up to the clock whenever somebody asks; what happens at one instant happens in the order
-    of the calls.
+    interrupted. A copy has the link for its latency and its bytes over its rate; the next one starts when it ends.
+    State is brought up to the clock whenever somebody asks; what happens at one instant happens in the order of the
+    calls.
     """
 
     def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int | Callable[[int], int]) -> None:
