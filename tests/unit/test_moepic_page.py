@@ -60,7 +60,7 @@ def test_a_link_is_as_fast_as_a_ratio_asks_for() -> None:
 
 
 def test_a_warm_up_that_ends_before_the_first_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="55 tokens before its last prompt, the configurator runs after 256"):
+    with pytest.raises(ConfigError, match="51 tokens before its last prompt, the configurator runs after 240"):
         Workload(warm=2)
     with pytest.raises(ConfigError, match="--max-tokens is 2"):
         Workload(max_tokens=2)

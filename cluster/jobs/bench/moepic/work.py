@@ -33,10 +33,10 @@ class Workload:
     ratios: tuple[float, ...] = (2.5, 1.0)
     links: tuple[float, ...] = ()
     prompt_tokens: int = 32
-    max_tokens: int = 24
+    max_tokens: int = 20
     warm: int = 6
     prompts: int = 2
-    tau: int = 256
+    tau: int = 240
     trace_prompts: tuple[int, int] = (16, 16)
     trace_tokens: int = 64
     quality_documents: int = 2
