@@ -14,15 +14,19 @@ import traces
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.bench import page_parts
 from tiermoe.cluster.jobs.bench.compare.partial import partial_file
+from tiermoe.cluster.jobs.bench.compare.sweep import Sweep
 from tiermoe.cluster.jobs.bench.harness import Spread
-from tiermoe.cluster.jobs.bench.moepic import findings, footprint, page, why
+from tiermoe.cluster.jobs.bench.moepic import findings, footprint, page, simulated, why
 from tiermoe.cluster.jobs.bench.moepic.calibration import Calibration
 from tiermoe.cluster.jobs.bench.moepic.hits import hit_table
 from tiermoe.cluster.jobs.bench.moepic.report import MoepicReport
+from tiermoe.cluster.jobs.bench.moepic.sweeps import sweeps
 from tiermoe.cluster.jobs.bench.moepic.timelines import Decode, common, decode_of, joined
 from tiermoe.cluster.jobs.bench.moepic.variants import write_variant
 from tiermoe.cluster.jobs.bench.moepic.work import ABLATION, POLICIES, Workload
+from tiermoe.cluster.jobs.bench.prompt_split import Split
 from tiermoe.cluster.jobs.bench.recorded import Recorded, read_split
+from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.jobs.bench.steps import Steps
 from tiermoe.errors import ConfigError, RuntimeFailure
 
@@ -76,6 +80,26 @@ def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:
     assert preset.prefetch.min_useful != 0.5
     with pytest.raises(ConfigError, match="min_useful"):
         write_variant(tmp_path, "wrong", "next-gate", {"prefetch": {"min_useful": 2}})
+
+
+def _sweeps(tmp_path: Path) -> dict[str, Sweep]:
+    split = Split(tuple((i,) for i in range(6)), tuple((i,) for i in range(10, 20)))
+    work = Workload(thetas=(0.4, 1.0), zetas=(0.05,))
+    return sweeps(run_config(None), split, 5, work, (_SLOW, _FAST), tmp_path / "policies")
+
+
+def test_sweeps_configure_themselves_every_tau_tokens(tmp_path: Path) -> None:
+    found = _sweeps(tmp_path)
+    assert [(name, len(sweep.groups)) for name, sweep in found.items()] == [
+        ("budgets", 8), ("ablation", 2), ("sensitivity", 1),
+    ]  # fmt: skip
+    assert found["sensitivity"].policies == ("moepic", "theta 0.4", "theta 1", "zeta 0.05")
+    for name in ("moepic", "adapmoe", "moepic-no-sp"):
+        sweep = found["ablation" if name == "moepic-no-sp" else "budgets"]
+        assert sweep.preset(name).split == load_policy(name).split.model_copy(update={"tau": 240})
+    assert found["budgets"].preset("moe-infinity") == load_policy("moe-infinity")
+    fixed, finest = (found["sensitivity"].preset(name).split for name in ("theta 0.4", "zeta 0.05"))
+    assert (fixed.kind, fixed.theta, finest.kind, finest.zeta, finest.tau) == ("fixed", 0.4, "adaptive", 0.05, 240)
 
 
 def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget() -> None:
@@ -244,6 +268,19 @@ def test_hit_rates_by_size_policy_rho_and_omega(recorded: Recorded) -> None:
         assert len(rates) == 5
         assert all(rate <= best for rate, best in zip(rates, found["rates"]["belady"], strict=True)), policy
     assert [(row["rho"], row["omega"]) for row in found["lcp"]] == [(0.1, 2), (0.1, 64), (0.9, 2), (0.9, 64)]
+
+
+def test_links_are_simulated_with_the_policies_that_a_trace_can_replay(recorded: Recorded, tmp_path: Path) -> None:
+    sweep = _sweeps(tmp_path)["budgets"]
+    found = simulated.simulate(recorded, sweep, [("0.5", _SLOW, "adapmoe")], None)
+    assert found["left_out"] == ["pre-gated", "adapmoe"]
+    rows = found["rows"]
+    assert {row["policy"] for row in rows} == {"mixtral-offloading", "moe-infinity", "moepic"}
+    slower = [row["link_gbps"] for row in rows if row["policy"] == "moepic"]
+    assert slower == sorted(slower, reverse=True)
+    for policy in ("mixtral-offloading", "moepic"):
+        taken = [row["tpot_ms"] for row in rows if row["policy"] == policy]
+        assert taken[0] < taken[-1]
 
 
 def _report(recorded: Recorded, moepic_ms: float) -> MoepicReport:

@@ -221,8 +221,9 @@ def moepic(
     check: Check = False,
 ) -> None:
     """MoEpic against its baselines: TTFT and TPOT by budget and link, ablation, sensitivity, hit rates, memory."""
-    from .moepic.job import OWN_KEYS, MoepicReport, bench_moepic
+    from .moepic.job import OWN_KEYS, bench_moepic
     from .moepic.page import write_page
+    from .moepic.report import MoepicReport
     from .moepic.sweeps import sweep_files
     from .moepic.work import Workload
 

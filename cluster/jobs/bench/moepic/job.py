@@ -78,7 +78,7 @@ def bench_moepic(
         missed = findings.missed(rows, calibration)
         timelines = parts.get("timelines", lambda: _timelines(found["budgets"], missed, work, progress))
         simulated = parts.get(
-            "simulated", lambda: simulate(recorded(), found["budgets"], missed, work, progress) if missed else None
+            "simulated", lambda: simulate(recorded(), found["budgets"], missed, progress) if missed else None
         )
     points = footprint.points_of(rows, "budgets", links[0])
     budgets = ran["budgets"][0]

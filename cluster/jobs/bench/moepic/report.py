@@ -28,4 +28,5 @@ class MoepicReport(Report):
             "calibration": self.calibration, "hits": self.hits, "footprints": self.footprints,
             "timelines": self.timelines, "simulated": self.simulated,
         }  # fmt: skip
-        return rounded(super().as_dict() | more)  # type: ignore[no-any-return]
+        record: dict[str, Any] = rounded(super().as_dict() | more)
+        return record

@@ -26,7 +26,6 @@ from ....simulate.trace_format import TraceHeader
 from ..compare.sweep import Sweep
 from ..recorded import Recorded
 from .findings import BASELINES, OWN
-from .work import Workload
 
 RATIOS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # loading over computing of the links that are tried
 NEURONS = 128  # of an expert, in which a simulated cut is divided; only shares of it count
@@ -35,8 +34,7 @@ _REQUESTS = 8  # to learn from, and to measure, at most
 
 
 def simulate(
-    recorded: Recorded, sweep: Sweep, missed: Sequence[tuple[str, float, str]], work: Workload,
-    progress: Progress | None,
+    recorded: Recorded, sweep: Sweep, missed: Sequence[tuple[str, float, str]], progress: Progress | None
 ) -> dict[str, Any]:  # fmt: skip
     """TPOT of moepic and of those baselines that a trace can be replayed with, on links from fast to slow.
 
