@@ -173,7 +173,7 @@ def test_what_a_missed_bar_is_put_down_to(own: Decode, limit_ms: float, cause: s
 
 def _simulated(*tpot: tuple[str, float, float]) -> list[dict[str, Any]]:
     return [
-        {"policy": name, "budget": 0.25, "link_gbps": gbps, "ratio": 2 / gbps, "tpot_ms": value}
+        {"policy": name, "budget": "0.25", "link_gbps": gbps, "ratio": 2 / gbps, "tpot_ms": value}
         for name, gbps, value in tpot
     ]
 
@@ -181,14 +181,14 @@ def _simulated(*tpot: tuple[str, float, float]) -> list[dict[str, Any]]:
 def test_where_the_bar_would_hold() -> None:
     rows = _simulated(("moepic", 1, 6), ("mixtral-offloading", 1, 10), ("moe-infinity", 1, 12), ("moepic", 2, 8),
                       ("mixtral-offloading", 2, 9))  # fmt: skip
-    said = why.where_it_holds(rows, 0.25)
+    said = why.where_it_holds(rows, "0.25")
     assert said is not None
     assert said.endswith("the bar holds with link.gbps at 1 GB/s (loading 2.0 times computing: 0.60).")
-    said = why.where_it_holds(rows[3:], 0.25)
+    said = why.where_it_holds(rows[3:], "0.25")
     assert said is not None
     assert "holds on none of 2 GB/s; moepic is best at 2 GB/s" in said
     assert "0.89 of the best" in said
-    assert why.where_it_holds(rows, 0.5) is None
+    assert why.where_it_holds(rows, "0.5") is None
 
 
 def test_bars_are_of_the_best_baseline_in_the_regime() -> None:

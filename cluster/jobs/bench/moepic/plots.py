@@ -39,15 +39,16 @@ def plot_budgets(path: Path, rows: Sequence[Row]) -> None:
                 middle = [1e3 * s["median"] for s in spreads]
                 ends = [[1e3 * (s["median"] - s["minimum"]) for s in spreads],
                         [1e3 * (s["maximum"] - s["median"]) for s in spreads]]  # fmt: skip
+                megabytes = [row["spread"]["expert_budget_bytes"]["median"] / 1e6 for row in mine]
                 axes.errorbar(
-                    [float(row["budget"]) for row in mine], middle, yerr=ends, marker="o", ms=3, capsize=2,
-                    label=policy, lw=2.2 if policy == OWN else 1.0, elinewidth=0.6,
+                    megabytes, middle, yerr=ends, marker="o", ms=3, capsize=2, label=policy, elinewidth=0.6,
+                    **_line(policy == OWN),
                 )  # fmt: skip
             axes.set_ylabel(label, fontsize=8)
             axes.set_ylim(bottom=0)
             axes.tick_params(labelsize=7)
         panels[0][column].set_title(f"{gbps:g} GB/s", fontsize=9)
-        panels[1][column].set_xlabel("budget (share of all experts)", fontsize=8)
+        panels[1][column].set_xlabel("budget (MB of experts)", fontsize=8)
     panels[0][0].legend(fontsize=6)
     save()
 
@@ -57,14 +58,14 @@ def plot_hits(path: Path, hits: Mapping[str, Any], footprints: Sequence[Mapping[
     figure, save = new_figure(path, (9.0, 3.4))
     rates, memory = figure.subplots(1, 2)
     for policy, found in hits["rates"].items():
-        rates.plot(hits["sizes"], found, marker="o", ms=3, label=policy, lw=2.2 if policy == "lcp" else 1.0)
+        rates.plot(hits["sizes"], found, marker="o", ms=3, label=policy, **_line(policy == "lcp"))
     rates.set_xlabel("cached experts of a layer", fontsize=8)
     rates.set_ylabel("hit rate (simulated)", fontsize=8)
     for policy in dict.fromkeys(row["policy"] for row in footprints):
         mine = [row for row in footprints if row["policy"] == policy and row["bytes"] is not None]
         memory.plot(
             [row["target_ms"] for row in mine], [row["bytes"] / 1e6 for row in mine], marker="o", ms=3, label=policy,
-            lw=2.2 if policy == OWN else 1.0,
+            **_line(policy == OWN),
         )  # fmt: skip
     memory.set_xlabel("target TPOT (ms)", fontsize=8)
     memory.set_ylabel("expert memory (MB)", fontsize=8)
@@ -72,3 +73,7 @@ def plot_hits(path: Path, hits: Mapping[str, Any], footprints: Sequence[Mapping[
         axes.legend(fontsize=6)
         axes.tick_params(labelsize=7)
     save()
+
+
+def _line(stands_out: bool) -> dict[str, Any]:
+    return {"lw": 2.2, "color": "black"} if stands_out else {"lw": 1.0}

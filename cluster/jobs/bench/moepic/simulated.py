@@ -18,6 +18,7 @@ from .....actors.policies.split.cut import CacheCut, buffer_for
 from .....actors.policies.split.expert_split import Times
 from .....actors.policies.split.statistics import LayerStatistics, Picks, observe
 from .....actors.settings import PolicySettings
+from ....config import parse_budget
 from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import Machine, load_machine
 from ....simulate.replay import serve
@@ -46,7 +47,7 @@ def simulate(
         policies of which a trace has not what they predict from.
     """
     header, latency_us = recorded.header, sweep.base.link.latency_us
-    budgets = sorted({float(budget) for budget, _, _ in missed})
+    budgets = list(dict.fromkeys(budget for budget, _, _ in missed))
     names = [name for name in (*BASELINES, OWN) if name in sweep.policies]
     usable = [name for name in names if replayable(sweep.preset(name), header)]
     links = simulated_links(header, latency_us)
@@ -59,7 +60,7 @@ def simulate(
         for ratio, gbps in links:
             machine = load_machine(header, None, gbps, latency_us)
             for name in usable:
-                engine = simulated_engine(sweep.preset(name), header, machine, budget, learn)
+                engine = simulated_engine(sweep.preset(name), header, machine, parse_budget(budget), learn)
                 rows.append({
                     "policy": name, "budget": budget, "link_gbps": gbps, "ratio": ratio,
                     "tpot_ms": 1e3 * replayed_tpot_s(engine, learn, measure),
@@ -89,7 +90,7 @@ def simulated_links(header: TraceHeader, latency_us: float) -> list[tuple[float,
 
 
 def simulated_engine(
-    preset: PolicySettings, header: TraceHeader, machine: Machine, budget: float, learn: Sequence[Request]
+    preset: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, learn: Sequence[Request]
 ) -> SimulatedEngine:
     """An engine of this preset; where it configures itself, with the cut that the learnt requests give."""
     prefetch, top = preset.prefetch, preset.prefetch.top
@@ -114,7 +115,7 @@ def replayed_tpot_s(engine: SimulatedEngine, learn: Sequence[Request], measure: 
 
 
 def cut_of(
-    preset: PolicySettings, header: TraceHeader, machine: Machine, budget: float, learn: Sequence[Request]
+    preset: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, learn: Sequence[Request]
 ) -> CacheCut | None:
     """The preset's cut: fixed, or the one that its configurator makes of these requests; None where it has none."""
     split = preset.split

@@ -67,7 +67,7 @@ def explained(record: Mapping[str, Any], floor_ms: float) -> str:
     return text + reasons[cause_of(own, floor_ms, limit_ms)]
 
 
-def where_it_holds(rows: Sequence[Mapping[str, Any]], budget: float) -> str | None:
+def where_it_holds(rows: Sequence[Mapping[str, Any]], budget: str) -> str | None:
     """The simulated links on which moepic's TPOT is at most 0.7 of the best baseline's.
 
     Args:
@@ -88,10 +88,10 @@ def where_it_holds(rows: Sequence[Mapping[str, Any]], budget: float) -> str | No
     if holds:
         each = (f"{gbps:g} GB/s (loading {ratios[gbps]:.1f} times computing: {over[gbps]:.2f})" for gbps in holds)
         where = ", ".join(each)
-        return f"Simulated at budget {budget:g}, the bar holds with link.gbps at {where}."
+        return f"Simulated at budget {budget}, the bar holds with link.gbps at {where}."
     best = min(over, key=lambda gbps: over[gbps])
     return (
-        f"Simulated at budget {budget:g}, the bar holds on none of {', '.join(f'{g:g}' for g in links)} GB/s; moepic "
+        f"Simulated at budget {budget}, the bar holds on none of {', '.join(f'{g:g}' for g in links)} GB/s; moepic "
         f"is best at {best:g} GB/s (loading {ratios[best]:.1f} times computing), with {over[best]:.2f} of the best "
         "baseline's TPOT."
     )
