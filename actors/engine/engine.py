@@ -18,6 +18,7 @@ from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
+from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
@@ -229,10 +230,11 @@ class ExpertEngine:
             return None
         ahead = policy.prefetch
         top = self.top_k if ahead.top is None else ahead.top
-        found = Configuring(
+        configurator = Configurator(
             self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
             0 if ahead.kind == "none" else top, self.slot_bytes,
         )  # fmt: skip
+        found = Configuring(configurator, self.cache, policy.split.tau)
         if self.prefetching is not None:
             self.prefetching.on_predicted = found.predicted
         return found
@@ -275,6 +277,8 @@ class ExpertEngine:
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
         self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
+        if self._stats.configurator is not None:
+            self._stats.configurator = ConfiguratorStats()
         if self.matcher is not None:
             self.matcher.reset()
         self.cache.uses[:] = [0] * len(self.cache.uses)

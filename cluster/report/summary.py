@@ -69,8 +69,8 @@ def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
     trouble = f"; it failed: {found['problem']}" if found["problem"] else ""
     cost = f"recording took {seconds(found['record_s'])} of the forwards"
     return [
-        ("cache split", f"cut anew {found['reconfigurations']} times in {found['configurations']} configurations{gain}; "
-                        f"{cost}{trouble}"),
+        ("cache split", f"cut anew {found['reconfigurations']} times in {found['configurations']} configurations"
+                        f"{gain}; {cost}{trouble}"),
     ]  # fmt: skip
 
 
