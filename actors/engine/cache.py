@@ -75,12 +75,13 @@ class ExpertCache:
         self._unused_prefetches: dict[int, SourceStats] = {}
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
-        self.segments, self.place = self._map.of, self._map.place
+        self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
         stats.expert_bytes_peak = pool.bytes
+        self.divided = cut is not None  # whether experts are cut in two; stays so
         if cut is not None:
             self._map.divide(cut)
 
-    # -- experts and their segments ---------------------------------------------------------------------
+    # -- experts and their segments ----------------------------------------------------------------------
 
     @property
     def cut(self) -> CacheCut | None:
@@ -109,7 +110,7 @@ class ExpertCache:
         Raises:
             ValueError: the cut is none of this pool; then nothing has changed.
         """
-        if self.cut is None:
+        if not self.divided:
             raise ValueError("a cache of whole experts cannot be cut")
         self._map.check(cut)
         for segment in [s for s, job in self._jobs.items() if self._loader.cancel(job)]:
@@ -148,21 +149,25 @@ class ExpertCache:
         stats.forwards += 1
         stats.waves += plan.waves
         keys, resident = self._map.keys, plan.run[: plan.resident]
-        lacking: set[int] = set()  # experts under a cut
-        if self.cut is None:
+        if self.divided:
+            self._count_segments(stats, plan)
+        else:
             stats.hits += plan.resident
             stats.misses += len(plan.run) - plan.resident
-        else:
-            lacking = self._count_segments(stats, plan)
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
-        guessed, late = set[int](), set[int]()
-        for key in resident:
-            if (source := self._unused_prefetches.pop(key, None)) is not None:
-                self.governor.used()
-                guessed.add(key % keys)
-                source.hits += 1
-        stats.prefetched_hits += len(guessed - lacking)
+        if self._unused_prefetches:
+            lacking = {key % keys for key in plan.run[plan.resident :]}  # experts, of which a segment may be there
+            guessed: set[int] = set()
+            for key in resident:
+                if (source := self._unused_prefetches.pop(key, None)) is not None:
+                    self.governor.used()
+                    guessed.add(key % keys)
+                    source.hits += 1
+            stats.prefetched_hits += len(guessed - lacking)
+        if not plan.arriving:
+            return
+        late: set[int] = set()
         for key in plan.run[plan.resident : plan.resident + plan.arriving]:
             job = self._jobs[key]
             if job.prefetch:
@@ -171,7 +176,7 @@ class ExpertCache:
                     source.late += 1
                 self.governor.used()
                 self._loader.promote(job)
-            elif job.cause == "migration" and self.cut is not None:
+            elif job.cause == "migration" and self.divided:
                 self._loader.promote(job)  # what a new cut brings in comes after demand
         stats.late_prefetches += len(late)
 
@@ -207,7 +212,7 @@ class ExpertCache:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
         for key in keys:
             self.residency.unpin(key)
-        for key in self._map.experts_of(keys):
+        for key in self._map.experts_of(keys) if self.divided else keys:
             self.uses[key] += 1
         self.eviction.used(keys)
 
@@ -236,11 +241,11 @@ class ExpertCache:
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
         """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
-        for key in keys:
-            job = self._jobs.get(key)
+        for segment in self.segments(keys):
+            job = self._jobs.get(segment)
             if job is not None:
                 self._wait(job, layer)
-                self._land(key)
+                self._land(segment)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -309,15 +314,14 @@ class ExpertCache:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> set[int]:
-        """Count the experts that are here as a whole, with their top alone, or neither; those that lack something."""
+    def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
+        """Count the experts that are here as a whole, those of which something lacks, and those with their top."""
         keys = self._map.keys
         lacking = {segment % keys for segment in plan.run[plan.resident :]}
         resident = plan.run[: plan.resident]
         stats.hits += len({segment % keys for segment in resident} - lacking)
         stats.misses += len(lacking)
         stats.top_hits += sum(segment in lacking for segment in resident)  # a top's number is its expert's
-        return lacking
 
     def _make_room(self, absent: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
         """Evict for these absent ones; those of them that have room now, in the same order."""

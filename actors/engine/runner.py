@@ -11,7 +11,7 @@ from .cache import ExpertCache
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import ExpertKernel
+    from ...kernels.expert_ffn import ExpertKernel, Group
 
 Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
 
@@ -55,22 +55,30 @@ class ExpertRunner:
         Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed; the caller abandons what
         is still pinned.
         """
-        cache, done, experts = self._cache, 0, len(self._cache.uses)
-        cut, begun = cache.cut is not None, set[int]()  # experts of which y holds the rows of one segment
+        cache, done, whole = self._cache, 0, self._cache.neurons
+        begun: set[int] = set()  # under a cut: experts of which y holds the rows of one segment
         for stop, issue_next in _steps(plan):
             keys = plan.run[done:stop]
-            groups = []
-            for key in keys:
-                place = cache.place(key, cache.await_expert(key, layer))
-                expert = key % experts
-                groups.append((*spans[expert], *place, expert in begun))
-                if cut:
-                    begun.add(expert)
+            if cache.divided:
+                groups = self._segment_groups(layer, keys, spans, begun)
+            else:
+                groups = [(*spans[key], cache.await_expert(key, layer) * whole, whole, False) for key in keys]
             kernel.run(hidden, pairs, groups, top_k, y)
             cache.ran(keys)
             done = stop
             if issue_next:
                 cache.issue([load for load in plan.loads if load.after == stop])
+
+    def _segment_groups(self, layer: int, segments: Sequence[int], spans: Spans, begun: set[int]) -> list[Group]:
+        """As `run` makes them of whole experts; the experts are added to `begun`."""
+        cache, experts = self._cache, len(self._cache.uses)
+        groups: list[Group] = []
+        for segment in segments:
+            first, neurons = cache.place(segment, cache.await_expert(segment, layer))
+            expert = segment % experts
+            groups.append((*spans[expert], first, neurons, expert in begun))
+            begun.add(expert)
+        return groups
 
 
 def _steps(plan: LayerPlan) -> list[tuple[int, bool]]:

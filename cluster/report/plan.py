@@ -25,6 +25,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("on the device", f"{size(plan['dense_bytes'])} dense, "
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
+        *([("split", _split(plan["split"]))] if plan.get("split") else []),
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
         ("link", _link(plan)),
@@ -58,6 +59,16 @@ def _link(plan: Mapping[str, Any]) -> str:
     link = plan["link"]
     speed = f"{link['gbps']:g} GB/s" if link["gbps"] else "unthrottled"
     return f"{speed}, {link['latency_us']:g} us before each copy (emulated)"
+
+
+def _split(split: dict[str, Any]) -> str:
+    """How the experts' memory is divided between tops and bottoms."""
+    def span(values: list[Any], unit: str) -> str:
+        least, most = min(values), max(values)
+        return f"{least:g}{unit}" if least == most else f"{least:g} to {most:g}{unit}"
+
+    tops = f"{span(split['top_slots'], '')} tops a layer, of {span([100 * r for r in split['top_ratio']], ' %')}"
+    return f"{split['kind']}: {tops}; {split['buffer_slots']} slots for bottoms ({size(split['buffer_bytes'])})"
 
 
 def _ndp(ndp: Mapping[str, Any]) -> str:

@@ -1,0 +1,201 @@
+"""Cuts, their segments and slot classes, on tiny cases and for any numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tiermoe.actors.policies.eviction import Lcp, Lru, SplitEviction
+from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
+from tiermoe.actors.policies.residency import Residency, ResidencyError
+from tiermoe.actors.policies.split.cut import CacheCut, buffer_for
+from tiermoe.actors.policies.split.segments import Segments
+from tiermoe.actors.settings import EngineSettings, PolicySettings, ShardSettings, SplitSettings, check_combination
+from tiermoe.errors import ConfigError
+
+# Two layers of three experts of 8 neurons: tops of 2 and of 8; the bottoms of layer 0 have 6.
+CUT = CacheCut(8, (2, 8), (2, 1), 2)
+EXPERTS, KEYS = 3, 6
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, (0,), (0,), 1), "of 0 neurons"),
+        ((8, (), (), 0), "0 tops"),
+        ((8, (4, 4), (1,), 1), "2 tops and 1"),
+        ((8, (9,), (1,), 0), "9 of 8"),
+        ((8, (-1,), (1,), 1), "-1 of 8"),
+        ((8, (4,), (0,), 1), "0 slots for tops of 4"),
+        ((8, (0,), (1,), 1), "1 slots for tops of 0"),
+        ((8, (4,), (-1,), 1), "-1 slots"),
+        ((8, (4,), (1,), 0), "0 buffer slots for bottoms of up to 4"),
+        ((8, (8,), (1,), 1), "1 buffer slots for bottoms of up to 0"),
+        ((8, (4,), (1,), -1), "-1 buffer slots"),
+    ],
+)
+def test_corrupted_cuts_are_refused(values: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheCut(*values)
+
+
+def test_sizes() -> None:
+    assert (CUT.buffer_neurons, CUT.total_neurons) == (6, 2 * 2 + 8 + 2 * 6)
+
+
+@pytest.mark.parametrize(
+    ("theta", "budget", "expected"),
+    [
+        (0.5, 16 * 8, CacheCut(8, (4, 4), (6, 6), 12)),  # all tops; what is over goes to the buffer
+        (0.5, 6 * 8, CacheCut(8, (4, 4), (4, 4), 4)),
+        (0.75, 6 * 8, CacheCut(8, (6, 6), (3, 2), 8)),  # one slot more for the first layer
+        (0.5, 12, CacheCut(8, (4, 4), (1, 1), 1)),  # the buffer is smaller than asked for
+        (1.0, 5 * 8, CacheCut(8, (8, 8), (3, 2), 0)),
+        (0.0, 5 * 8, CacheCut(8, (0, 0), (0, 0), 2)),
+    ],
+)
+def test_uniform(theta: float, budget: int, expected: CacheCut) -> None:
+    assert CacheCut.uniform(2, 6, 8, budget, theta, 2) == expected
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 12), st.integers(1, 40), st.integers(0, 4000), st.floats(0, 1), st.integers(1, 9)
+)
+def test_uniform_keeps_the_budget(
+    layers: int, experts: int, neurons: int, budget: int, theta: float, buffer: int
+) -> None:
+    top = round(theta * neurons)
+    try:
+        cut = CacheCut.uniform(layers, experts, neurons, budget, theta, buffer)
+    except ValueError:
+        assert budget < (layers * top + neurons - top if top else neurons)
+        return
+    assert cut.total_neurons <= budget
+    assert cut.tops == (top,) * layers
+    assert max(cut.slots) - min(cut.slots) <= 1
+    assert max(cut.slots) <= experts
+    assert cut.buffer_slots <= layers * experts
+    Segments(cut, experts)
+
+
+@pytest.mark.parametrize(("theta", "buffer"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
+def test_uniform_refuses(theta: float, buffer: int) -> None:
+    with pytest.raises(ValueError, match="no cut"):
+        CacheCut.uniform(2, 2, 8, 100, theta, buffer)
+
+
+def test_the_buffer_holds_the_bottoms_of_two_layers() -> None:
+    assert [buffer_for(theta, 4) for theta in (0.0, 0.25, 0.5, 0.75, 1.0)] == [8, 6, 4, 4, 4]
+
+
+def test_segments() -> None:
+    segments = Segments(CUT, EXPERTS)
+    assert segments.neurons == [2, 2, 2, 8, 8, 8, 6, 6, 6, 0, 0, 0]
+    assert segments.begins == [0] * 6 + [2, 2, 2, 8, 8, 8]
+    assert segments.class_of == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert (segments.slots, segments.slot_neurons, segments.first) == ([2, 1, 2], [2, 8, 6], [0, 2, 4, 12, 18])
+    assert segments.of([4, 0, 2]) == [4, 0, 6, 2, 8]
+    assert Segments(CacheCut(8, (0,), (0,), 1), 2).shown == [2, 3]
+    with pytest.raises(ValueError, match="3 slots for tops of 2"):
+        Segments(CacheCut(8, (4,), (3,), 1), 2)
+
+
+def divided() -> tuple[Residency, SplitEviction]:
+    segments, residency = Segments(CUT, EXPERTS), Residency(KEYS, 4, 8)
+    residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
+    return residency, SplitEviction(Lru, 2, EXPERTS)
+
+
+def hold(residency: Residency, eviction: SplitEviction, *segments: int) -> None:
+    for segment in segments:
+        residency.publish(residency.reserve(segment))
+        eviction.admitted(segment)
+
+
+def test_slots_are_of_their_class() -> None:
+    residency, eviction = divided()
+    hold(residency, eviction, 6, 0, 1, 3)
+    assert [residency.slot(segment) for segment in (0, 1, 3, 6)] == [0, 1, 2, 3]
+    assert [residency.free_of(i) for i in range(3)] == [0, 0, 1]
+    assert residency.bytes_held == 2 * 2 + 8 + 6
+    with pytest.raises(ResidencyError, match="no free slot"):
+        residency.reserve(2)  # though the buffer has one
+    residency.check_integrity()
+    with pytest.raises(ResidencyError, match="4 of them held"):
+        residency.divide([0] * KEYS, [4], [8])
+
+
+def test_victims_are_of_their_class() -> None:
+    residency, eviction = divided()
+    hold(residency, eviction, 0, 1, 6, 3)
+    eviction.used([0, 6, 3])
+    assert eviction.of_class(0).victims(9, lambda key: True) == [1, 0]
+    assert eviction.of_class(2).victims(9, lambda key: True) == [6]
+    assert eviction.victims(3, lambda key: True) == [1, 0, 3]
+    assert sorted(eviction.victims(9, lambda key: True)) == [0, 1, 3, 6]
+
+
+def test_ranked_by_layer() -> None:
+    eviction = SplitEviction(lambda: Lcp(one_layer=True), 2, EXPERTS)
+    eviction.routed([1, 2], [1, 3], 4)
+    eviction.routed([5], [4], 4)
+    assert eviction.ranked(range(KEYS)) == [2, 5, 1, 3, 0, 4]
+
+
+def test_each_class_takes_its_own_turns() -> None:
+    residency, eviction = divided()
+    hold(residency, eviction, 0, 7)
+    plan = LoadOnMiss().plan(Segments(CUT, EXPERTS).of([0, 1, 2]), residency, eviction)
+    assert plan.run == (0, 7, 6, 1, 2, 8)
+    assert plan.loads == (Load(6, None, 0), Load(1, None, 0), Load(2, 0, 1), Load(8, 7, 2))
+    assert (plan.resident, plan.arriving, plan.waves) == (2, 0, 3)
+
+
+def test_one_slot_of_each_class_serves_a_layer() -> None:
+    segments, residency = Segments(CacheCut(8, (2, 8), (1, 1), 1), EXPERTS), Residency(KEYS, 2, 8)
+    residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
+    eviction = SplitEviction(Lru, 2, EXPERTS)
+    plan = LoadOnMiss().plan(segments.of([2, 0]), residency, eviction)
+    assert plan.run == (2, 8, 0, 6)
+    assert plan.loads == (Load(2, None, 0), Load(8, None, 0), Load(0, 2, 1), Load(6, 8, 2))
+    hold(residency, eviction, 9)
+    residency.pin(9)
+    with pytest.raises(PlanError, match="expert 8: the pool has 1"):
+        LoadOnMiss().plan(segments.of([2]), residency, eviction)
+
+
+POLICY: dict[str, Any] = {"name": "test", "lossless": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"split": {"kind": "off", "theta": 0.4}}, "leave theta out"),
+        ({"split": {"kind": "fixed", "tau": 10}}, "tau: only an adaptive split"),
+        ({"split": {"kind": "fixed", "theta": 1.5}}, "less than or equal to 1"),
+        ({"split": {"kind": "fixed"}, "preload": "all"}, "leave preload out"),
+        ({"split": {"kind": "fixed"}, "placement": {"kind": "monde"}}, "moves whole experts"),
+        (
+            {"split": {"kind": "fixed"}, "eviction": "expert-map", "prefetch": {"kind": "expert-map"}},
+            "split those of each apart",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PolicySettings.model_validate(POLICY | values)
+
+
+def test_settings_come_back_from_what_is_sent() -> None:
+    for split in (SplitSettings(), SplitSettings(kind="fixed", theta=0.25), SplitSettings(kind="adaptive", tau=64)):
+        assert SplitSettings(**split.model_dump()) == split
+
+
+def test_several_shards_are_refused() -> None:
+    policy = PolicySettings(**POLICY, split=SplitSettings(kind="fixed"))
+    with pytest.raises(ConfigError, match="splits the experts of one GPU"):
+        check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))

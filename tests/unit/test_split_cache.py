@@ -1,0 +1,260 @@
+"""The cache under a cut: what it loads, counts, cancels and refuses; promises; the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import traces
+from moe_stack import engine_for, make_case
+
+from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.promise import Promise, PromisedSegment, Shared
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.plan import LoadOnMiss
+from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
+from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.split.cut import CacheCut
+from tiermoe.actors.settings import LinkSettings, SplitSettings
+from tiermoe.actors.store_format import ExpertShape
+from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import BudgetError, ConfigError
+
+LAYERS, EXPERTS, KEYS, NEURONS = 2, 4, 8, 8
+SHAPE = ExpertShape(num_experts=EXPERTS, hidden=16, intermediate=NEURONS, gates=2, has_bias=False)
+NEURON_BYTES = SHAPE.nbytes(4) // NEURONS
+CUT = CacheCut(NEURONS, (2, 5), (2, 1), 3)  # 4 + 5 + 18 = 27 neurons of 32
+
+
+class Split:
+    """A cache of four experts' memory under a cut."""
+
+    def __init__(self, cut: CacheCut = CUT) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = SHAPE.stacked().values()
+        self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
+        self.residency = Residency(KEYS, 4, SHAPE.nbytes(4))
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        self.cache = ExpertCache(
+            SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, CpuDevice(LinkSettings()),
+            self.residency, SplitEviction(Lru, LAYERS, EXPERTS), PrefetchGovernor(0.0), self.stats, Timeline(False),
+            cut=cut,
+        )  # fmt: skip
+
+    def forward(self, layer: int, *experts: int) -> None:
+        """One layer as `MoeLayer` runs it; each segment's place must hold its neurons at its turn."""
+        cache = self.cache
+        needed = cache.segments([layer * EXPERTS + e for e in experts])
+        cache.poll()
+        cache.drop_stale(layer, needed)
+        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
+        cache.begin(layer, plan)
+        cache.issue([load for load in plan.loads if not load.after])
+        for i, segment in enumerate(plan.run, start=1):
+            first, count = cache.place(segment, cache.await_expert(segment, layer))
+            begin = cache.cut.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
+            stored = self.weights[layer].expert(segment % EXPERTS)
+            for found, whole in zip(cache.pool.neuron_range(first, count), stored, strict=True):
+                assert torch.equal(found, whole[begin : begin + count])
+            cache.ran([segment])
+            cache.issue([load for load in plan.loads if load.after == i])
+        cache.check_integrity()
+
+    def settle(self) -> None:
+        for job in list(self.cache._jobs.values()):
+            assert job.done.wait(30)
+        self.cache.poll()
+        self.cache.check_integrity()
+
+
+@pytest.fixture
+def split() -> Iterator[Split]:
+    made = Split()
+    yield made
+    made.cache.close()
+
+
+def test_a_cached_top_needs_its_bottom_alone(split: Split) -> None:
+    split.forward(0, 0, 1)
+    split.forward(1, 0, 1, 2)  # three slots of buffer: the bottoms of layer 0 are gone
+    before = split.stats.layers[0].bytes_loaded
+    split.forward(0, 0)
+    stats = split.stats.layers[0]
+    assert (stats.hits, stats.misses, stats.top_hits) == (0, 3, 1)
+    assert (before, stats.bytes_loaded - before) == (2 * 8 * NEURON_BYTES, 6 * NEURON_BYTES)
+    split.forward(0, 0)
+    assert (stats.hits, stats.misses, stats.top_hits) == (1, 3, 1)
+    assert split.cache.uses[:2] == [3, 1]
+
+
+def test_a_guess_brings_what_is_missing(split: Split) -> None:
+    split.forward(0, 0)
+    split.forward(1, 0, 1, 2)
+    assert split.cache.prefetch([0, 3]) == 3  # the bottom of 0, both segments of 3
+    split.settle()
+    assert [split.residency.state(s) for s in (0, 8, 3, 11)] == [State.RESIDENT] * 4
+    split.forward(0, 0, 3)
+    stats = split.stats.layers[0]
+    assert (stats.hits, stats.prefetched_hits, stats.bytes_loaded_prefetch) == (2, 2, 14 * NEURON_BYTES)
+    assert split.stats.source("command").hits == 3
+
+
+def test_synchronous_prefetch_waits_for_both_segments(split: Split) -> None:
+    split.cache.prefetch([0])
+    split.cache.finish_prefetch([0], 1)
+    assert [split.residency.state(segment) for segment in (0, 8)] == [State.RESIDENT] * 2
+
+
+def test_a_wrong_guess_that_is_cancelled_gives_both_slots_back(split: Split) -> None:
+    split.cache._loader.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
+    split.cache._loader.submit = lambda jobs, priority: None  # type: ignore[method-assign]
+    assert split.cache.prefetch([0]) == 2
+    split.cache.drop_stale(0, [])
+    assert (split.residency.free_of(0), split.residency.free_of(LAYERS)) == (2, 3)
+    assert split.stats.source("command").cancelled == 2
+    split.cache.check_integrity()
+
+
+def test_a_prefill_of_all_experts_runs_in_waves(split: Split) -> None:
+    split.forward(0, 0, 1, 2, 3)
+    split.forward(1, 3, 2, 1, 0)
+    assert split.stats.layers[1].waves > 1
+
+
+def test_recut(split: Split) -> None:
+    addresses = [tensor.data_ptr() for tensor in split.cache.pool.tensors]
+    split.forward(0, 0, 1)
+    split.cache.recut(CacheCut(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
+    assert [split.residency.state(key) for key in (3, 1, 0)] == [State.LOADING, State.LOADING, State.ABSENT]
+    split.settle()
+    assert split.stats.total().bytes_loaded_migration == 2 * 8 * NEURON_BYTES
+    assert split.cache.states()[:4] == [State.ABSENT, State.RESIDENT, State.ABSENT, State.RESIDENT]
+    split.forward(0, 3, 1)
+    split.forward(1, 3, 1, 0)
+    assert split.stats.layers[0].hits == 2
+    assert split.cache.states()[4:] == [State.RESIDENT, State.RESIDENT, State.ABSENT, State.ABSENT]  # bottoms
+    assert [tensor.data_ptr() for tensor in split.cache.pool.tensors] == addresses
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (replace(CUT, neurons=16), "experts of 16 neurons"),
+        (CacheCut(NEURONS, (2,), (2,), 2), "cut of 1 layers"),
+        (replace(CUT, buffer_slots=4), "a cut of 33 neurons, the pool has 32"),
+        (CacheCut(NEURONS, (1, 1), (5, 1), 2), "5 slots for tops of 4"),
+    ],
+)
+def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: CacheCut, message: str) -> None:
+    split.forward(0, 0, 1)
+    held = set(split.residency.held())
+    with pytest.raises(ValueError, match=message):
+        split.cache.recut(cut)
+    assert (split.cache.cut, set(split.residency.held())) == (CUT, held)
+    split.forward(0, 0, 1)
+    assert split.stats.layers[0].hits == 2
+    with pytest.raises(ValueError, match=message):
+        Split(cut)
+
+
+def test_whole_experts_stay_whole() -> None:
+    case = make_case(0, 2, 4, 2, True, torch.float32)
+    with engine_for(case, 1.0) as engine, pytest.raises(ValueError, match="cannot be cut"):
+        engine.cache.recut(CacheCut(16, (8, 8), (1, 1), 1))
+
+
+def test_what_cannot_be_split() -> None:
+    fixed = SplitSettings(kind="fixed", theta=0.5)
+    biased = make_case(0, 2, 4, 2, False, torch.float32)
+    with pytest.raises(ConfigError, match="biases"), engine_for(biased, 1.0, split=fixed):
+        pass
+    case = make_case(0, 3, 4, 2, True, torch.float32)
+    with pytest.raises(BudgetError, match="needs 32 neurons"), engine_for(case, case.shape.nbytes(4), split=fixed):
+        pass
+
+
+class Whole:
+    """A promise that counts."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Any]] = []
+        self.taken = 0
+
+    def ask(self, behind: Any) -> None:
+        self.asked.append(list(behind))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        self.taken += 1
+        return torch.arange(8.0).view(4, 2, 1), torch.arange(4.0).view(4, 1)
+
+
+def test_both_segments_of_a_promised_expert_are_fetched_once() -> None:
+    one, other = Whole(), Whole()
+    shared = Shared(one)
+    top, bottom = PromisedSegment(shared, 0, 1), PromisedSegment(shared, 1, 4)
+    later = PromisedSegment(Shared(other), 0, 4)
+    assert isinstance(top, Promise)
+    top.ask([bottom, later])
+    assert one.asked == [[other]]
+    assert [t.flatten().tolist() for t in top.tensors()] == [[0, 1], [0]]
+    bottom.ask([later])  # what has come is not asked for again
+    assert (one.asked, other.asked) == ([[other]], [[]])
+    assert [t.flatten().tolist() for t in bottom.tensors()] == [[2, 3, 4, 5, 6, 7], [1, 2, 3]]
+    assert one.taken == 1
+
+
+def test_a_cache_fetches_a_promised_expert_once() -> None:
+    made = Split()
+    whole = Whole()
+    whole.tensors = lambda: made.weights[0].expert(1)  # type: ignore[method-assign]
+    made.cache._map._weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
+    made.forward(0, 1)
+    made.cache.close()
+    assert made.stats.layers[0].bytes_loaded == 8 * NEURON_BYTES
+
+
+def simulated(trace: Trace, cut: CacheCut, prefetch: bool, gbps: float | None) -> SimulatedEngine:
+    header = trace.header
+    return SimulatedEngine(
+        header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), 1.0,
+        SplitEviction(Lru, header.layers, header.experts),
+        NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, cut=cut,
+    )  # fmt: skip
+
+
+def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
+    """Copies take time by their bytes and kernels by their neurons; a resident expert costs as much cut as whole."""
+    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3]], decodes=4)
+    trace = Trace(tmp_path / "t")
+    iterations = next(iter(trace.requests())).iterations
+    roomy = CacheCut(10, (4,) * 3, (6,) * 3, 18)
+    engine = simulated(trace, roomy, False, 1e-6)  # 1000 bytes take a second
+    engine.forward([("r", iterations[0])])
+    total = engine.stats.total()
+    assert total.misses == sum(len(set(iterations[0].ids[:, layer].ravel())) for layer in range(3))
+    assert total.link_s == pytest.approx(total.misses * 1.0)
+    for part in iterations[1:]:
+        engine.forward([("r", part)])
+    engine.forward([("r", iterations[0])])  # everything is there
+    before_s, blocked_s = engine.clock.now_s, engine.stats.total().blocked_io_s
+    engine.forward([("r", iterations[1])])
+    costs = traces.COSTS
+    assert engine.clock.now_s - before_s == pytest.approx(
+        costs.forward_s + 3 * costs.dense_s + 3 * 2 * costs.expert_s
+    )
+    assert engine.stats.total().blocked_io_s == blocked_s
+    tight = simulated(trace, CacheCut(10, (4, 0, 10), (2, 0, 1), 2), True, 1e-3)
+    for part in iterations:
+        tight.forward([("r", part)])
+    assert tight.stats.total().top_hits > 0
