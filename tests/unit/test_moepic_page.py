@@ -298,7 +298,7 @@ def _report(recorded: Recorded, moepic_ms: float) -> MoepicReport:
     settings = {
         "prompts_of_a_repetition": 2, "max_tokens": 24, "prompt_tokens_each": 32, "warm_prompts": 5, "repeats": 2,
         "warm_tokens": 275, "tau": 256, "latency_us": 10.0, "model": "m", "threads": 1, "load_average": 0.5,
-        "links_gbps": [_SLOW, _FAST], "links_given": False, "budgets": ["0.125", "0.25", "0.5"],
+        "links_gbps": [_SLOW, _FAST], "links_given": False, "asked": [2.5, 1.0], "budgets": ["0.125", "0.25", "0.5"],
         "trace_prompts": [2, 2], "trace_tokens": 6,
     }  # fmt: skip
     missed = findings.missed(rows, _CALIBRATION)
@@ -326,6 +326,7 @@ def test_the_page_has_every_section_and_its_data_beside_it(recorded: Recorded, t
         assert part in text
     assert all(f"| 0.25 | 0.65 | {policy} |" in text for policy in POLICIES)
     assert "It holds in 2 of 2 cells." in text
+    assert "bench moepic --budgets 0.125,0.25,0.5 --ratios 2.5,1 --prompts 2 --warm 5" in text
     assert "Simulated TPOT" not in text
     assert "nan" not in text.lower()
     assert "| adapmoe | 0.25 | 0.65 | 1.0100 | 95.00% | 0.01000 | 50% |" in text

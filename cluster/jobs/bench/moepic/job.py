@@ -121,7 +121,7 @@ def _timelines(
 def _settings(work: Workload, calibration: Calibration, links: tuple[float, ...], load: float) -> dict[str, Any]:
     return {
         "ratios": [calibration.ratio(gbps) for gbps in links], "in_regime": [*map(calibration.in_regime, links)],
-        "links_given": bool(work.links), "tau": work.tau, "warm_tokens": work.warm_tokens,
+        "asked": list(work.ratios), "links_given": bool(work.links), "tau": work.tau, "warm_tokens": work.warm_tokens,
         "trace_prompts": list(work.trace_prompts), "trace_tokens": work.trace_tokens,
         "prompt_tokens_each": work.prompt_tokens, "quality_documents": work.quality_documents, "load_average": load,
     }  # fmt: skip

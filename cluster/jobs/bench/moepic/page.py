@@ -284,10 +284,12 @@ def _rate(found: dict[str, Any]) -> float:
 
 
 def _command(settings: dict[str, Any]) -> str:
-    links = "--links " + ",".join(f"{gbps:g}" for gbps in settings["links_gbps"]) if settings["links_given"] else ""
+    given, numbers = ("links", settings["links_gbps"]) if settings["links_given"] else ("ratios", settings["asked"])
+    links = f"--{given} " + ",".join(f"{number:g}" for number in numbers)
     budgets = ",".join(settings["budgets"])
-    return " ".join(filter(None, (
-        "tiermoe bench moepic", f"--budgets {budgets}", links, f"--prompts {settings['prompts_of_a_repetition']}",
-        f"--prompt-tokens {settings['prompt_tokens_each']}", f"--max-tokens {settings['max_tokens']}",
-        f"--tau {settings['tau']}", f"--repeats {settings['repeats']}", "--out docs/results",
-    )))  # fmt: skip
+    return (
+        f"tiermoe bench moepic --budgets {budgets} {links} --prompts {settings['prompts_of_a_repetition']} --warm "
+        f"{settings['warm_prompts']} --prompt-tokens {settings['prompt_tokens_each']} --max-tokens "
+        f"{settings['max_tokens']} --tau {settings['tau']} --trace-tokens {settings['trace_tokens']} --repeats "
+        f"{settings['repeats']} --out docs/results"
+    )
