@@ -12,7 +12,7 @@ from ....actors.store_format import read_manifest
 from ....errors import ConfigError
 from ..prepare.calibration import read_texts
 from .options import OUTPUT_TOKENS, ProfileOptions
-from .report import alikeness, size_distributions, size_table
+from .report import alikeness, size_distributions, size_table, taken
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class ProfileRequest:
         profile = read_profile(store, read_manifest(store))
         console = Console(stderr=True)
         console.print(size_table(size_distributions(profile)))
+        shares = ", ".join(f"{row['taken']:.0%} by {row['by']}" for row in taken(profile))
+        console.print(f"a token that picks an expert has picked its best buddy too: {shares}", highlight=False)
         if alike := alikeness(profile):
             best = sum(row["best_cosine"] for row in alike) / len(alike)
             better = sum(row["better_than_none"] for row in alike) / len(alike)

@@ -10,7 +10,7 @@ import numpy as np
 from ....actors.policies.expert_profile import ExpertProfile
 from ....errors import ConfigError
 from ...report.matrix import plot_counts, plot_matrix
-from .report import alikeness, size_distributions
+from .report import alikeness, size_distributions, taken
 
 
 def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
@@ -39,7 +39,7 @@ def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
             title = f"Layer {layer}: outputs of j on the inputs of i"
             plot_matrix(paths[2], alike, title, "cosine", (min(0.0, float(np.nanmin(alike))), max(top, 1e-3)))
             written.append(paths[2])
-    report = {"sizes": size_distributions(profile), "alikeness": alikeness(profile)}
+    report = {"sizes": size_distributions(profile), "alikeness": alikeness(profile), "taken": taken(profile)}
     path = folder / "profile-report.json"
     try:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -59,6 +59,23 @@ def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def taken(profile: ExpertProfile) -> list[dict[str, Any]]:
+    """By ranking: how often a token that picks an expert has picked that expert's best buddy too, mean over experts.
+
+    Such a buddy is of no use to it: it runs already. Co-activation ranks by just that.
+    """
+    rows = []
+    for by in get_args(Ranking):
+        if by != "coactivation" and profile.outputs is None:
+            continue
+        table = profile.buddies(BuddyOptions(by=by, max_buddies=1))
+        together = np.take_along_axis(profile.binary, table.ids.astype(np.int64), axis=2)[:, :, 0]
+        used = (profile.activations > 0) & (table.sizes > 0)
+        shares = together[used] / profile.activations[used]
+        rows.append({"by": by, "taken": float(shares.mean()) if used.any() else 0.0})
+    return rows
+
+
 def size_table(rows: list[dict[str, Any]]) -> Table:
     """One line for each ranking and alpha, over all layers."""
     table = Table("by", "alpha", "least", "mean", "most", "mean by layer", "without K_max", "cut", title="buddies")

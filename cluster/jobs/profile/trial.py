@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from ....actors.engine.model import RouterProbe, find_blocks
 from ....actors.policies.buddies import BuddyOptions, BuddyTable
-from ....actors.policies.expert_profile import ExpertProfile, OutputsMissing
+from ....actors.policies.expert_profile import ExpertProfile
 from ....actors.profile_file import read_profile
 from ....actors.store_format import Manifest, read_manifest
 from ....errors import ConfigError, UnsupportedModelError
@@ -40,41 +40,36 @@ def rules(profile: ExpertProfile) -> dict[str, Make]:
     Raises:
         ConfigError: the profile has no output similarity.
     """
-    every = BuddyOptions(alpha=1.0, max_buddies=profile.experts)
+    outputs = profile.outputs
+    if outputs is None:
+        what = "the store's profile has no output similarity"
+        raise ConfigError(what, "profile it on text: `tiermoe prepare MODEL --profile TEXT`")
 
     def ranked(options: BuddyOptions) -> Make:
         scores = _scores(profile.buddies(options), profile.experts)
         return lambda resident, seed: substitute(resident, scores)
 
-    if profile.outputs is None:
-        what = "the store's profile has no output similarity"
-        raise ConfigError(what, "profile it on text: `tiermoe prepare MODEL --profile TEXT`")
-    try:
-        by = {kind: replace(every, by=kind) for kind in ("coactivation", "output", "blend")}
-        rows: dict[str, Make] = {
-            "random": lambda resident, seed: at_random(resident, seed),
-            "coactivation": ranked(by["coactivation"]),
-            "coactivation, weighted": ranked(replace(every, weighted=True)),
-            "coactivation, CFT 0.95, 16 at most": ranked(BuddyOptions()),
-            "output": ranked(by["output"]),
-            "output, CFT 0.95, 16 at most": ranked(BuddyOptions(by="output")),
-            "blend": ranked(by["blend"]),
-        }
-    except OutputsMissing as error:  # pragma: no cover - looked at above
-        raise ConfigError(str(error), "profile it on text") from error
-    nearness, scale = 1 / (profile.outputs.error() + 1e-6), profile.outputs.scale()
-    alike = np.maximum(profile.outputs.cosine(), 0.0)
-    worth = np.where(profile.outputs.error() < 1, nearness, 0.0)
-    return rows | {
+    def own(make: Make) -> Make:
+        return lambda resident, seed: own_weight(make(resident, seed))
+
+    every = BuddyOptions(alpha=1.0, max_buddies=profile.experts)
+    alike, nearness = np.maximum(outputs.cosine(), 0.0), 1 / (outputs.error() + 1e-6)
+    slot: dict[str, Make] = {  # the slot's weight stays with the slot
+        "random": at_random,
+        "coactivation": ranked(every),
+        "coactivation, weighted": ranked(replace(every, weighted=True)),
+        "output": ranked(replace(every, by="output")),
         "output, least error": lambda resident, seed: substitute(resident, nearness),
-        "output, least error, dropped where that is better": lambda resident, seed: substitute(resident, worth),
-        "coactivation, own weight": lambda resident, seed: own_weight(rows["coactivation"](resident, seed)),
-        "output, own weight": lambda resident, seed: own_weight(rows["output"](resident, seed)),
-        "random, own weight": lambda resident, seed: own_weight(rows["random"](resident, seed)),
-        "output and router, own weight": lambda resident, seed: own_weight(substitute_likely(resident, alike)),
+        "blend": ranked(replace(every, by="blend")),
         "router's next best": lambda resident, seed: next_best(resident),
-        "router's next best, own weight": lambda resident, seed: own_weight(next_best(resident)),
-        "output, weight scaled": lambda resident, seed: substitute(resident, alike, scale),
+        "output and router": lambda resident, seed: substitute_likely(resident, alike),
+    }
+    return {
+        **slot,
+        "coactivation, CFT 0.95, 16 at most": ranked(BuddyOptions()),
+        "output, CFT 0.95, 16 at most": ranked(BuddyOptions(by="output")),
+        "output, weight scaled": lambda resident, seed: substitute(resident, alike, outputs.scale()),
+        **{f"{name}, own weight": own(make) for name, make in slot.items()},
         "drop": lambda resident, seed: drop(resident, renormalise=False),
         DROP: lambda resident, seed: drop(resident, renormalise=True),
     }
