@@ -52,8 +52,9 @@ def main(
     console.print(f"unchanged: {rows[0]['nll_nats']:.3f} nats", table)
     if as_json:
         record = {
-            "name": "substitutes", "hardware": cpu(), "versions": versions(), "model": model or str(default_model_dir()),
-            "draws": draws, "documents": documents, "prefix": prefix, "continuation": continuation, "rows": rows,
+            "name": "substitutes", "hardware": cpu(), "versions": versions(),
+            "model": model or str(default_model_dir()), "draws": draws, "documents": documents, "prefix": prefix,
+            "continuation": continuation, "rows": rows,
         }  # fmt: skip
         print(json.dumps(record))
 
