@@ -26,6 +26,7 @@ from tiermoe.cluster.jobs.profile.substitutes import (
     substitute_likely,
 )
 from tiermoe.cluster.jobs.profile.trial import DROP, rules, trial
+from tiermoe.errors import ConfigError
 
 OPTIONS = EvaluationOptions(documents=1, prefix=16, continuation=32, resamples=50)
 
@@ -68,6 +69,11 @@ def test_trial(store: Path) -> None:
         assert row["top1_agreement"] < 1
     assert rows[-1]["kl_over_drop"] == 0
     assert set(chosen) < set(rules(read_profile(store, read_manifest(store))))
+
+
+def test_an_unknown_rule(store: Path) -> None:
+    with pytest.raises(ConfigError, match="no rule 'other'"):
+        trial(None, (0.5,), (0,), OPTIONS, store=store, only=["other"])
 
 
 IDS, WEIGHTS = np.array([[0, 1], [2, 3], [0, 2]]), np.array([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]], np.float32)
