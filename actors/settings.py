@@ -13,9 +13,10 @@ from ..errors import ConfigError
 from .policies.sharding import Ownership
 
 PrefetchKind = Literal[
-    "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
+    "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "blend", "activation-matrix", "stride",
+    "layerwise", "popularity",
 ]
-EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay"]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random"]
 
 
 class Settings(BaseModel):
@@ -58,6 +59,8 @@ class PrefetchSettings(Settings):
             raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
         if self.kind == "layerwise" and self.distance > 1:
             raise ValueError("layer-wise prefetch is for this layer (0) or the next (1)")
+        if self.kind in ("speculative", "pre-gated", "random") and self.distance != 1:
+            raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
         if not self.uses_maps and not (self.semantic and self.dynamic):
             raise ValueError(f"semantic and dynamic are of expert maps, which prefetch {self.kind} does not use")
         if self.uses_maps and self.synchronous:
@@ -115,6 +118,53 @@ class PrecisionSettings(Settings):
         return () if self.bits is None else (int(self.bits),)
 
 
+class RoutingSettings(Settings):
+    """How many of the experts that the router picks a token uses.
+
+    exact: all. adaptive: without the least important ones, as far as the layer's sensitivity allows (AdapMoE).
+    """
+
+    kind: Literal["exact", "adaptive"] = "exact"
+    threshold: float | None = Field(
+        default=None, ge=0, description="of adaptive: nats that a layer may cost a token, by its sensitivity"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoutingSettings:
+        if (self.kind == "adaptive") != (self.threshold is not None):
+            raise ValueError(f"routing {self.kind} takes {'a' if self.kind == 'adaptive' else 'no'} threshold")
+        return self
+
+
+class SplitSettings(Settings):
+    """How experts are cut in two, a cached top and a bottom that is loaded for each use (MoEpic).
+
+    off: not at all. fixed: every layer alike, at `theta`. adaptive: it begins so, and each layer's ratio and share of
+    the memory follow what is measured.
+    """
+
+    kind: Literal["off", "fixed", "adaptive"] = "off"
+    theta: float = Field(default=0.5, ge=0, le=1, description="share of an expert's neurons in its top; 0: no cache")
+    buffer: int | None = Field(
+        default=None, ge=1,
+        description="full experts of memory for bottoms; none: top-k, and room for the bottoms of two layers' top-k",
+    )  # fmt: skip
+    tau: int = Field(default=5000, ge=1, description="tokens between configurations")
+    zeta: float = Field(default=0.01, gt=0, le=1, description="share of a layer's memory that is moved at a time")
+    min_gain: float = Field(default=0.01, ge=0, lt=1, description="predicted gain below which nothing is changed")
+    allocation: Literal["moepic", "dynamic-programming"] = "moepic"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SplitSettings:
+        fields = type(self).model_fields
+        changed = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind"}
+        if self.kind == "off" and changed:
+            raise ValueError(f"split is off: leave {', '.join(sorted(changed))} out, or give its kind")
+        if self.kind == "fixed" and changed - {"theta", "buffer"}:
+            raise ValueError(f"{', '.join(sorted(changed - {'theta', 'buffer'}))}: only an adaptive split has that")
+        return self
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -123,13 +173,17 @@ class PolicySettings(Settings):
     lossless: bool
     eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
+    routing: RoutingSettings = RoutingSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
     placement: PlacementSettings = PlacementSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    split: SplitSettings = SplitSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> PolicySettings:
+        if self.split.kind != "off":
+            self._refuse_beside_split()
         if self.lossless and self.precision.kind != "full":
             raise ValueError("a policy on quantized replicas is not lossless")
         if not self.uses_ndp and self.precision.kind != "full":
@@ -138,7 +192,27 @@ class PolicySettings(Settings):
             raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
         if self.eviction.startswith("expert-map") and not self.prefetch.uses_maps:
             raise ValueError(f"eviction {self.eviction} goes by maps, which prefetch {self.prefetch.kind} does not use")
+        if self.reroutes:
+            if self.lossless:
+                raise ValueError("a policy that changes the routing is not lossless")
+            if self.uses_ndp:
+                raise ValueError(
+                    f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
+                )
         return self
+
+    def _refuse_beside_split(self) -> None:
+        if self.uses_ndp:
+            raise ValueError(f"placement {self.placement.kind} moves whole experts: leave split out")
+        if self.preload != "none":
+            raise ValueError("split experts are never resident as a whole for good: leave preload out")
+        if self.eviction.startswith("expert-map"):
+            raise ValueError(f"eviction {self.eviction} weighs the experts of all layers, split those of each apart")
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether a rule may change what the router picked."""
+        return self.routing.kind != "exact"
 
     @property
     def uses_ndp(self) -> bool:
@@ -254,8 +328,13 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards and placement monde.
+        ConfigError: several shards, and placement monde or split experts.
     """
+    if settings.shards.count > 1 and settings.policy.split.kind != "off":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
+            "use one shard, or a policy without split",
+        )
     if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(
             f"policy '{settings.policy.name}' weighs the link of one GPU, whose content it must know in every layer, "

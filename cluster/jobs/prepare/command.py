@@ -52,6 +52,13 @@ def prepare_command(
     profile_figures: Annotated[
         Path | None, typer.Option(help="Folder for heat maps of the profile, and its figures as JSON.")
     ] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
+    ] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
@@ -68,10 +75,14 @@ def prepare_command(
         if text is None:
             raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
         read_texts(text)  # refused before anything is computed
+    for measured in (gates, sensitivity):
+        if measured is not None:
+            read_texts(measured)
     if is_store(model):
-        additions = (options, predictors, profiling)
+        additions = (options, predictors, gates, sensitivity, profiling)
         if all(a is None for a in additions) or out is not None or cache_dir is not None or force:
-            remedy = "give its checkpoint, or only --bits, --predictors or --profile to add to it"
+            adding = "--bits, --predictors, --gates, --sensitivity, --profile"
+            remedy = f"give its checkpoint, or only what adds to a store: {adding}"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
@@ -82,6 +93,14 @@ def prepare_command(
         from .predictors import add_predictors
 
         add_predictors(store, predictors, 3 if stride is None else stride)
+    if gates is not None:
+        from .gates import add_gates
+
+        add_gates(store, model, gates)
+    if sensitivity is not None:
+        from .sensitivity import add_sensitivity
+
+        add_sensitivity(store, model, sensitivity)
     if profiling is not None:
         profiling.run(store, model)
     typer.echo(store)
