@@ -112,7 +112,8 @@ class LayerProfiler:
         y = torch.empty(count, self._experts.count, width)
         rows, out = torch.arange(count), torch.empty(count, width)
         for expert in range(self._experts.count):
-            self._experts.kernel(expert).run(hidden.float(), rows, [(0, count, 0, self._experts.neurons, False)], 1, out)
+            group = (0, count, 0, self._experts.neurons, False)
+            self._experts.kernel(expert).run(hidden.float(), rows, [group], 1, out)
             y[:, expert] = self._experts.post(out)
         return y
 
