@@ -32,6 +32,7 @@ class LinkQueue:
     def __init__(self, link: LinkSettings) -> None:
         rate = 0.0 if link.gbps is None else link.gbps * 1e9
         self._link = _cpu.link(rate, link.latency_us * 1e-6)
+        self._closed = False
         self._alive: deque[LoadJob] = deque()  # whose buffers the thread may still use
 
     @staticmethod
@@ -51,7 +52,8 @@ class LinkQueue:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         if not jobs:
             return
-        copies = _cpu.link_submit(self._link, [_pieces(job) for job in jobs], priority == PREFETCH)
+        pieces = [_pieces(job) for job in jobs]
+        copies = None if self._closed else _cpu.link_submit(self._link, pieces, priority == PREFETCH)
         if copies is None:
             for job in jobs:
                 job.cancelled = True
@@ -80,6 +82,7 @@ class LinkQueue:
 
     def close(self) -> None:
         """Stop after the copy under way; queued copies are dropped. Safe to call twice."""
+        self._closed = True
         _cpu.link_close(self._link)
         self._alive.clear()
 

@@ -16,6 +16,7 @@ from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.batcher import Batcher
+from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
@@ -311,7 +312,10 @@ def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(store: A
 
 
 @BOTH
-def test_a_failing_engine_ends_every_stream_and_says_so(store: Any, batching: str) -> None:
+def test_a_failing_engine_ends_every_stream_and_says_so(
+    store: Any, batching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose copies cannot fail
     with serving(store, settings(0.25, kv=kv(batching))) as worker:
 
         def fail(*args: Any) -> None:

@@ -20,6 +20,7 @@ from tiermoe.actors.budget import budget_bytes
 from tiermoe.actors.engine import operator
 from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
@@ -167,6 +168,7 @@ def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.Monkey
     case = make_case(0, layers=1, experts=4, top_k=2, native=True, dtype=torch.float32)
     before = loader_threads(), len(operator._layers)
     monkeypatch.setattr(CpuDevice, "copy", fail)
+    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose copies cannot fail
     policy = PolicySettings(name="test", lossless=True, preload="all")
     with pytest.raises(RuntimeFailure, match="the mapping is gone"):
         ExpertEngine(

@@ -17,7 +17,7 @@ from tiermoe.actors.store_format import ExpertShape
 from tiermoe.errors import RuntimeFailure
 
 FLOATS = 5000
-COPY_S = 0.02  # of FLOATS floats on SLOW
+COPY_S = 0.25  # of FLOATS floats on SLOW; long enough that a busy machine asks for the next ones meanwhile
 SLOW = LinkSettings(gbps=4e-9 * FLOATS / COPY_S)
 
 
