@@ -1,0 +1,130 @@
+"""Buddy substitution: C++, torch and Triton against the sequential algorithm, to the last bit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace as changed
+
+import numpy as np
+import pytest
+import torch
+
+from tiermoe.actors.policies import substitution
+from tiermoe.actors.policies.substitution import Buddies, SubstitutionOptions, Substituted, reach
+from tiermoe.actors.policies.substitution_gates import permitted, replaceable, token_entropy
+from tiermoe.kernels import substitute as kernels
+
+Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
+
+
+def buddies_of(rng: np.random.Generator, experts: int, ranks: int, steps: int = 0) -> Buddies:
+    """Random lists of random lengths; with `steps`, similarities are multiples of 1/steps, so that many are equal."""
+    ids = np.tile(np.arange(experts, dtype=np.int32)[:, None], (1, ranks))
+    similarity = np.zeros((experts, ranks), np.float32)
+    for expert in range(experts):
+        others = np.delete(np.arange(experts), expert)
+        length = int(rng.integers(0, min(ranks, len(others)) + 1))
+        ids[expert, :length] = rng.permutation(others)[:length]
+        values = np.sort(rng.random(length))[::-1]
+        if steps:
+            values = np.ceil(values * steps) / steps
+        similarity[expert, :length] = values
+    return Buddies(ids, similarity)
+
+
+def case(rng: np.random.Generator, tokens: int, top_k: int, experts: int, ranks: int, steps: int = 0) -> Arguments:
+    """Routing of random logits (some weights 0), half of the experts resident, half of those on another GPU."""
+    logits = rng.standard_normal((tokens, experts), dtype=np.float32) * np.float32(2)
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    ids = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k].astype(np.int64)
+    weights = np.take_along_axis(probabilities, ids, axis=1)
+    weights[rng.random((tokens, top_k)) < 0.02] = 0
+    resident = rng.random(experts) < 0.5
+    allowed = replaceable(ids, resident, None)
+    near = reach(resident, 0.25, rng.integers(0, 2, experts))
+    return ids, weights, probabilities.astype(np.float32), allowed, near, buddies_of(rng, experts, ranks, steps)
+
+
+OPTIONS = {
+    "plain": SubstitutionOptions(),
+    "rho 3": SubstitutionOptions(rho=3),
+    "rho 0": SubstitutionOptions(rho=0),
+    "search 2": SubstitutionOptions(search=2),
+    "score": SubstitutionOptions(eta=0.7, reuse=0.5, rho=4),
+    "reuse": SubstitutionOptions(reuse=0.9),
+    "drop": SubstitutionOptions(fallback="drop", search=1),
+    "drop renormalised": SubstitutionOptions(fallback="drop", search=1, renormalise=True),
+    "buddy": SubstitutionOptions(weights="buddy"),
+    "buddy renormalised": SubstitutionOptions(weights="buddy", renormalise=True, fallback="drop", eta=0.1, search=3),
+    "gates": SubstitutionOptions(gamma=0.3, rho=2),
+    "tempered": SubstitutionOptions(gamma=0.4, temperature=1.2, weights="buddy", renormalise=True),
+    "cold": SubstitutionOptions(temperature=0.8, fallback="drop"),
+}
+SHAPES = [(1, 1, 4), (1, 4, 8), (3, 2, 5), (8, 8, 64), (33, 6, 60), (128, 8, 256)]
+
+
+def assert_same(found: kernels.ReplacedArrays | kernels.ReplacedTensors, expected: Substituted) -> None:
+    np.testing.assert_array_equal(np.asarray(found.ids), expected.ids)
+    np.testing.assert_array_equal(np.asarray(found.weights).view(np.int32), expected.weights.view(np.int32))
+    assert (found.substituted, found.dropped) == (expected.substituted, expected.dropped)
+
+
+def on_tensors(arguments: Arguments) -> tuple:
+    *arrays, buddies = arguments
+    return (*(torch.from_numpy(a) for a in arrays), kernels.BuddyTensors.of(buddies))
+
+
+def taus(name: str, arguments: Arguments) -> list[float | None]:
+    """No gate, and for some options a threshold at the very entropy of one of the tokens."""
+    options = OPTIONS[name]
+    entropies = np.sort(token_entropy(arguments[1], options.temperature))
+    return [None, float(entropies[len(entropies) // 3])] if options.gamma or options.temperature != 1 else [None]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cpp_and_torch_give_what_the_algorithm_gives(shape: tuple[int, int, int], name: str) -> None:
+    rng = np.random.default_rng(sum(shape))
+    for steps in (0, 4):
+        arguments = case(rng, *shape, ranks=min(16, shape[2]), steps=steps)
+        for tau in taus(name, arguments):
+            expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+            assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
+            assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+            assert_same(kernels.substitute(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.mark.parametrize("name", ["rho 3", "buddy renormalised", "tempered"])
+def test_cpp_and_torch_at_the_largest_shape(name: str) -> None:
+    arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
+    for tau in taus(name, arguments):
+        expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+        assert expected.substituted > 100
+        assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
+        assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.fixture(scope="module")
+def triton_kernel():
+    """The interpreted kernel: triton reads the environment when it is first imported."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.substitute import substitute_triton
+
+    return substitute_triton
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", [(1, 1, 4), (3, 2, 5), (8, 8, 64)], ids=str)
+def test_triton_gives_what_the_algorithm_gives(triton_kernel, shape: tuple[int, int, int], name: str) -> None:
+    arguments = case(np.random.default_rng(sum(shape)), *shape, ranks=min(16, shape[2]), steps=4)
+    for tau in taus(name, arguments):
+        expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+        assert_same(triton_kernel(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+def test_triton_at_the_largest_shape(triton_kernel) -> None:
+    arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
+    expected = substitution.substitute(*arguments, OPTIONS["rho 3"])
+    assert_same(triton_kernel(*on_tensors(arguments), OPTIONS["rho 3"]), expected)
