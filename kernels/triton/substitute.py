@@ -6,6 +6,9 @@ list side by side, so that the result is that of the sequential algorithm. Doubl
 kernel is compiled without fusing products into sums, its constants come from a table of doubles (a literal would be a
 float), and it divides doubles only, which are divided exactly.
 
+A condition of the whole program becomes a bound on slots before it meets a vector: the interpreter spreads truth values
+badly.
+
 With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU.
 """
 
@@ -105,53 +108,56 @@ def _kernel(
     ids_in, weights_in, probabilities, replace, reach, buddies, similarity, table, ids_out, weights_out, counts,
     rho, E, R, search,
     K: tl.constexpr, SLOTS: tl.constexpr, RANKS: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr,
-    TEMPER: tl.constexpr, COMPATIBILITY: tl.constexpr, DROP: tl.constexpr, BY_BUDDY: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    TEMPER: tl.constexpr, COMPATIBILITY: tl.constexpr, REUSE: tl.constexpr, DROP: tl.constexpr,
+    BY_BUDDY: tl.constexpr, RENORMALISE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, SLOTS)
     used = slots < K
     picked = tl.load(ids_in + t * K + slots, mask=used, other=0)
     weights = tl.load(weights_in + t * K + slots, mask=used, other=0.0).to(tl.float64)
-    allowed = _permitted(weights, slots, table, K, ENTROPY, MARGIN, TEMPER)
+    allowed = t >= 0
+    if ENTROPY or MARGIN:
+        allowed = _permitted(weights, slots, table, K, ENTROPY, MARGIN, TEMPER)
     ranks = tl.arange(0, RANKS)
     reuse = tl.load(table + _REUSE).to(tl.float32)
     ids = picked
-    taken = tl.where(used, picked * 0 - 1, picked * 0 - 1)  # the buddy of each slot, below 0: none
+    taken = picked * 0 - 1  # the buddy of each slot, below 0: none
     left_out = slots < 0
     count = 0
     left = 0
     for k in tl.static_range(K):
-        expert = _at(picked, slots, k)
+        expert = tl.sum(tl.where(slots == k, picked, 0), axis=0)
         wanted = allowed & (tl.load(replace + expert) != 0) & (count < rho)
-        looked = (ranks < search) & wanted
-        candidates = tl.load(buddies + expert * R + ranks, mask=looked, other=0).to(tl.int64)
-        score = tl.load(similarity + expert * R + ranks, mask=looked, other=0.0)
-        if COMPATIBILITY:
-            eta = tl.load(table + _ETA).to(tl.float32)
-            score = score * (1.0 + eta * tl.load(probabilities + t * E + candidates, mask=looked, other=0.0))
-        score = score * tl.load(reach + candidates, mask=looked, other=0.0)
-        own = tl.max(((candidates[:, None] == picked[None, :]) & used[None, :]).to(tl.int32), axis=1)
-        times = tl.sum((candidates[:, None] == taken[None, :]).to(tl.int32), axis=1)
-        claim = tl.where(own > 0, score * 0.0, score * 0.0 + 1.0)
-        for n in tl.static_range(K):
-            claim = tl.where(times > n, claim * reuse, claim)
-        score = score * claim
-        best = tl.max(score, axis=0)
-        rank = tl.argmax(score, axis=0, tie_break_left=True)
-        buddy = tl.sum(tl.where(ranks == rank, candidates, candidates * 0), axis=0)
-        found = wanted & (best > 0)
-        here = slots == k
-        ids = tl.where(here & found, buddy, ids)
-        taken = tl.where(here & found, buddy, taken)
-        count += found.to(tl.int32)
-        if DROP:
-            lost = wanted & (best <= 0)
-            left_out = left_out | (here & lost)
-            left += lost.to(tl.int32)
+        if wanted:
+            looked = ranks < search
+            candidates = tl.load(buddies + expert * R + ranks, mask=looked, other=0).to(tl.int64)
+            score = tl.load(similarity + expert * R + ranks, mask=looked, other=0.0)
+            if COMPATIBILITY:
+                eta = tl.load(table + _ETA).to(tl.float32)
+                score = score * (1.0 + eta * tl.load(probabilities + t * E + candidates, mask=looked, other=0.0))
+            score = score * tl.load(reach + candidates, mask=looked, other=0.0)
+            own = tl.max(((candidates[:, None] == picked[None, :]) & used[None, :]).to(tl.int32), axis=1)
+            times = tl.sum((candidates[:, None] == taken[None, :]).to(tl.int32), axis=1)
+            if REUSE:
+                claim = score * 0.0 + 1.0
+                for n in tl.static_range(k):
+                    claim = tl.where(times > n, claim * reuse, claim)
+                score = tl.where(own > 0, score * 0.0, score * claim)
+            else:
+                score = tl.where(own + times > 0, score * 0.0, score)
+            best, rank = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            buddy = tl.sum(tl.where(ranks == rank, candidates, candidates * 0), axis=0)
+            here = slots == tl.where(best > 0, k, SLOTS)
+            ids = tl.where(here, buddy, ids)
+            taken = tl.where(here, buddy, taken)
+            count += (best > 0).to(tl.int32)
+            if DROP:
+                left_out = left_out | (slots == tl.where(best > 0, SLOTS, k))
+                left += (best <= 0).to(tl.int32)
     replaced = taken >= 0
     if DROP:
-        left_out = left_out & ((slots > 0) | (left < K))
+        left_out = left_out & (slots >= tl.where(left < K, 0, 1))
         left = tl.where(left < K, left, K - 1)
         kept = tl.argmax(tl.where(left_out | (slots >= K), 0, 1), axis=0, tie_break_left=True)
         ids = tl.where(left_out, _at(ids, slots, kept), ids)
@@ -169,7 +175,7 @@ def _kernel(
         if BY_BUDDY:
             changed = changed | (count > 0)
         scaled = values * before / tl.where(after > 0, after, after * 0 + 1.0)
-        values = tl.where(changed & (after > 0), scaled, values)
+        values = tl.where(slots < tl.where(changed & (after > 0), K, 0), scaled, values)
     tl.store(ids_out + t * K + slots, ids, mask=used)
     tl.store(weights_out + t * K + slots, values.to(tl.float32), mask=used)
     tl.store(counts + 2 * t, count)
@@ -214,7 +220,7 @@ def substitute_triton(
         top_k if options.rho is None else min(options.rho, top_k), experts, ranks, search,
         K=top_k, SLOTS=triton.next_power_of_2(top_k), RANKS=triton.next_power_of_2(search),
         ENTROPY=tau is not None, MARGIN=gamma is not None, TEMPER=gated and options.temperature != 1.0,
-        COMPATIBILITY=options.eta > 0, DROP=options.fallback == "drop", BY_BUDDY=by_buddy,
+        COMPATIBILITY=options.eta > 0, REUSE=options.reuse > 0, DROP=options.fallback == "drop", BY_BUDDY=by_buddy,
         RENORMALISE=options.renormalise, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     substituted, dropped = counts.sum(dim=0).tolist()
