@@ -13,7 +13,8 @@ from ..errors import ConfigError
 from .policies.sharding import Ownership
 
 PrefetchKind = Literal[
-    "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
+    "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "blend", "activation-matrix", "stride",
+    "layerwise", "popularity",
 ]
 EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay"]
 
@@ -58,6 +59,8 @@ class PrefetchSettings(Settings):
             raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
         if self.kind == "layerwise" and self.distance > 1:
             raise ValueError("layer-wise prefetch is for this layer (0) or the next (1)")
+        if self.kind in ("speculative", "pre-gated", "random") and self.distance != 1:
+            raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
         if not self.uses_maps and not (self.semantic and self.dynamic):
             raise ValueError(f"semantic and dynamic are of expert maps, which prefetch {self.kind} does not use")
         if self.uses_maps and self.synchronous:
@@ -115,6 +118,24 @@ class PrecisionSettings(Settings):
         return () if self.bits is None else (int(self.bits),)
 
 
+class RoutingSettings(Settings):
+    """How many of the experts that the router picks a token uses.
+
+    exact: all. adaptive: without the least important ones, as far as the layer's sensitivity allows (AdapMoE).
+    """
+
+    kind: Literal["exact", "adaptive"] = "exact"
+    threshold: float | None = Field(
+        default=None, ge=0, description="of adaptive: nats that a layer may cost a token, by its sensitivity"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoutingSettings:
+        if (self.kind == "adaptive") != (self.threshold is not None):
+            raise ValueError(f"routing {self.kind} takes {'a' if self.kind == 'adaptive' else 'no'} threshold")
+        return self
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -123,6 +144,7 @@ class PolicySettings(Settings):
     lossless: bool
     eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
+    routing: RoutingSettings = RoutingSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
     placement: PlacementSettings = PlacementSettings()
@@ -138,7 +160,19 @@ class PolicySettings(Settings):
             raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
         if self.eviction.startswith("expert-map") and not self.prefetch.uses_maps:
             raise ValueError(f"eviction {self.eviction} goes by maps, which prefetch {self.prefetch.kind} does not use")
+        if self.reroutes:
+            if self.lossless:
+                raise ValueError("a policy that changes the routing is not lossless")
+            if self.uses_ndp:
+                raise ValueError(
+                    f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
+                )
         return self
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether a rule may change what the router picked."""
+        return self.routing.kind != "exact"
 
     @property
     def uses_ndp(self) -> bool:

@@ -12,13 +12,14 @@ from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings
+from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
+from .calibrated import Calibrated
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
-from .make_prefetch import make_policy, unasked_layers
+from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
 from .ndp_pool import NdpPool
@@ -28,6 +29,7 @@ from .placers import make_placer, refuse_unsuitable
 from .pool import ExpertSource, SlotPool
 from .prefetching import Prefetching
 from .remote import RemoteExperts
+from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
 from .stats import EngineStats, LayerResidency, LayerStats
@@ -64,6 +66,7 @@ class ExpertEngine:
         shards: how to reach the shards 1..G-1; as many as the settings say.
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
+        calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -85,8 +88,10 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
+        calibrated: Calibrated | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
+        calibrated = Calibrated() if calibrated is None else calibrated
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
@@ -112,8 +117,9 @@ class ExpertEngine:
                     kernel_for(self.cache.pool, blocks[0]), tables,
                 )  # fmt: skip
             self._connect()
-            self.prefetching = self._make_prefetching(settings, blocks, predictors)
-            self._attach_layers(blocks, planner, settings.integrity_checks)
+            self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            rerouter = self._make_rerouter(policy, blocks, calibrated)
+            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -165,29 +171,48 @@ class ExpertEngine:
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
 
-    def _attach_layers(self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool) -> None:
+    def _make_rerouter(
+        self, policy: PolicySettings, blocks: Sequence[MoeBlock], calibrated: Calibrated
+    ) -> Rerouter | None:
+        rule = make_rerouting(policy, len(blocks), blocks[0].normalised, calibrated)
+        if rule is None:
+            return None
+        if rule.needs_view and self.shards is not None:
+            raise ConfigError(
+                f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
+                "use one shard, or a policy with exact routing",
+            )
+        return Rerouter(rule, self.cache, blocks, self.experts, self.top_k)
+
+    def _attach_layers(
+        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
+    ) -> None:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                check, self._placer, self.shards, self.prefetching,
+                check, self._placer, self.shards, self.prefetching, rerouter,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
     def _make_prefetching(
-        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None
-    ) -> Prefetching | None:
+        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
+        calibrated: Calibrated,
+    ) -> Prefetching | None:  # fmt: skip
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:
             return None
-        if policy.needs_lookahead:
+        gates = None
+        if policy.needs_gates:
+            gates = gate_probes(settings.policy, calibrated, len(blocks), self.device.torch_device)
+        elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards)
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -225,7 +250,7 @@ class ExpertEngine:
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
-        self._stats.migrations = 0
+        self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
         if self.matcher is not None:
             self.matcher.reset()

@@ -1,4 +1,4 @@
-"""One MoE layer, one page: route, view, plan, dispatch, combine, observe, prefetch."""
+"""One MoE layer, one page: route, view, reroute, plan, dispatch, combine, observe, prefetch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .cache import ExpertCache
 from .dispatch import Dispatcher
 from .placer import Placer
 from .prefetching import Prefetching
+from .rerouting import Rerouter
 from .routing import Routing
 from .shards import Shards
 from .stats import LayerStats
@@ -28,6 +29,8 @@ class MoeLayer:
         placer: sends experts to NDP workers or to other shards; None where every expert runs here.
         shards: the other shards, told of prefetches; None where there are none.
         prefetching: asks for later layers' experts; None where nothing does.
+        rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
+            nothing does.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -46,11 +49,12 @@ class MoeLayer:
         placer: Placer | None = None,
         shards: Shards | None = None,
         prefetching: Prefetching | None = None,
+        rerouter: Rerouter | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
-        self._placer, self._shards, self._prefetching = placer, shards, prefetching
+        self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
         self.observe: Observer | None = None
 
     @property
@@ -67,10 +71,13 @@ class MoeLayer:
         cache, base = self._cache, self._base
         stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        routing = Routing.of(ids)  # route: done by the model, sorted here
+        picked = ids  # route: done by the model
         if self.observe is not None:
             self.observe(self.index, ids, weights)
         cache.poll()  # view
+        if self._rerouter is not None:
+            ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
+        routing = Routing.of(ids)
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
         if self._shards is not None:
@@ -85,7 +92,7 @@ class MoeLayer:
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:
-                self._prefetching.layer(self.index, hidden, ids)
+                self._prefetching.layer(self.index, hidden, picked)
             out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()

@@ -179,7 +179,10 @@ def layer_seen(
 
     def lookahead(distance: int) -> NDArray[np.floating] | None:
         scores = [part.lookahead(layer, distance) for _, part in parts]
-        return None if scores[0] is None else _joined([s for s in scores if s is not None])
+        if any(s is None for s in scores):
+            return None
+        past = layer + distance >= parts[0][1].ids.shape[1]
+        return _joined([s[-1:] if past else s for s in scores if s is not None])
 
     return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
 
