@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ....errors import ConfigError
+from ..profile.command import profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replica_options import ReplicaOptions
@@ -40,12 +41,33 @@ def prepare_command(
         Path | None,
         typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Add a profile of the experts, for buddies, from .txt, .jsonl or a folder.", metavar="TEXT"),
+    ] = None,
+    profile_trace: Annotated[
+        Path | None,
+        typer.Option(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE"),
+    ] = None,
+    profile_outputs: Annotated[
+        int | None, typer.Option(help="Tokens on which all experts are run, to compare outputs. (8192)")
+    ] = None,
+    profile_warmup: Annotated[
+        int | None, typer.Option(help="First tokens of each window or request to count less. (0)")
+    ] = None,
+    profile_warmup_weight: Annotated[float | None, typer.Option(help="How much they count, 0 to 1. (0)")] = None,
+    profile_figures: Annotated[
+        Path | None, typer.Option(help="Folder for heat maps of the profile, and its figures as JSON.")
+    ] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
         raise ConfigError("OUT and --cache-dir are both given", "leave one out: OUT names the store folder itself")
     if stride is not None and predictors is None:
         raise ConfigError("--stride is given without --predictors", "add --predictors TRACE, or leave it out")
+    profiling = profile_request(
+        profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
+    )
     options = replica_options(bits, group_size, act_order, calibration)
     text = None
     if options is not None:
@@ -57,9 +79,11 @@ def prepare_command(
         if measured is not None:
             read_texts(measured)
     if is_store(model):
-        adds = options is not None or any(added is not None for added in (predictors, gates, sensitivity))
+        added = (predictors, gates, sensitivity, profiling)
+        adds = options is not None or any(a is not None for a in added)
         if not adds or out is not None or cache_dir is not None or force:
-            remedy = "give its checkpoint, or only what adds to a store: --bits, --predictors, --gates, --sensitivity"
+            remedy = "give its checkpoint, or only what adds to a store: --bits, --predictors, --gates, --sensitivity, "
+            remedy += "--profile"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
@@ -78,6 +102,8 @@ def prepare_command(
         from .sensitivity import add_sensitivity
 
         add_sensitivity(store, model, sensitivity)
+    if profiling is not None:
+        profiling.run(store, model)
     typer.echo(store)
 
 

@@ -1,0 +1,66 @@
+"""``python -m tiermoe.cluster.jobs.profile``: what each way of choosing buddies costs, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ....errors import ConfigError, TierMoeError
+from ...config import default_model_dir
+from ...report.progress import progress_on
+from ...versions import versions
+from ..evaluate.options import EvaluationOptions
+from ..machine import cpu
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Its store, with a profile made from text.")] = None,
+    rates: Annotated[str, typer.Option(help="Shares of each layer's experts at hand.")] = "0.75,0.5,0.375",
+    draws: Annotated[int, typer.Option(help="Draws of the experts at hand.")] = 3,
+    documents: Annotated[int, typer.Option(help="Held-out documents to use at most.")] = 40,
+    prefix: Annotated[int, typer.Option(help="Tokens before those that are scored.")] = 32,
+    continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Held-out loss with a part of the experts at hand, by the rule that chooses their substitutes."""
+    try:
+        shares = tuple(float(rate) for rate in rates.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--rates '{rates}' is not a list of numbers", "give, for example, 0.75,0.5") from error
+    if not all(0 < rate <= 1 for rate in shares) or draws < 1:
+        raise ConfigError("--rates or --draws is out of range", "give rates above 0, 1 at most, and 1 draw at least")
+    options = EvaluationOptions(documents=documents, prefix=prefix, continuation=continuation)
+    from .trial import trial  # torch: seconds that refused options need not pay
+
+    console = Console(stderr=True)
+    with progress_on(console) as bar:
+        rows = trial(model, shares, range(draws), options, bar, store)
+    table = Table("at hand", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
+    for row in rows[1:]:
+        over = f"{row['kl_over_drop']:+.3f} ({row['kl_over_drop_low']:+.3f} to {row['kl_over_drop_high']:+.3f})"
+        table.add_row(
+            f"{row['rate']:g}", row["rule"], f"{row['nll_nats']:.3f}", f"{row['kl_nats']:.3f}", over,
+            f"{row['top1_agreement']:.3f}", f"{row['choice_accuracy']:.3f}",
+        )  # fmt: skip
+    console.print(f"unchanged: {rows[0]['nll_nats']:.3f} nats", table)
+    if as_json:
+        record = {
+            "name": "substitutes", "hardware": cpu(), "versions": versions(), "model": model or str(default_model_dir()),
+            "draws": draws, "documents": documents, "prefix": prefix, "continuation": continuation, "rows": rows,
+        }  # fmt: skip
+        print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except TierMoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

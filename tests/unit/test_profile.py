@@ -1,0 +1,332 @@
+"""`tiermoe prepare --profile`: sums against direct loops, files that are whole, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny_checkpoint
+from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from traces import header, write
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tiermoe.actors.engine.model import build_model, find_blocks
+from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.policies.buddies import BuddyOptions, renormalised
+from tiermoe.actors.policies.expert_profile import RoutingCounts
+from tiermoe.actors.profile_file import PROFILE_NAME, read_profile, read_profile_manifest
+from tiermoe.actors.store_format import model_fingerprint, read_manifest
+from tiermoe.cluster.cli import app
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.calibration import Windows
+from tiermoe.cluster.jobs.profile import collect
+from tiermoe.cluster.jobs.profile.collect import Collector
+from tiermoe.cluster.jobs.profile.figures import write_figures
+from tiermoe.cluster.jobs.profile.job import profile_text, profile_trace
+from tiermoe.cluster.jobs.profile.options import ProfileOptions
+from tiermoe.cluster.jobs.profile.partial import Partial
+from tiermoe.cluster.jobs.profile.report import alikeness, size_distributions, size_table, taken
+from tiermoe.errors import ConfigError, StoreError, TierMoeError, TraceError
+
+SENTENCE = "Profiles say which experts of a layer are picked together, and which do the same. "
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile") / "qwen3"
+    save_tiny_checkpoint("qwen3_moe", folder, vocab_size=VOCAB_SIZE)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(model_dir: Path) -> Path:
+    return prepare(model_dir, model_dir.parent / "store", progress=False)
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "store"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(SENTENCE * 13)  # four windows of 256 tokens
+    return path
+
+
+class _Noting:
+    """Notes what an experts module is given, and lets the profiler answer."""
+
+    def __init__(self, profiler: Any) -> None:
+        self.profiler, self.seen = profiler, []
+        self._forward = profiler.forward
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.seen.append((hidden.clone(), ids.clone(), weights.clone()))
+        return self._forward(hidden, ids, weights)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # the second has biases and an activation of its own
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_sums_are_those_of_direct_loops(
+    model_type: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 16)
+    checkpoint = save_tiny_checkpoint(model_type, tmp_path / "model")
+    opened = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
+    model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
+    windows = Windows(np.random.default_rng(0).integers(3, 100, (5, 8)))
+    options = ProfileOptions(output_tokens=13, warmup_steps=2, warmup_weight=0.5)
+    weights = host_weights(opened.layers)
+    collector = Collector(model, find_blocks(model, opened.manifest), weights, windows, options)
+    noting = [_Noting(profiler) for profiler in collector._profilers]
+    for note in noting:
+        note.profiler.forward = note.forward
+    assert list(collector.run(0, lambda tokens: None)) == [2, 4, 5]
+    found = collector.profile()
+
+    with torch.no_grad():  # the profilers answer as the unmodified model does
+        expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)(torch.from_numpy(windows.ids))
+        got = model.lm_head(collected_hidden(model, collector, windows))
+    assert torch.allclose(got, expected.logits, atol=1e-4)
+
+    sampled = [n for n in range(40) if (n + 1) * 13 // 40 != n * 13 // 40]
+    assert len(sampled) == 13 == collector.output_tokens
+    for layer, note in enumerate(noting):
+        hidden, ids, w = (torch.cat([seen[i] for seen in note.seen[:3]]) for i in range(3))
+        experts = note.profiler._experts
+        y = torch.stack([_run(experts, e, hidden) for e in range(experts.count)], dim=1).double()  # [T, E, H]
+        dots, norms = np.zeros((2, experts.count, experts.count))
+        for t in sampled:
+            for i, weight in zip(ids[t].tolist(), w[t].double().tolist(), strict=True):
+                dots[i] += weight**2 * (y[t] @ y[t, i]).numpy()
+                norms[i] += weight**2 * y[t].square().sum(1).numpy()
+        assert found.outputs is not None
+        assert found.outputs.dots[layer] == pytest.approx(dots, rel=1e-4, abs=1e-6)
+        assert found.outputs.norms[layer] == pytest.approx(norms, rel=1e-4, abs=1e-6)
+        routing = RoutingCounts(experts.count)
+        counts = np.tile([0.5, 0.5, 1, 1, 1, 1, 1, 1], 5)
+        routing.add(ids.numpy(), renormalised(w.numpy()), counts)
+        assert found.activations[layer] == pytest.approx(routing.pairs.activations)
+        assert found.binary[layer] == pytest.approx(routing.pairs.binary)
+        assert found.weighted[layer] == pytest.approx(routing.pairs.weighted)
+        assert found.entropies[layer] == pytest.approx(routing.entropies)
+
+
+def collected_hidden(model: Any, collector: Collector, windows: Windows) -> torch.Tensor:
+    """The model's last hidden states with the profilers in place of its experts; the sums go on growing."""
+    before = collector.state()
+    with collector._attached():
+        collector._announce(0, windows.ids)
+        out = model.base_model(input_ids=torch.from_numpy(windows.ids), use_cache=False).last_hidden_state
+    collector.resume(before)
+    return out  # type: ignore[no-any-return]
+
+
+def _run(experts: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(len(hidden), hidden.shape[1])
+    experts.kernel(expert).run(hidden, torch.arange(len(hidden)), [(0, len(hidden), 0)], 1, y)
+    return experts.post(y)  # type: ignore[no-any-return]
+
+
+def test_profile_and_read(store: Path, model_dir: Path, text: Path) -> None:
+    made = profile_text(store, model_dir, text, progress=False)
+    assert made.source.tokens == made.source.output_tokens == 1024
+    assert (made.layers, made.experts, made.top_k) == (2, 8, 2)
+    profile = read_profile(store, read_manifest(store))
+    assert profile.activations.sum(1).tolist() == [2 * 1024] * 2
+    assert profile.binary.sum((1, 2)).tolist() == [2 * 1024] * 2
+    assert profile.entropies.sum(2).tolist() == [[1024] * 5] * 2
+    assert profile.buddies(BuddyOptions(by="blend")).sizes.max() <= 7
+    assert not (store.parent / "store.profile").exists()
+    first = (store / PROFILE_NAME).stat().st_mtime_ns
+    assert profile_text(store, model_dir, text, progress=False) == made  # the same again: nothing to do
+    assert (store / PROFILE_NAME).stat().st_mtime_ns == first
+    other = profile_text(store, model_dir, text, ProfileOptions(output_tokens=64), progress=False)
+    assert other.arrays.file != made.arrays.file
+    assert [p.name for p in store.glob("profile-*")] == [other.arrays.file]  # the old arrays are gone
+    ExpertStore(store, verify="full")  # still a store
+
+
+def test_an_interrupted_profile_goes_on(
+    store: Path, model_dir: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 512)
+    whole = profile_text(Path(shutil.copytree(store, store.parent / "other")), model_dir, text, progress=False)
+    save, run, saved, ran = Partial.save, Collector.run, [], []
+
+    def interrupted(self: Partial, state: Any, done: int) -> None:
+        save(self, state, done)
+        saved.append(done)
+        raise KeyboardInterrupt
+
+    def watched(self: Collector, done: int, advanced: Any) -> Any:
+        ran.append(done)
+        return run(self, done, advanced)
+
+    monkeypatch.setattr(Partial, "save", interrupted)
+    monkeypatch.setattr(Collector, "run", watched)
+    with pytest.raises(KeyboardInterrupt):
+        profile_text(store, model_dir, text, progress=False)
+    assert read_profile_manifest(store, read_manifest(store)) is None
+    monkeypatch.setattr(Partial, "save", save)
+    assert profile_text(store, model_dir, text, progress=False) == whole  # the arrays' digest is in it
+    assert ran == [0, saved[0]] and saved[0] > 0
+
+
+@pytest.mark.parametrize("damage", ["garbage", "other key", "other shape", "not finite"])
+def test_sums_of_no_use_are_thrown_away(damage: str, tmp_path: Path) -> None:
+    like = {"a": np.ones((2, 3))}
+    partial = Partial(tmp_path / "work", "key")
+    assert partial.load(like) is None
+    state = {"a": np.full((2, 3), np.inf)} if damage == "not finite" else {"a": np.zeros((2, 3))}
+    partial.save(state, 5)
+    if damage == "garbage":
+        next((tmp_path / "work").iterdir()).write_bytes(b"12345678901234")
+    elif damage == "other key":
+        partial = Partial(tmp_path / "work", "other")
+    elif damage == "other shape":
+        like = {"a": np.ones((3, 3))}
+    assert partial.load(like) is None
+    Partial(tmp_path / "work", "key").save({"a": np.full(like["a"].shape, 3.0)}, 6)
+    found = Partial(tmp_path / "work", "key").load(like)
+    assert found is not None and found[1] == 6 and (found[0]["a"] == 3).all()
+
+
+def _traced(store: Path, out: Path, **changes: object) -> Path:
+    manifest = read_manifest(store)
+    shape = header(
+        layers=2, experts=8, fingerprint=changes.pop("fingerprint", model_fingerprint(manifest)), **changes
+    )  # type: ignore[arg-type]
+    write(out, shape, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
+    return out
+
+
+def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> None:
+    trace = _traced(store, tmp_path / "trace")
+    written = write(tmp_path / "again", header(layers=2, experts=8), [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
+    made = profile_trace(store, trace, ProfileOptions(warmup_steps=1, warmup_weight=0.0), progress=False)
+    assert made.source.kind == "trace" and made.source.output_tokens == 0 and made.source.tokens == 21
+    profile = read_profile(store, read_manifest(store))
+    assert profile.outputs is None
+    for layer in range(2):
+        counts = np.zeros(8)
+        for request in written:
+            ids = np.concatenate([step.ids[:, layer] for step in request])[1:]  # its first token is warm-up
+            counts += np.bincount(ids.ravel(), minlength=8)
+        assert profile.activations[layer].tolist() == counts.tolist()
+        assert profile.binary[layer].sum() == counts.sum()
+    assert size_distributions(profile)[-1]["by"] == "coactivation" and alikeness(profile) == []
+
+
+def test_traces_that_are_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="another model"):
+        profile_trace(store, _traced(store, tmp_path / "other", fingerprint="a" * 64), progress=False)
+    with pytest.raises(TraceError, match="no routing trace"):
+        profile_trace(store, tmp_path / "nothing", progress=False)
+
+
+def test_a_store_without_a_profile(store: Path) -> None:
+    with pytest.raises(StoreError, match="has no profile.*--profile TEXT"):
+        read_profile(store, read_manifest(store))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [("truncated", "do not match"), ("altered", "do not match"), ("missing", "cannot be read"),
+     ("manifest", "checksum"), ("version", "profile version"), ("model", "another model")],
+)  # fmt: skip
+def test_damaged_profiles(damage: str, named: str, store: Path, tmp_path: Path) -> None:
+    made = profile_trace(store, _traced(store, tmp_path / "trace"), progress=False)
+    arrays, manifest = store / made.arrays.file, read_manifest(store)
+    data = arrays.read_bytes()
+    if damage == "truncated":
+        arrays.write_bytes(data[:-1])
+    elif damage == "altered":
+        arrays.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "missing":
+        arrays.unlink()
+    elif damage == "model":
+        source = (manifest.source[0].model_copy(update={"nbytes": 1}), *manifest.source[1:])
+        manifest = manifest.model_copy(update={"source": source})
+    else:
+        body = json.loads((store / PROFILE_NAME).read_bytes())
+        body["top_k" if damage == "manifest" else "profile_version"] = 3
+        (store / PROFILE_NAME).write_text(json.dumps(body, indent=1) + "\n")
+    with pytest.raises(StoreError, match=named):
+        read_profile(store, manifest)
+
+
+def test_a_damaged_profile_is_made_again(store: Path, tmp_path: Path) -> None:
+    trace = _traced(store, tmp_path / "trace")
+    made = profile_trace(store, trace, progress=False)
+    (store / made.arrays.file).write_bytes(b"")
+    assert profile_trace(store, trace, progress=False) == made
+    assert read_profile(store, read_manifest(store)).activations.sum() > 0
+
+
+def test_figures_and_report(store: Path, model_dir: Path, text: Path, tmp_path: Path) -> None:
+    profile_text(store, model_dir, text, progress=False)
+    profile = read_profile(store, read_manifest(store))
+    files = write_figures(tmp_path / "figures", profile)
+    assert sorted(p.name for p in files) == sorted(p.name for p in (tmp_path / "figures").iterdir())
+    assert len(files) == 3 * 2 + 1
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in files[:-1])
+    report = json.loads(files[-1].read_text())
+    rows = report["sizes"]
+    assert len(rows) == 3 * 3 * 2
+    for row in rows:
+        assert 0 <= row["least"] <= row["median"] <= row["most"] <= 7 and row["mean"] <= row["uncapped_mean"]
+    means = [row["mean"] for row in rows if (row["by"], row["layer"]) == ("output", 1)]
+    assert means == sorted(means)  # larger alpha, longer lists
+    assert len(report["alikeness"]) == 2 and {row["by"] for row in taken(profile)} == {"coactivation", "output", "blend"}
+    assert all(0 <= row["taken"] <= 1 for row in report["taken"])
+    assert size_table(rows).row_count == 9
+
+
+def test_command(store: Path, model_dir: Path, text: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke(
+        app, ["prepare", str(store), "--profile", str(text), "--profile-figures", str(tmp_path / "figures")]
+    )
+    assert run.exit_code == 0, run.output
+    assert run.stdout.strip() == str(store)
+    assert "picked its best buddy too" in run.stderr and "cosine" in run.stderr
+    assert (tmp_path / "figures" / "similarity-001.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--profile", "TEXT", "--profile-trace", "TRACE"], "both given"),
+        (["--profile-figures", "x"], "--profile-figures is given without --profile"),
+        (["--profile-warmup-weight", "0.5"], "--profile-warmup-weight is given without"),
+        (["--profile-trace", "x", "--profile-outputs", "5"], "a trace has no outputs"),
+        (["--profile", "TEXT", "--profile-outputs", "0"], "--profile-outputs is 0"),
+        (["--profile", "TEXT", "--profile-warmup", "-1"], "--profile-warmup is -1"),
+        (["--profile", "TEXT", "--profile-warmup-weight", "0.5"], "add --profile-warmup"),
+        (["--profile", "nowhere.txt"], "nowhere.txt"),
+        (["--profile", "TEXT", "--force"], "a store already"),
+    ],
+)
+def test_options_that_are_refused(options: list[str], named: str, store: Path, text: Path) -> None:
+    run = CliRunner().invoke(app, ["prepare", str(store), *(str(text) if o == "TEXT" else o for o in options)])
+    assert run.exit_code != 0
+    error = run.exception if isinstance(run.exception, TierMoeError) else None
+    assert named in (str(error) if error is not None else run.output)
+    assert not (store / PROFILE_NAME).exists()
+
+
+def test_option_values() -> None:
+    for wrong in ({"output_tokens": 0}, {"warmup_steps": -1}, {"warmup_weight": 1.5}):
+        with pytest.raises(ConfigError):
+            ProfileOptions(**wrong)  # type: ignore[arg-type]
