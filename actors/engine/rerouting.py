@@ -73,7 +73,8 @@ class Rerouter:
         residency, base = self._cache.residency, layer * self._experts
         state = residency.state
         available = np.array([state(key) != State.ABSENT for key in range(base, base + self._experts)])
-        return RerouteView(available, residency.slots - int(np.count_nonzero(available)), self._top_k)
+        free = residency.slots - int(np.count_nonzero(available))
+        return RerouteView(available, free, self._top_k, residency.free_slots)
 
 
 def make_rerouting(

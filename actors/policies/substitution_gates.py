@@ -158,16 +158,18 @@ class AdaptiveBeta:
     State: (delta, n) of the last `window` calls. Cost: O(window log window) for each `beta()`.
 
     Args:
-        expert_bytes: w. budget_bytes: B, what a call may load. window: remembered calls.
+        expert_bytes: w. budget_s: seconds of link that the loads of a call may take. window: remembered calls.
+        link_bytes_per_s: of the link, as the bandwidth meter has it now; B is that times `budget_s`.
     """
 
     expert_bytes: int
-    budget_bytes: float
+    budget_s: float
     window: int = 64
+    link_bytes_per_s: float = 0.0
     _calls: deque[tuple[float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.expert_bytes < 1 or self.budget_bytes < 0 or self.window < 1:
+        if self.expert_bytes < 1 or self.budget_s < 0 or self.window < 1:
             raise ValueError("experts have bytes, the budget is not negative, and the window holds a call")
         self._calls = deque(maxlen=self.window)
 
@@ -177,7 +179,7 @@ class AdaptiveBeta:
 
     def beta(self) -> float:
         """For the next call; over 1 (no call is bypassed) where even one whose experts all miss is too much."""
-        allowed = self.budget_bytes * len(self._calls)
+        allowed = self.budget_s * self.link_bytes_per_s * len(self._calls)
         cost, least = 0.0, math.nextafter(1.0, 2.0)
         missing_at: dict[float, int] = {}
         for delta, missing in self._calls:
