@@ -87,6 +87,20 @@ class BuddyTensors(NamedTuple):
         return BuddyTensors(torch.from_numpy(buddies.ids).to(device), torch.from_numpy(buddies.similarity).to(device))
 
 
+def replaceable_arrays(
+    ids: NDArray[np.int64], resident: NDArray[np.bool_], beta: float | None, shard_of: NDArray[np.int64] | None = None
+) -> NDArray[np.bool_]:
+    """The distribution gate in C++; see `policies/substitution_gates.py`.
+
+    Raises:
+        ValueError: an array is not contiguous or of another type or shape, or an expert or shard does not exist.
+    """
+    out = np.empty(len(resident), np.bool_)
+    shards = 1 if shard_of is None else int(shard_of.max()) + 1
+    _substitute.replaceable(ids, resident, math.inf if beta is None else beta, shard_of, shards, out)
+    return out
+
+
 def substitute_arrays(
     ids: NDArray[np.int64],
     weights: NDArray[np.float32],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
-from ...kernels.substitute import substitute_arrays
+from ...kernels.substitute import replaceable_arrays, substitute_arrays
 from ..policies.buddies import BuddyOptions, alpha_schedule
 from ..policies.expert_profile import ExpertProfile, OutputsMissing
 from ..policies.on_miss import MissRule, RandomRule, lists_of, no_buddies
@@ -49,7 +49,10 @@ def make_miss_rule(
     taus: tuple[float, ...] | None = None if settings.tau is None else (settings.tau,) * layers
     if settings.percentile is not None:
         taus = _needed(policy, profile).taus(settings.percentile, settings.temperature)
-    gates: dict[str, Any] = {"taus": taus, "beta": settings.beta, "betas": betas, "substitute": substitute_arrays}
+    gates: dict[str, Any] = {
+        "taus": taus, "beta": settings.beta, "betas": betas,
+        "replaceable": replaceable_arrays, "substitute": substitute_arrays,
+    }  # fmt: skip
     if policy.on_miss == "random":
         return RandomRule(layers, experts, options, **gates)
     if policy.on_miss == "drop":

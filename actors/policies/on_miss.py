@@ -27,6 +27,7 @@ class Found(Protocol):
     def dropped(self) -> int: ...
 
 
+Replaceable = Callable[[Ids, NDArray[np.bool_], float | None], NDArray[np.bool_]]
 Substitute = Callable[
     [
         Ids, Weights, NDArray[np.float32] | None, NDArray[np.bool_], NDArray[np.float32], Buddies, SubstitutionOptions,
@@ -55,7 +56,7 @@ class MissRule(Rerouting):
         buddies: of each layer. options: of all layers.
         taus: of each layer; None: no entropy gate.
         beta: fixed; None: no distribution gate, unless `betas`, one of each layer, adapts it.
-        substitute: an implementation of Algorithm 1; by default the sequential one.
+        replaceable, substitute: implementations of the distribution gate and of Algorithm 1; by default in NumPy.
     """
 
     name: ClassVar[str] = "substituting"
@@ -67,6 +68,7 @@ class MissRule(Rerouting):
         taus: Sequence[float] | None = None,
         beta: float | None = None,
         betas: Sequence[AdaptiveBeta] | None = None,
+        replaceable: Replaceable = replaceable,
         substitute: Substitute = substitute,
     ) -> None:
         for each in (taus, betas):
@@ -75,7 +77,7 @@ class MissRule(Rerouting):
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"beta is a share, not {beta}")
         self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
-        self._substitute, self._full = substitute, False
+        self._replaceable, self._substitute, self._full = replaceable, substitute, False
         self.needs_probabilities = options.needs_probabilities
 
     def reroute(
@@ -95,11 +97,12 @@ class MissRule(Rerouting):
             if self._betas is not None:
                 self._betas[layer].saw(0.0, 0)
             return Rerouted(ids, weights)
-        replace = replaceable(ids, here, self._threshold(layer, ids, here))
+        ids, weights = np.ascontiguousarray(ids), np.ascontiguousarray(weights)
+        replace = self._replaceable(ids, here, self._threshold(layer, ids, here))
         if not replace.any():
             return Rerouted(ids, weights)
         found = self._substitute(
-            np.ascontiguousarray(ids), np.ascontiguousarray(weights), self._compatibility(ids, probabilities, len(here)),
+            ids, weights, self._compatibility(ids, probabilities, len(here)),
             replace, here.astype(np.float32), self._buddies[layer], self.options,
             None if self._taus is None else self._taus[layer],
         )  # fmt: skip
@@ -142,6 +145,7 @@ class RandomRule(MissRule):
         taus: Sequence[float] | None = None,
         beta: float | None = None,
         betas: Sequence[AdaptiveBeta] | None = None,
+        replaceable: Replaceable = replaceable,
         substitute: Substitute = substitute,
         seed: int = 0,
     ) -> None:
@@ -154,7 +158,7 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        super().__init__([everyone] * layers, drawing, taus, beta, betas, substitute)
+        super().__init__([everyone] * layers, drawing, taus, beta, betas, replaceable, substitute)
         self.needs_probabilities = False
         self._draw = np.random.default_rng(seed)
 

@@ -191,7 +191,7 @@ void run(Problem& problem) {
     }
 }
 
-// A contiguous buffer of the kind and shape wanted, released when it goes. Kinds are those of Python's struct module.
+// A contiguous buffer of the kind and shape wanted (rows < 0: of any), released when it goes. Kinds are those of Python's struct module.
 class Buffer {
   public:
     ~Buffer() {
@@ -204,11 +204,12 @@ class Buffer {
         held_ = true;
         const char* kind = view_.format ? view_.format : "B";
         const bool right = kind[0] != 0 && kind[1] == 0 && std::strchr(kinds, kind[0]) && view_.itemsize == item;
-        if (right && view_.len == rows * columns * item) return true;
+        if (right && (rows < 0 || view_.len == rows * columns * item)) return true;
         PyErr_Format(PyExc_ValueError, "%s has %zd bytes, in items '%s' of %zd; there must be %zd x %zd of %zd ('%s')",
                      name, view_.len, kind, view_.itemsize, rows, columns, item, kinds);
         return false;
     }
+    Py_ssize_t items() const { return view_.len / view_.itemsize; }
     template <typename T>
     T* data() const {
         return static_cast<T*>(view_.buf);
@@ -234,6 +235,53 @@ bool within(const Problem& problem) {
             }
     }
     return true;
+}
+
+// replaceable(ids, resident, beta, shard_of or None, shards, out): out[e] = expert e is asked for, not resident, and its
+// shard has fewer than beta of its requested experts missing
+PyObject* replaceable(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 6) return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
+    const double beta = PyFloat_AsDouble(args[2]);
+    const long long shards = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return nullptr;
+    const Py_ssize_t experts = PyObject_Size(args[1]);
+    if (experts < 0) return nullptr;
+    Buffer ids, resident, shard_of, out;
+    const bool several = args[3] != Py_None;
+    if (!ids.take(args[0], "ids", "lq", 8, -1, 1, false) || !resident.take(args[1], "resident", "?B", 1, 1, experts, false) ||
+        (several && !shard_of.take(args[3], "shard_of", "lq", 8, 1, experts, false)) ||
+        !out.take(args[5], "out", "?B", 1, 1, experts, true))
+        return nullptr;
+    if (shards < 1 || shards > experts) return PyErr_Format(PyExc_ValueError, "there cannot be %lld shards", shards);
+    const std::int64_t* picked = ids.data<const std::int64_t>();
+    const std::int64_t* owner = several ? shard_of.data<const std::int64_t>() : nullptr;
+    const std::uint8_t* here = resident.data<const std::uint8_t>();
+    std::uint8_t* replace = out.data<std::uint8_t>();
+    for (Py_ssize_t e = 0; e < experts; ++e) {
+        if (owner && (owner[e] < 0 || owner[e] >= shards))
+            return PyErr_Format(PyExc_ValueError, "there is no shard %lld", static_cast<long long>(owner[e]));
+        replace[e] = 0;
+    }
+    const Py_ssize_t pairs = ids.items();
+    for (Py_ssize_t i = 0; i < pairs; ++i) {
+        if (picked[i] < 0 || picked[i] >= experts)
+            return PyErr_Format(PyExc_ValueError, "there is no expert %lld", static_cast<long long>(picked[i]));
+        replace[picked[i]] = 1;
+    }
+    std::vector<std::int64_t> requested(static_cast<std::size_t>(shards)), absent(static_cast<std::size_t>(shards));
+    for (Py_ssize_t e = 0; e < experts; ++e)
+        if (replace[e]) {
+            const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
+            ++requested[shard];
+            absent[shard] += !here[e];
+        }
+    for (Py_ssize_t e = 0; e < experts; ++e) {
+        const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
+        if (!replace[e]) continue;
+        const double share = static_cast<double>(absent[shard]) / static_cast<double>(requested[shard]);
+        replace[e] = !here[e] && share < beta;
+    }
+    Py_RETURN_NONE;
 }
 
 // substitute(ids, weights, probabilities or None, replace, reach, buddies, similarity, out_ids, out_weights,
@@ -291,6 +339,7 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 }
 
 PyMethodDef methods[] = {
+    {"replaceable", fast(replaceable), METH_FASTCALL, "The distribution gate of BuddyMoE; see kernels/substitute.py."},
     {"substitute", fast(substitute), METH_FASTCALL, "Algorithm 1 of BuddyMoE; see kernels/substitute.py."},
     {nullptr, nullptr, 0, nullptr},
 };

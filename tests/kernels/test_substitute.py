@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace as changed
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from tiermoe.actors.policies import substitution
 from tiermoe.actors.policies.substitution import Buddies, SubstitutionOptions, Substituted, reach
-from tiermoe.actors.policies.substitution_gates import permitted, replaceable, token_entropy
+from tiermoe.actors.policies.substitution_gates import replaceable, token_entropy
 from tiermoe.kernels import substitute as kernels
 
 Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
@@ -103,6 +102,38 @@ def test_cpp_and_torch_at_the_largest_shape(name: str) -> None:
         assert expected.substituted > 100
         assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
         assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, 0.25, 0.5, 1.0])
+def test_distribution_gate_in_cpp(beta: float | None) -> None:
+    rng = np.random.default_rng(3)
+    for experts in (4, 9, 64):
+        for shards in (None, rng.integers(0, 3, experts)):
+            ids = rng.integers(0, experts, (5, 4))
+            resident = rng.random(experts) < 0.6
+            expected = replaceable(ids, resident, beta, shards)
+            np.testing.assert_array_equal(kernels.replaceable_arrays(ids, resident, beta, shards), expected)
+
+
+def test_cpp_refuses_what_it_cannot_read() -> None:
+    ids, weights, _, allowed, near, buddies = case(np.random.default_rng(0), 2, 2, 5, ranks=4)
+    plain = SubstitutionOptions()
+    for wrong in (
+        (ids + 5, weights, None, allowed, near, buddies),
+        (ids.astype(np.int32), weights, None, allowed, near, buddies),
+        (ids, weights.astype(np.float64), None, allowed, near, buddies),
+        (ids, weights, None, allowed[:-1], near, buddies),
+        (ids, weights, None, allowed, near.view(np.int32), buddies),
+        (ids, weights, np.ones((1, 5), np.float32), allowed, near, buddies),
+    ):
+        with pytest.raises(ValueError, match=r"there is no expert|has \d+ bytes"):
+            kernels.substitute_arrays(*wrong, plain)
+    with pytest.raises(ValueError, match="need the router's probabilities"):
+        kernels.substitute_arrays(ids, weights, None, allowed, near, buddies, SubstitutionOptions(eta=0.1))
+    with pytest.raises((ValueError, BufferError)):
+        kernels.substitute_arrays(ids.T.copy().T, weights, None, allowed, near, buddies, plain)
+    with pytest.raises(ValueError, match="there is no expert"):
+        kernels.replaceable_arrays(ids - 5, allowed, None)
 
 
 @pytest.fixture(scope="module")

@@ -248,6 +248,14 @@ def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check:
     _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
 
 
+@bench_app.command(cls=JsonCommand)
+def substitute(repeats: Repeats = 9, out: Out = None, as_json: Json = False, check: Check = False) -> None:
+    """Buddy substitution: microseconds to decide one layer."""
+    from .substitute import bench_substitute
+
+    _finish(lambda progress: bench_substitute(repeats, progress), as_json, check, out)
+
+
 def _file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
     """What `--out` names: a file for the object, or a folder for a page, which is refused here if it cannot be had."""
     if out is None or out.suffix == ".json":
