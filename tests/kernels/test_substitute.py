@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiermoe.actors.policies import substitution
-from tiermoe.actors.policies.substitution import Buddies, SubstitutionOptions, Substituted, reach
+from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach
 from tiermoe.actors.policies.substitution_gates import replaceable, token_entropy
 from tiermoe.kernels import substitute as kernels
 
