@@ -148,8 +148,7 @@ def substitute(
         row = None if probabilities is None else probabilities[t]
         replaced, left_out = _token(ids[t], row, replace, reach, buddies, options)
         if replaced or left_out:
-            originals = {k: old for k, old in replaced}
-            _reweight(ids[t], weights[t], row, originals, left_out, options)
+            _reweight(ids[t], weights[t], row, dict(replaced), left_out, options)
             substituted += len(replaced)
             dropped += len(left_out)
     return Substituted(ids, weights, substituted, dropped)

@@ -26,13 +26,17 @@ from ..substitute import BuddyTensors, Options, ReplacedTensors
 _LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
 _EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
 # table: log terms from 0, exp terms from 8, then these
-_LN2, _INVERSE_LN2, _HALF_ROOT, _TAU, _GAMMA, _TEMPERATURE, _LOG_K, _ETA, _REUSE = (tl.constexpr(20 + i) for i in range(9))
+_LN2, _INVERSE_LN2, _HALF_ROOT, _TAU, _GAMMA = (tl.constexpr(20 + i) for i in range(5))
+_TEMPERATURE, _LOG_K, _ETA, _REUSE = (tl.constexpr(25 + i) for i in range(4))
 
 
 @cache
-def _table(tau: float, gamma: float, temperature: float, top_k: int, eta: float, reuse: float, device: str) -> torch.Tensor:
+def _table(
+    tau: float, gamma: float, temperature: float, top_k: int, eta: float, reuse: float, device: str
+) -> torch.Tensor:
     ln2 = math.log(2.0)
-    values = (*_LOG_TERMS, *_EXP_TERMS, ln2, 1.0 / ln2, math.sqrt(0.5), tau, gamma, temperature, math.log(top_k), eta, reuse)
+    options = (tau, gamma, temperature, math.log(top_k), eta, reuse)
+    values = (*_LOG_TERMS, *_EXP_TERMS, ln2, 1.0 / ln2, math.sqrt(0.5), *options)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -80,7 +84,10 @@ def _summed(values, slots, K: tl.constexpr):
 
 
 @triton.jit
-def _permitted(weights, slots, table, K: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, TEMPER: tl.constexpr):
+def _permitted(
+    weights, slots, table,
+    K: tl.constexpr, ENTROPY: tl.constexpr, MARGIN: tl.constexpr, TEMPER: tl.constexpr,
+):  # fmt: skip
     p = weights
     if TEMPER:
         positive = p > 0

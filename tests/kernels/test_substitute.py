@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,12 +142,22 @@ def test_cpp_refuses_what_it_cannot_read() -> None:
 
 @pytest.fixture(scope="module")
 def triton_kernel():
-    """The interpreted kernel: triton reads the environment when it is first imported."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    """Interpreted where there is no GPU, see conftest.py."""
     pytest.importorskip("triton")
     from tiermoe.kernels.triton.substitute import substitute_triton
 
-    return substitute_triton
+    def run(*arguments: Any) -> kernels.ReplacedTensors:
+        found = substitute_triton(*(_on_device(a) for a in arguments))
+        return found._replace(ids=found.ids.cpu(), weights=found.weights.cpu())
+
+    return run
+
+
+def _on_device(argument: Any) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(argument, kernels.BuddyTensors):
+        return kernels.BuddyTensors(*(part.to(device) for part in argument))
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -159,3 +173,38 @@ def test_triton_at_the_largest_shape(triton_kernel) -> None:
     arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
     expected = substitution.substitute(*arguments, OPTIONS["rho 3"])
     assert_same(triton_kernel(*on_tensors(arguments), OPTIONS["rho 3"]), expected)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tiermoe.kernels.triton.substitute import _kernel
+
+types = dict(
+    ids_in="*i64", weights_in="*fp32", probabilities="*fp32", replace="*u8", reach="*fp32", buddies="*i32",
+    similarity="*fp32", table="*fp64", ids_out="*i64", weights_out="*fp32", counts="*i32",
+    rho="i32", E="i32", R="i32", search="i32",
+)
+flags = ("ENTROPY", "MARGIN", "TEMPER", "COMPATIBILITY", "REUSE", "DROP", "BY_BUDDY", "RENORMALISE")
+fixed = dict(K=4, SLOTS=4, RANKS=16) | dict.fromkeys(flags, True)
+source = ASTSource(
+    fn=_kernel, signature=types | dict.fromkeys(fixed, "constexpr"),
+    constexprs={(_kernel.arg_names.index(name),): value for name, value in fixed.items()},
+)
+options = {"num_warps": 1, "enable_fp_fusion": False}
+print(triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"])
+"""
+
+
+def test_triton_compiles_to_exact_arithmetic(tmp_path: Path) -> None:
+    """For a GPU, which it takes none to compile for: no fused products, and division as IEEE 754 has it."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    operations = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert "div.rn.f64" in operations
+    assert not [name for name in operations if name.startswith("fma.") or "approx" in name]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tiermoe.actors.policies.entropy import activating_entropy
 from tiermoe.actors.policies.on_miss import MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.rerouting import RerouteView
-from tiermoe.actors.policies.substitution import Buddies, SubstitutionOptions, Substituted, reach, substitute
+from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach, substitute
 from tiermoe.actors.policies.substitution_gates import (
     AdaptiveBeta,
     exp,

@@ -49,8 +49,8 @@ class _Routing:
 def bench_substitute(repeats: int, progress: Progress | None) -> Report:
     """Microseconds of one layer's decision, on one thread: of the thread's time, so that other processes take none.
 
-    `rule` is what the engine calls for each layer: the gates of the batch, those of the tokens (entropy and margin), and
-    Algorithm 1 in C++. `rule, nothing missing`: the same where all experts are resident. `torch` is
+    `rule` is what the engine calls for each layer: the gate of the batch, those of the tokens (entropy and margin),
+    and Algorithm 1 in C++. `rule, nothing missing`: the same where all experts are resident. `torch` is
     `kernels.substitute.substitute` on tensors of the CPU, which takes the same C++; `torch, vectorised` is what runs on
     devices without it; `sequential` is the reference. Triton is not timed: on a CPU it is interpreted.
 

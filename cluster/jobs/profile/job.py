@@ -70,12 +70,12 @@ def profile_text(
         present = _present(store, manifest, source)
         if present is not None:
             return present
-        import torch
-
         from ....actors.engine.model import build_model, experts_per_token, find_blocks  # torch: seconds
         from ....actors.engine.sources import host_weights
         from .collect import Collector
         from .partial import Partial
+
+        import torch
 
         opened = ExpertStore(store, verify="stamp")
         model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
