@@ -99,7 +99,7 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -193,7 +193,7 @@ class ExpertEngine:
                 f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
                 "use one shard, or a policy with exact routing",
             )
-        return Rerouter(rule, self.cache, blocks, self.experts, self.top_k)
+        return Rerouter(rule, self.cache, blocks, self.top_k)
 
     def _attach_layers(
         self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
@@ -252,7 +252,7 @@ class ExpertEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self.experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self.experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)

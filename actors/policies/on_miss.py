@@ -40,7 +40,7 @@ Substitute = Callable[
 class MissRule(Rerouting):
     """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on the experts that are not here.
 
-        some slot of the cache was never filled    -> all misses are loaded: the paper's cache begins full
+        the layer's slots were never all in use     -> all misses are loaded: the paper's cache begins full
         delta(B) >= beta                           -> all misses of the batch are loaded
         TAE(x) <= tau, or margin >= gamma          -> the token's misses are loaded
         rho replacements of the token              -> its further misses are loaded
@@ -49,7 +49,7 @@ class MissRule(Rerouting):
 
     Experts on their way to this GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
 
-    State: whether the cache was full once, and that of the adaptive betas. Cost: O(E) where nothing is missing, else
+    State: whether each layer's slots were all in use once, and that of the adaptive betas. Cost: O(E) where nothing is missing, else
     that of `substitute`.
 
     Args:
@@ -77,7 +77,7 @@ class MissRule(Rerouting):
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"beta is a share, not {beta}")
         self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
-        self._replaceable, self._substitute, self._full = replaceable, substitute, False
+        self._replaceable, self._substitute, self._full = replaceable, substitute, [False] * len(buddies)
         self.needs_probabilities = options.needs_probabilities
 
     def reroute(
@@ -89,9 +89,9 @@ class MissRule(Rerouting):
         view: RerouteView,
     ) -> Rerouted:
         here = view.available
-        if not self._full:
-            self._full = view.unused == 0
-            if not self._full:
+        if not self._full[layer]:
+            self._full[layer] = view.unused == 0
+            if view.unused:
                 return Rerouted(ids, weights)
         if here[ids].all():
             if self._betas is not None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import traces
 
@@ -17,16 +18,18 @@ from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.prefetch.layerwise import LayerwisePrefetch
 from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
 from tiermoe.actors.policies.prefetch.popularity import PopularityPrefetch
+from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.simulate.clock import VirtualClock, VirtualLoader
-from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.executor import SimulatedEngine, layer_seen, spans_of
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.predictors import load_predictors, save_predictors, train_predictors
 from tiermoe.cluster.simulate.recall import recall, split
 from tiermoe.cluster.simulate.replay import result, serve
 from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.errors import BudgetError, ConfigError, TraceError
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
@@ -311,3 +314,25 @@ def test_a_replay_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_speculation_past_the_last_layer_is_replayed_where_the_trace_holds_it(tmp_path: Path) -> None:
+    """Traces recorded before they held it have zeros there."""
+    shape = traces.header(distances=2)
+    rng = np.random.default_rng(0)
+    old, new = (traces.rows_of(shape, [1, 2], rng) for _ in range(2))
+    new.next_ids[:, 2, 0], new.next_probabilities[:, 2, 0] = [[3, 1], [5, 0]], [[0.5, 0.25], [0.75, 0.125]]
+    writer = TraceWriter(tmp_path / "t", shape, traces.embed, 1 << 20)
+    for rows in (old, new):
+        writer.begin([1, 2])
+        writer.add(rows, decode=False)
+    writer.close(True, traces.COSTS)
+    found = []
+    for request in Trace(tmp_path / "t").requests():
+        parts = [("a", request.iterations[0]), ("b", request.iterations[0])]
+        seen = layer_seen(2, spans_of(parts), parts[0][1].ids[:, 2], parts)
+        policy = SpeculativePrefetch(shape.layers, shape.experts, 2)
+        found.append([want.key for want in policy.observed(seen)])
+        if policy.predicted is not None:
+            assert policy.predicted.shape == (2, shape.experts)  # the last row of each sequence
+    assert found == [[], [5, 0]]

@@ -34,7 +34,7 @@ class PreGatedPrefetch(NextGatePrefetch):
 
     Different: in Pre-gated MoE the gate's choice is what layer l + 1 runs, after the whole model was fine-tuned for it.
     Here it is a guess, the model's own router decides, and tokens are exact. The gates alone are trained, by
-    `tiermoe prepare --gates` to give what layer l + 1's router gives its own input, beginning with that router's weights.
+    `tiermoe prepare --gates` to give what layer l + 1's router gives its own input, beginning with its weights.
     """
 
     name: ClassVar[str] = "pre-gated"
