@@ -1,4 +1,4 @@
-"""What profiling found out about a model's experts, and the buddies that follow from it. Pure: arrays in, arrays out."""
+"""What profiling found out about a model's experts, and the buddies that follow: arrays in, arrays out."""
 
 from __future__ import annotations
 

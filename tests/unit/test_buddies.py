@@ -114,7 +114,8 @@ def test_equations_5_and_6(seed: int, alpha: float, most: int, epsilon: float) -
         assert table.buddies(0, i) == expected
         assert table.sizes[0, i] == len(expected)
         assert table.q[0, i, : len(expected)] == pytest.approx(q[i, expected])
-        assert (table.ids[0, i, len(expected) :] == i).all() and not table.q[0, i, len(expected) :].any()
+        assert (table.ids[0, i, len(expected) :] == i).all()
+        assert not table.q[0, i, len(expected) :].any()
         assert bool(counts.activations[i]) == bool(expected)  # t_i >= 1 for any i with nonzero activity
 
 
@@ -148,14 +149,16 @@ def test_experts_never_picked_and_experts_picked_alone() -> None:
     for epsilon in (0.0, 1.0):
         q = coactivation_shares(counts.binary, counts.activations, epsilon)
         assert q[0].tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
-        assert not q[1].any() and not q[3].any()
+        assert not q[1].any()
+        assert not q[3].any()
         table = buddy_table(q[None], (0.1,), 16)
         assert [table.buddies(0, i) for i in range(4)] == [[1], [], [0], []]
 
 
 def test_a_single_expert_has_no_buddy() -> None:
     table = buddy_table(np.zeros((1, 1, 1)), (0.9,), 16)
-    assert table.buddies(0, 0) == [] and table.ids.tolist() == [[[0]]]
+    assert table.buddies(0, 0) == []
+    assert table.ids.tolist() == [[[0]]]
 
 
 def test_each_layer_has_its_alpha() -> None:
@@ -209,7 +212,8 @@ def test_similarity_of_outputs() -> None:
     outputs = _profile().outputs
     assert outputs is not None
     cosine, error, scale = outputs.cosine()[0], outputs.error()[0], outputs.scale()[0]
-    assert np.diagonal(cosine) == pytest.approx(np.ones(E)) and np.diagonal(error) == pytest.approx(np.zeros(E))
+    assert np.diagonal(cosine) == pytest.approx(np.ones(E))
+    assert np.diagonal(error) == pytest.approx(np.zeros(E))
     own = np.diagonal(outputs.norms[0])
     for i in range(E):
         for j in range(E):
@@ -224,14 +228,17 @@ def test_similarity_of_outputs() -> None:
 
 def test_outputs_of_experts_without_inputs() -> None:
     nothing = Outputs(np.zeros((1, 2, 2)), np.zeros((1, 2, 2)))
-    assert not nothing.cosine().any() and not nothing.scale().any() and (nothing.error() == 1).all()
+    assert not nothing.cosine().any()
+    assert not nothing.scale().any()
+    assert (nothing.error() == 1).all()
 
 
 def test_rankings() -> None:
     profile = _profile()
     for by in ("coactivation", "output", "blend"):
         q = profile.shares(BuddyOptions(by=by))
-        assert q.sum(-1) == pytest.approx(np.ones((1, E))) and not np.diagonal(q, axis1=1, axis2=2).any()
+        assert q.sum(-1) == pytest.approx(np.ones((1, E)))
+        assert not np.diagonal(q, axis1=1, axis2=2).any()
     weighted = profile.shares(BuddyOptions(weighted=True, epsilon=0.0))
     assert weighted == pytest.approx(coactivation_shares(profile.weighted, profile.activations, 0.0))
     best = profile.buddies(BuddyOptions(by="output", max_buddies=1)).ids[0, :, 0]

@@ -181,7 +181,8 @@ def test_an_interrupted_profile_goes_on(
     assert read_profile_manifest(store, read_manifest(store)) is None
     monkeypatch.setattr(Partial, "save", save)
     assert profile_text(store, model_dir, text, progress=False) == whole  # the arrays' digest is in it
-    assert ran == [0, saved[0]] and saved[0] > 0
+    assert ran == [0, saved[0]]
+    assert saved[0] > 0
 
 
 @pytest.mark.parametrize("damage", ["garbage", "other key", "other shape", "not finite"])
@@ -200,7 +201,9 @@ def test_sums_of_no_use_are_thrown_away(damage: str, tmp_path: Path) -> None:
     assert partial.load(like) is None
     Partial(tmp_path / "work", "key").save({"a": np.full(like["a"].shape, 3.0)}, 6)
     found = Partial(tmp_path / "work", "key").load(like)
-    assert found is not None and found[1] == 6 and (found[0]["a"] == 3).all()
+    assert found is not None
+    assert found[1] == 6
+    assert (found[0]["a"] == 3).all()
 
 
 def _traced(store: Path, out: Path, **changes: object) -> Path:
@@ -216,7 +219,9 @@ def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> Non
     trace = _traced(store, tmp_path / "trace")
     written = write(tmp_path / "again", header(layers=2, experts=8), [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
     made = profile_trace(store, trace, ProfileOptions(warmup_steps=1, warmup_weight=0.0), progress=False)
-    assert made.source.kind == "trace" and made.source.output_tokens == 0 and made.source.tokens == 21
+    assert made.source.kind == "trace"
+    assert made.source.output_tokens == 0
+    assert made.source.tokens == 21
     profile = read_profile(store, read_manifest(store))
     assert profile.outputs is None
     for layer in range(2):
@@ -226,7 +231,8 @@ def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> Non
             counts += np.bincount(ids.ravel(), minlength=8)
         assert profile.activations[layer].tolist() == counts.tolist()
         assert profile.binary[layer].sum() == counts.sum()
-    assert size_distributions(profile)[-1]["by"] == "coactivation" and alikeness(profile) == []
+    assert size_distributions(profile)[-1]["by"] == "coactivation"
+    assert alikeness(profile) == []
 
 
 def test_traces_that_are_refused(store: Path, tmp_path: Path) -> None:
@@ -237,7 +243,7 @@ def test_traces_that_are_refused(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_without_a_profile(store: Path) -> None:
-    with pytest.raises(StoreError, match="has no profile.*--profile TEXT"):
+    with pytest.raises(StoreError, match=r"has no profile.*--profile TEXT"):
         read_profile(store, read_manifest(store))
 
 
@@ -286,10 +292,12 @@ def test_figures_and_report(store: Path, model_dir: Path, text: Path, tmp_path: 
     rows = report["sizes"]
     assert len(rows) == 3 * 3 * 2
     for row in rows:
-        assert 0 <= row["least"] <= row["median"] <= row["most"] <= 7 and row["mean"] <= row["uncapped_mean"]
+        assert 0 <= row["least"] <= row["median"] <= row["most"] <= 7
+        assert row["mean"] <= row["uncapped_mean"]
     means = [row["mean"] for row in rows if (row["by"], row["layer"]) == ("output", 1)]
     assert means == sorted(means)  # larger alpha, longer lists
-    assert len(report["alikeness"]) == 2 and {row["by"] for row in taken(profile)} == {"coactivation", "output", "blend"}
+    assert len(report["alikeness"]) == 2
+    assert {row["by"] for row in taken(profile)} == {"coactivation", "output", "blend"}
     assert all(0 <= row["taken"] <= 1 for row in report["taken"])
     assert size_table(rows).row_count == 9
 
@@ -300,7 +308,8 @@ def test_command(store: Path, model_dir: Path, text: Path, tmp_path: Path) -> No
     )
     assert run.exit_code == 0, run.output
     assert run.stdout.strip() == str(store)
-    assert "picked its best buddy too" in run.stderr and "cosine" in run.stderr
+    assert "picked its best buddy too" in run.stderr
+    assert "cosine" in run.stderr
     assert (tmp_path / "figures" / "similarity-001.png").is_file()
 
 

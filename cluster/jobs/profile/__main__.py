@@ -27,6 +27,7 @@ def main(
     documents: Annotated[int, typer.Option(help="Held-out documents to use at most.")] = 40,
     prefix: Annotated[int, typer.Option(help="Tokens before those that are scored.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 128,
+    rule: Annotated[list[str] | None, typer.Option(help="Only this rule; may be given several times. (all)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Held-out loss with a part of the experts at hand, by the rule that chooses their substitutes."""
@@ -41,10 +42,12 @@ def main(
 
     console = Console(stderr=True)
     with progress_on(console) as bar:
-        rows = trial(model, shares, range(draws), options, bar, store)
+        rows = trial(model, shares, range(draws), options, bar, store, rule)
     table = Table("at hand", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
     for row in rows[1:]:
-        over = f"{row['kl_over_drop']:+.3f} ({row['kl_over_drop_low']:+.3f} to {row['kl_over_drop_high']:+.3f})"
+        over = ""
+        if "kl_over_drop" in row:
+            over = f"{row['kl_over_drop']:+.3f} ({row['kl_over_drop_low']:+.3f} to {row['kl_over_drop_high']:+.3f})"
         table.add_row(
             f"{row['rate']:g}", row["rule"], f"{row['nll_nats']:.3f}", f"{row['kl_nats']:.3f}", over,
             f"{row['top1_agreement']:.3f}", f"{row['choice_accuracy']:.3f}",
@@ -52,8 +55,9 @@ def main(
     console.print(f"unchanged: {rows[0]['nll_nats']:.3f} nats", table)
     if as_json:
         record = {
-            "name": "substitutes", "hardware": cpu(), "versions": versions(), "model": model or str(default_model_dir()),
-            "draws": draws, "documents": documents, "prefix": prefix, "continuation": continuation, "rows": rows,
+            "name": "substitutes", "hardware": cpu(), "versions": versions(),
+            "model": model or str(default_model_dir()), "draws": draws, "documents": documents, "prefix": prefix,
+            "continuation": continuation, "rows": rows,
         }  # fmt: skip
         print(json.dumps(record))
 

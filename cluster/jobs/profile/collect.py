@@ -1,4 +1,4 @@
-"""Runs calibration text through the full-precision model and keeps sums only: routing, and how alike experts' outputs are.
+"""Runs calibration text through the full-precision model and keeps sums only: routing, and products of outputs.
 
 In place of each MoE layer's experts stands a `LayerProfiler`. It answers in full precision, one expert at a time from
 the store's mapped file, as `prepare/capture.py` does; nothing of the activations outlives a forward. On a sample of
@@ -94,6 +94,18 @@ class LayerProfiler:
             self.outputs.add(self._all(hidden[rows]), ids[rows], weights[rows])
         return self._picked(hidden, ids, weights)
 
+    def sums(self) -> State:
+        """What it has summed so far, in place: whoever writes to the arrays changes the sums."""
+        pairs, outputs = self.routing.pairs, self.outputs
+        return {
+            "activations": pairs.activations,
+            "binary": pairs.binary,
+            "weighted": pairs.weighted,
+            "entropies": self.routing.entropies,
+            "dots": outputs.dots.numpy(),
+            "norms": outputs.norms.numpy(),
+        }
+
     def _all(self, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs of every expert [n, E, H]."""
         count, width = hidden.shape
@@ -156,23 +168,13 @@ class Collector:
 
     def state(self) -> State:
         """Every sum so far, over all layers."""
-        kinds: dict[str, list[Any]] = {
-            "activations": [p.routing.pairs.activations for p in self._profilers],
-            "binary": [p.routing.pairs.binary for p in self._profilers],
-            "weighted": [p.routing.pairs.weighted for p in self._profilers],
-            "entropies": [p.routing.entropies for p in self._profilers],
-            "dots": [p.outputs.dots.numpy() for p in self._profilers],
-            "norms": [p.outputs.norms.numpy() for p in self._profilers],
-        }
-        return {name: np.stack(arrays) for name, arrays in kinds.items()}
+        layers = [profiler.sums() for profiler in self._profilers]
+        return {name: np.stack([sums[name] for sums in layers]) for name in layers[0]}
 
     def resume(self, state: State) -> None:
         """Go on from sums that `state` gave, of the same shapes."""
         for layer, profiler in enumerate(self._profilers):
-            pairs = profiler.routing.pairs
-            for into, name in ((pairs.activations, "activations"), (pairs.binary, "binary"),
-                               (pairs.weighted, "weighted"), (profiler.routing.entropies, "entropies"),
-                               (profiler.outputs.dots.numpy(), "dots"), (profiler.outputs.norms.numpy(), "norms")):  # fmt: skip
+            for name, into in profiler.sums().items():
                 into[...] = state[name][layer]
 
     def profile(self) -> ExpertProfile:

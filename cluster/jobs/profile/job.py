@@ -70,25 +70,25 @@ def profile_text(
         present = _present(store, manifest, source)
         if present is not None:
             return present
+        import torch
+
         from ....actors.engine.model import build_model, experts_per_token, find_blocks  # torch: seconds
         from ....actors.engine.sources import host_weights
         from .collect import Collector
         from .partial import Partial
-
-        import torch
 
         opened = ExpertStore(store, verify="stamp")
         model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
         weights = host_weights(opened.layers)
         collector = Collector(model, find_blocks(model, manifest), weights, windows, options)
         partial = Partial(beside(store, _WORK), _key(manifest, source))
-        kept, done = partial.load(collector.state()), 0
+        kept, first = partial.load(collector.state()), 0
         if kept is not None:
-            state, done = kept
+            state, first = kept
             collector.resume(state)
         with progress_on(console) as bar:
-            task = bar.add_task("profiling experts", total=windows.tokens, completed=done * windows.ids.shape[1])
-            for done in collector.run(done, lambda tokens: bar.advance(task, tokens)):
+            task = bar.add_task("profiling experts", total=windows.tokens, completed=first * windows.ids.shape[1])
+            for done in collector.run(first, lambda tokens: bar.advance(task, tokens)):
                 partial.save(collector.state(), done)
         return _publish(store, manifest, collector.profile(), experts_per_token(model.config), source)
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ids, Weights = NDArray[np.int64], NDArray[np.float32]
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float32]
 Rule = Callable[[int, Ids, Weights, Weights], tuple[Ids, Weights]]
 """(layer, ids [T, K], weights [T, K], router probabilities [T, E]) -> ids and weights of what is run instead."""
 

@@ -111,13 +111,16 @@ def trial(
         store: of the model; None: that in the cache folder. only: rules to run; None: all.
 
     Raises:
-        ConfigError: the store's profile has no output similarity. StoreError: it has no profile.
+        ConfigError: the store's profile has no output similarity, or there is no such rule. StoreError: it has no
+            profile.
     """
     config = run_config(model, policy=LOSSLESS, budget="1.0", link={"gbps": None}, store=store and str(store))
     folder = prepared_store(config, engine_settings(config))
     profile = read_profile(folder, read_manifest(folder))
     made = rules(profile)
     chosen = list(made) if only is None else list(only)
+    if unknown := sorted(set(chosen) - set(made)):
+        raise ConfigError(f"there is no rule '{unknown[0]}'", f"give some of: {'; '.join(made)}")
     evaluation = Evaluation(config.model_dir, options, config)
     reference = evaluation.reference(progress)
     rows: list[dict[str, Any]] = [
