@@ -83,13 +83,13 @@ def test_what_becomes_of_misses(store: ExpertStore) -> None:
     assert (loading.substitutions, loading.dropped) == (0, 0)
 
     substituted, demanded = [], []
-    for rho in (1, 2, 4):
+    for rho in (1, 4):
         _, stats = _run(store, _policy("substitute", rho=rho))
         substituted.append(stats.substitutions)
         demanded.append(stats.total().bytes_loaded_demand)
         assert stats.dropped == 0
-    assert 0 < substituted[0] < substituted[1] < substituted[2]
-    assert loading.total().bytes_loaded_demand > demanded[0] > demanded[2]
+    assert 0 < substituted[0] < substituted[1]
+    assert loading.total().bytes_loaded_demand > demanded[0] > demanded[1]
 
     tokens, stats = _run(store, _policy("substitute", beta=0.0))
     assert tokens == expected  # every batch with a miss is bypassed
@@ -122,7 +122,6 @@ def test_options_run(store: ExpertStore, options: dict[str, object]) -> None:
     assert stats.total().bytes_loaded_demand < loading.total().bytes_loaded_demand
 
 
-@pytest.mark.parametrize("name", ["buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop"])
-def test_presets(store: ExpertStore, name: str) -> None:
-    _, stats = _run(store, load_policy(name))
-    assert stats.substitutions + stats.dropped > 0
+def test_preset(store: ExpertStore) -> None:
+    _, stats = _run(store, load_policy("buddymoe"))
+    assert stats.substitutions > 0
