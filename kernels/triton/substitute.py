@@ -12,6 +12,8 @@ badly.
 With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU.
 """
 
+# mypy: allow-untyped-defs
+# the types of a kernel's arguments are those of its launch
 from __future__ import annotations
 
 import math

@@ -62,8 +62,9 @@ def bench_substitute(repeats: int, progress: Progress | None) -> Report:
     import torch
 
     torch.set_num_threads(1)
-    settings = {"threads": 1, "ranks": _RANKS, "resident": _RESIDENT, "rho": _RHO, "repeats": repeats}
-    settings["time"] = "of the thread"
+    settings = {
+        "threads": 1, "ranks": _RANKS, "resident": _RESIDENT, "rho": _RHO, "repeats": repeats, "time": "of the thread",
+    }  # fmt: skip
     report = Report("substitute", "real", settings=settings)
     for shape in SHAPES:
         results = interleaved(_cases(_Routing.of(*shape)), repeats, _WARMUP, progress)
@@ -87,16 +88,16 @@ def _cases(routing: _Routing) -> list[Case]:
     view = RerouteView(r.resident, 0, top_k)
     whole = RerouteView(np.ones_like(r.resident), 0, top_k)
     missing, reach = ~r.resident, r.resident.astype(np.float32)
-    tensors = [torch.from_numpy(a) for a in (r.ids, r.weights, r.probabilities, missing, reach)]
+    ids, weights, mask, near = (torch.from_numpy(a) for a in (r.ids, r.weights, missing, reach))
     lists = BuddyTensors.of(r.buddies)
     return [
         _case("rule", lambda: rule.reroute(0, r.ids, r.weights, None, view)),
         _case("rule, nothing missing", lambda: rule.reroute(0, r.ids, r.weights, None, whole)),
-        _case("torch", lambda: substitute_on_device(*tensors, lists, options, tau)),
-        _case("torch, vectorised", lambda: substitute_tensors(*tensors, lists, options, tau)),
+        _case("torch", lambda: substitute_on_device(ids, weights, None, mask, near, lists, options, tau)),
+        _case("torch, vectorised", lambda: substitute_tensors(ids, weights, None, mask, near, lists, options, tau)),
         _case(
             "sequential",
-            lambda: substitute(r.ids, r.weights, r.probabilities, missing, reach, r.buddies, options, tau),
+            lambda: substitute(r.ids, r.weights, None, missing, reach, r.buddies, options, tau),
         ),
     ]
 
