@@ -14,8 +14,6 @@ from safetensors.numpy import load, save
 
 from ..errors import TierMoeError
 
-Arrays = dict[str, NDArray[Any]]
-
 
 def encode_tagged(arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object]) -> bytes:
     """What the file holds; `tag` is JSON that says what the arrays are of."""
@@ -23,7 +21,7 @@ def encode_tagged(arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object])
     return save(whole, {"tiermoe": json.dumps(dict(tag))})
 
 
-def read_tagged(path: Path, what: str, error: type[TierMoeError], remedy: str) -> tuple[dict[str, Any], Arrays]:
+def read_tagged(path: Path, what: str, error: type[TierMoeError], remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tag and the arrays of a file; what each array must be is the caller's to check.
 
     Args:

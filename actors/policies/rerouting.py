@@ -13,6 +13,7 @@ same token (`drop_pairs`), so nothing is loaded for it and no kernel changes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -102,9 +103,29 @@ def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormali
     kept = np.where(dropped, np.float32(0), weights)
     heaviest = np.where(dropped, -np.inf, weights).argmax(axis=1)[:, None]  # [T, 1]
     if renormalise:
-        left = kept.sum(axis=1, keepdims=True)
-        whole = weights.sum(axis=1, keepdims=True)
-        scale = np.divide(whole, left, out=np.ones_like(left), where=left != 0)
-        kept = np.where(dropped.any(axis=1, keepdims=True), kept * scale, kept)
+        whole, left = (np.cumsum(w, axis=1, dtype=np.float64)[:, -1:] for w in (weights, kept))  # [T, 1]
+        scale = np.divide(whole, left, out=np.ones_like(left), where=dropped.any(axis=1, keepdims=True) & (left != 0))
+        kept = (kept * scale).astype(np.float32)
     ids = np.where(dropped, np.take_along_axis(ids, heaviest, axis=1), ids)
-    return Rerouted(ids, kept.astype(np.float32, copy=False), dropped=int(np.count_nonzero(dropped)))
+    return Rerouted(ids, kept, dropped=int(np.count_nonzero(dropped)))
+
+
+def drop_places(ids: Ids, weights: Weights, gone: Sequence[int], renormalise: bool) -> Rerouted:
+    """`drop_pairs` of some places of a single token, to the last bit and faster: ids [1, K], weights [1, K].
+
+    Raises:
+        ValueError: the token would keep none.
+    """
+    picked, row = ids[0].tolist(), weights[0].tolist()
+    kept = [0.0 if place in gone else weight for place, weight in enumerate(row)]
+    staying = [place for place in range(len(row)) if place not in gone]
+    if not staying:
+        raise ValueError("a token keeps at least one expert")
+    left = sum(kept)
+    if renormalise and left:
+        scale = sum(row) / left
+        kept = [weight * scale for weight in kept]
+    heaviest = picked[max(staying, key=row.__getitem__)]
+    for place in gone:
+        picked[place] = heaviest
+    return Rerouted(np.array([picked], np.int64), np.array([kept], np.float32), dropped=len(gone))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .rerouting import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs
+from .rerouting import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs, drop_places
 
 
 class AdaptiveGating(Rerouting):
@@ -54,7 +54,10 @@ class AdaptiveGating(Rerouting):
         view: RerouteView,
     ) -> Rerouted:
         most = self._most[layer]
-        if not weights.min(axis=1, initial=np.inf).min(initial=np.inf) < most:
+        if len(weights) == 1:
+            gone = self._one(weights[0].tolist(), most)
+            return drop_places(ids, weights, gone, self._renormalise) if gone else Rerouted(ids, weights)
+        if not weights.min(initial=np.inf) < most:
             return Rerouted(ids, weights)
         order = np.argsort(weights, axis=1, kind="stable")  # least first; of equals the one picked first goes first
         sums = np.cumsum(np.take_along_axis(weights, order, axis=1), axis=1, dtype=np.float64)
@@ -63,3 +66,15 @@ class AdaptiveGating(Rerouting):
         dropped = np.zeros_like(goes)
         np.put_along_axis(dropped, order, goes, axis=1)
         return drop_pairs(ids, weights, dropped, self._renormalise)
+
+    @staticmethod
+    def _one(weights: list[float], most: float) -> list[int]:
+        """The places of a single token that go."""
+        order = sorted(range(len(weights)), key=weights.__getitem__)
+        gone, total = list[int](), 0.0
+        for place in order[:-1]:
+            total += weights[place]
+            if not total < most:
+                break
+            gone.append(place)
+        return gone

@@ -135,7 +135,7 @@ def collected_hidden(model: Any, collector: Collector, windows: Windows) -> torc
 
 def _run(experts: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
     y = torch.empty(len(hidden), hidden.shape[1])
-    experts.kernel(expert).run(hidden, torch.arange(len(hidden)), [(0, len(hidden), 0)], 1, y)
+    experts.kernel(expert).run(hidden, torch.arange(len(hidden)), [(0, len(hidden), 0, experts.neurons, False)], 1, y)
     return experts.post(y)  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiermoe.actors.engine.calibrated import Calibrated
 from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs
+from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.routing import AdaptiveGating
 from tiermoe.actors.settings import PolicySettings, RoutingSettings
@@ -70,6 +70,22 @@ def test_adaptive_gating_follows_the_transcription(
     assert (found.dropped, found.substituted) == (dropped, 0)
 
 
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), threshold=st.floats(0, 1), renormalise=st.booleans(), ties=st.booleans())
+def test_a_row_alone_goes_as_it_does_in_a_batch(seed: int, threshold: float, renormalise: bool, ties: bool) -> None:
+    ids, weights = _routing(np.random.default_rng(seed), 6, 4)
+    if ties:
+        weights = np.round(weights * 4).astype(np.float32) / 4
+    rule = AdaptiveGating([1.0], threshold, renormalise)
+    whole, dropped = rule.reroute(0, ids, weights, None, VIEW), 0
+    for t in range(6):
+        alone = rule.reroute(0, ids[t : t + 1], weights[t : t + 1], None, VIEW)
+        np.testing.assert_array_equal(alone.ids[0], whole.ids[t])
+        np.testing.assert_array_equal(alone.weights[0], whole.weights[t])
+        dropped += alone.dropped
+    assert dropped == whole.dropped
+
+
 def test_top_2_is_the_paper_s_rule() -> None:
     """(1 - a)^2 * s < threshold: s = 4, threshold 0.36, so the second goes where its weight is below 0.3."""
     rule = AdaptiveGating([4.0], 0.36)
@@ -113,6 +129,8 @@ def test_what_a_dropped_pair_becomes() -> None:
     assert drop_pairs(ids, weights, np.zeros((2, 3), bool), True).ids is ids
     with pytest.raises(ValueError, match="keeps at least one"):
         drop_pairs(ids, weights, np.array([[True] * 3, [False] * 3]), True)
+    with pytest.raises(ValueError, match="keeps at least one"):
+        drop_places(ids[:1], weights[:1], [0, 1, 2], True)
 
 
 @pytest.mark.parametrize(("sensitivity", "threshold"), [([-1.0], 0.1), ([1.0], -0.1)])

@@ -16,10 +16,13 @@ def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
 
     Experts without a positive score are left out.
     """
-    named = picks(scores, min(top, scores.shape[1])).any(axis=0)  # [E]
-    best = scores.max(axis=0, initial=0.0)
-    order = np.argsort(-best, kind="stable")
-    return [(int(e), float(best[e])) for e in order if named[e] and best[e] > 0]
+    if len(scores) == 1:
+        best, order = scores[0], np.argsort(-scores[0], kind="stable")[:top]
+    else:
+        named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
+        best = np.where(named, scores.max(axis=0), 0.0)
+        order = np.argsort(-best, kind="stable")
+    return [(e, score) for e, score in zip(order.tolist(), best[order].tolist(), strict=True) if score > 0]
 
 
 class SpeculativePrefetch(PrefetchPolicy):

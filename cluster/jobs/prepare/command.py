@@ -34,13 +34,6 @@ def prepare_command(
         Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
-    gates: Annotated[
-        Path | None, typer.Option(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
-    ] = None,
-    sensitivity: Annotated[
-        Path | None,
-        typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
-    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Add a profile of the experts, for buddies, from .txt, .jsonl or a folder.", metavar="TEXT"),
@@ -58,6 +51,13 @@ def prepare_command(
     profile_warmup_weight: Annotated[float | None, typer.Option(help="How much they count, 0 to 1. (0)")] = None,
     profile_figures: Annotated[
         Path | None, typer.Option(help="Folder for heat maps of the profile, and its figures as JSON.")
+    ] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
     ] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
@@ -79,11 +79,10 @@ def prepare_command(
         if measured is not None:
             read_texts(measured)
     if is_store(model):
-        added = (predictors, gates, sensitivity, profiling)
-        adds = options is not None or any(a is not None for a in added)
-        if not adds or out is not None or cache_dir is not None or force:
-            remedy = "give its checkpoint, or only what adds to a store: --bits, --predictors, --gates, --sensitivity, "
-            remedy += "--profile"
+        additions = (options, predictors, gates, sensitivity, profiling)
+        if all(a is None for a in additions) or out is not None or cache_dir is not None or force:
+            adding = "--bits, --predictors, --gates, --sensitivity, --profile"
+            remedy = f"give its checkpoint, or only what adds to a store: {adding}"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:

@@ -105,7 +105,7 @@ def measure(
 
 
 def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return module.tiermoe_watched.forward(hidden, ids, weights)  # type: ignore[no-any-return]
+    return module.tiermoe_watched.forward(hidden, ids, weights)
 
 
 class _Layer:

@@ -34,7 +34,7 @@ class Experts:
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
         self._block, self._weights = block, weights
-        self.count = len(weights.tensors[0])
+        self.count, self.neurons = weights.tensors[0].shape[:2]
 
     def kernel(self, expert: int) -> TorchKernel:
         """Runs that expert, as slot 0."""
@@ -112,7 +112,8 @@ class LayerProfiler:
         y = torch.empty(count, self._experts.count, width)
         rows, out = torch.arange(count), torch.empty(count, width)
         for expert in range(self._experts.count):
-            self._experts.kernel(expert).run(hidden.float(), rows, [(0, count, 0)], 1, out)
+            group = (0, count, 0, self._experts.neurons, False)
+            self._experts.kernel(expert).run(hidden.float(), rows, [group], 1, out)
             y[:, expert] = self._experts.post(out)
         return y
 
@@ -122,7 +123,8 @@ class LayerProfiler:
         start = 0
         for expert, count in enumerate(ids.reshape(-1).bincount(minlength=self._experts.count).tolist()):
             if count:
-                self._experts.kernel(expert).run(hidden.float(), pairs, [(start, start + count, 0)], ids.shape[1], y)
+                group = (start, start + count, 0, self._experts.neurons, False)  # all neurons of slot 0
+                self._experts.kernel(expert).run(hidden.float(), pairs, [group], ids.shape[1], y)
             start += count
         y = self._experts.post(y)
         return (y.view(*ids.shape, -1) * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
