@@ -32,6 +32,13 @@ setup(
             language="c++",
         ),
         Extension(
+            "tiermoe.kernels._substitute",
+            sources=["kernels/cpu/substitute.cpp"],
+            # its results are those of other languages to the last bit: no sum may swallow the product before it
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],
+            language="c++",
+        ),
+        Extension(
             "tiermoe.proto._ring",
             sources=["proto/checks.cpp", "proto/frame.cpp", "proto/module.cpp", "proto/ring.cpp"],
             depends=["proto/checks.hpp", "proto/frame.hpp", "proto/ring.hpp"],

@@ -136,6 +136,68 @@ class RoutingSettings(Settings):
         return self
 
 
+class SubstitutionSettings(Settings):
+    """How experts that are not on the device are replaced (BuddyMoE); random and drop take the gates alone.
+
+    Gates: percentile or tau, gamma, beta or link_ms, rho. Without any, all misses are replaced.
+    """
+
+    rho: int | None = Field(default=None, ge=1, description="replacements of a token in a layer; none: no limit")
+    search: int | None = Field(default=None, ge=1, description="H, ranks of a buddy list that are tried; none: all")
+    percentile: float | None = Field(
+        default=None, ge=0, le=100, description="of each layer's token entropies; tokens below it keep their experts"
+    )
+    tau: float | None = Field(default=None, ge=0, le=1, description="the same as one entropy for all layers")
+    temperature: float = Field(default=1.0, ge=0.8, le=1.2, description="of the entropy")
+    gamma: float | None = Field(default=None, gt=0, description="tokens with that margin keep their experts")
+    beta: float | None = Field(
+        default=None, ge=0, le=1, description="share of the requested experts that miss; from it on all are loaded"
+    )
+    link_ms: float | None = Field(
+        default=None, ge=0, description="milliseconds of link for a layer's loads, to which beta adapts; instead of it"
+    )
+    eta: float = Field(default=0.0, ge=0, description="weight of the router's own probability of a buddy")
+    reuse: float = Field(default=0.0, ge=0, lt=1, description="factor on a buddy that the token has already; 0: once")
+    fallback: Literal["load", "drop"] = Field(default="load", description="of a miss without a buddy on the device")
+    weights: Literal["slot", "buddy"] = Field(default="slot", description="whose routing weight a buddy gets")
+    by: Literal["coactivation", "output", "blend"] = Field(default="coactivation", description="ranking of buddies")
+    alpha: float = Field(default=0.95, gt=0, le=1, description="CFT: coverage of a buddy list")
+    alpha_last: float | None = Field(
+        default=None, gt=0, le=1, description="of the last layer, in equal steps from alpha in the first; none: alike"
+    )
+    max_buddies: int = Field(default=16, ge=1, le=1 << 16, description="K_max")
+    weighted: bool = Field(default=False, description="co-activation weighted by probability")
+    epsilon: float = Field(default=1.0, ge=0, description="Laplace smoothing of co-activation, in tokens")
+    mix: float = Field(default=0.5, ge=0, le=1, description="co-activation's part of a blend")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SubstitutionSettings:
+        if self.percentile is not None and self.tau is not None:
+            raise ValueError("tau is either given or a percentile")
+        if self.beta is not None and self.link_ms is not None:
+            raise ValueError("beta is either given or adapts to link_ms")
+        if self.temperature != 1.0 and self.percentile is None and self.tau is None and self.gamma is None:
+            raise ValueError("temperature is of the gates by entropy and margin, of which there is none")
+        if self.by != "blend" and self.mix != 0.5:
+            raise ValueError("mix is of the ranking by a blend")
+        if self.by == "output" and (self.weighted or self.epsilon != 1.0):
+            raise ValueError("weighted and epsilon are of co-activation, which the ranking by output leaves out")
+        return self
+
+    def given(self) -> set[str]:
+        """Options that are not as by default."""
+        return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+
+
+_GATES = {"rho", "percentile", "tau", "temperature", "gamma", "beta", "link_ms"}
+_ON_MISS_TAKES = {
+    "load": set(),
+    "drop": _GATES - {"rho"},
+    "random": _GATES | {"reuse", "fallback"},
+    "substitute": set(SubstitutionSettings.model_fields),
+}
+
+
 class SplitSettings(Settings):
     """How experts are cut in two, a cached top and a bottom that is loaded for each use (MoEpic).
 
@@ -176,7 +238,8 @@ class PolicySettings(Settings):
     eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
     routing: RoutingSettings = RoutingSettings()
-    on_miss: Literal["load"] = "load"
+    on_miss: Literal["load", "substitute", "random", "drop"] = "load"
+    substitution: SubstitutionSettings = SubstitutionSettings()
     preload: Literal["none", "all"] = "none"
     placement: PlacementSettings = PlacementSettings()
     precision: PrecisionSettings = PrecisionSettings()
@@ -194,6 +257,11 @@ class PolicySettings(Settings):
             raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
         if self.eviction.startswith("expert-map") and not self.prefetch.uses_maps:
             raise ValueError(f"eviction {self.eviction} goes by maps, which prefetch {self.prefetch.kind} does not use")
+        unused = self.substitution.given() - _ON_MISS_TAKES[self.on_miss]
+        if unused:
+            raise ValueError(f"on_miss {self.on_miss} does not use substitution's {', '.join(sorted(unused))}")
+        if self.on_miss != "load" and self.routing.kind != "exact":
+            raise ValueError(f"on_miss {self.on_miss} is for exact routing")
         if self.reroutes:
             if self.lossless:
                 raise ValueError("a policy that changes the routing is not lossless")
@@ -216,7 +284,12 @@ class PolicySettings(Settings):
     @property
     def reroutes(self) -> bool:
         """Whether a rule may change what the router picked."""
-        return self.routing.kind != "exact"
+        return self.routing.kind != "exact" or self.on_miss != "load"
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether the store must have a profile of its experts."""
+        return self.on_miss == "substitute" or self.substitution.percentile is not None
 
     @property
     def uses_ndp(self) -> bool:

@@ -11,6 +11,9 @@ from pathlib import Path
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# before triton is imported anywhere: where there is no GPU its kernels are interpreted
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A suite that a shell started in the background ignores SIGINT, and so would the programs that it interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

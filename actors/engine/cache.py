@@ -100,6 +100,11 @@ class ExpertCache:
         segments = keys if shown is None else shown[base : base + self._experts]
         return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
 
+    def unused(self, layer: int) -> int:
+        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
+        shown, residency, key = self._map.shown(), self.residency, layer * self._experts
+        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
+
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
 

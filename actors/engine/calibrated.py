@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..gate_file import gates_of
+from ..policies.expert_profile import ExpertProfile
 from ..policies.prefetch.pre_gated import PreGate
+from ..profile_file import read_profile
 from ..sensitivity_file import sensitivity_of
 from ..settings import PolicySettings
 from ..store_format import Manifest
@@ -17,10 +19,12 @@ class Calibrated:
     """None where the policy does without.
 
     sensitivity: of each MoE layer, see `AdaptiveGating`. gates: of layers 0..L-2, for `PreGatedPrefetch`.
+    profile: of the experts, for buddies and thresholds.
     """
 
     sensitivity: tuple[float, ...] | None = None
     gates: tuple[PreGate, ...] | None = None
+    profile: ExpertProfile | None = None
 
 
 def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> Calibrated:
@@ -32,4 +36,5 @@ def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> 
     return Calibrated(
         sensitivity=sensitivity_of(store, manifest) if policy.routing.kind == "adaptive" else None,
         gates=gates_of(store, manifest) if policy.prefetch.kind == "pre-gated" else None,
+        profile=read_profile(store, manifest) if policy.needs_profile else None,
     )

@@ -10,8 +10,10 @@ import torch
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
+from ..policies.on_miss import MissRule
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
+from ..policies.rerouting import Rerouting
 from ..policies.split.statistics import Order
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
@@ -27,6 +29,7 @@ from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
 from .ndp_pool import NdpPool
+from .on_miss import make_miss_rule, meter
 from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
@@ -110,6 +113,7 @@ class ExpertEngine:
         self.prefetching: Prefetching | None = None
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
+        self._on_miss: MissRule | None = None
         try:
             planner = LoadOnMiss()
             if settings.shards.count > 1 or shards:
@@ -171,6 +175,8 @@ class ExpertEngine:
             self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
+        if self._on_miss is not None:
+            meter(self._on_miss, self._stats)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -182,7 +188,12 @@ class ExpertEngine:
     def _make_rerouter(
         self, policy: PolicySettings, blocks: Sequence[MoeBlock], calibrated: Calibrated
     ) -> Rerouter | None:
-        rule = make_rerouting(policy, len(blocks), blocks[0].normalised, calibrated)
+        normalised = blocks[0].normalised
+        rule: Rerouting | None = make_rerouting(policy, len(blocks), normalised, calibrated)
+        if rule is None:
+            rule = self._on_miss = make_miss_rule(
+                policy, len(blocks), self.experts, normalised, calibrated.profile, self.slot_bytes
+            )
         if rule is None:
             return None
         if rule.needs_view and self.shards is not None:

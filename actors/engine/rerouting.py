@@ -70,7 +70,8 @@ class Rerouter:
             return RerouteView(_NOWHERE, 0, self._top_k)
         states, slots = self._cache.standing(layer)
         available = np.array([state != State.ABSENT for state in states])
-        return RerouteView(available, slots - int(np.count_nonzero(available)), self._top_k)
+        free = slots - int(np.count_nonzero(available))
+        return RerouteView(available, free, self._top_k, self._cache.unused(layer))
 
 
 def make_rerouting(

@@ -30,12 +30,13 @@ class RerouteView:
 
     available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
     or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
-    of it giving way. top_k: experts per token that the model picks.
+    of it giving way. top_k: experts per token that the model picks. unused: slots of the cache that hold nothing.
     """
 
     available: NDArray[np.bool_]
     free_slots: int
     top_k: int
+    unused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Rerouting(ABC):
     """
 
     name: ClassVar[str]
-    needs_probabilities: ClassVar[bool] = False
+    needs_probabilities: bool = False
     needs_view: ClassVar[bool] = True
 
     @abstractmethod

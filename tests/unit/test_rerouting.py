@@ -152,6 +152,9 @@ class Cache:
     def standing(self, layer: int) -> tuple[list[State], int]:
         return self.residency.states()[layer * 4 : layer * 4 + 4], 5
 
+    def unused(self, layer: int) -> int:
+        return 0
+
 
 class Scripted(Rerouting):
     """Answers what it is told to, and keeps what it is shown."""

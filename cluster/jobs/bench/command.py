@@ -288,6 +288,14 @@ def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check:
     _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
 
 
+@bench_app.command(cls=JsonCommand)
+def substitute(repeats: Repeats = 9, out: Out = None, as_json: Json = False, check: Check = False) -> None:
+    """Buddy substitution: microseconds to decide one layer."""
+    from .substitute import bench_substitute
+
+    _finish(lambda progress: bench_substitute(repeats, progress), as_json, check, out)
+
+
 def _finish_page(
     measure: Callable[[Path | None, Progress], tuple[PageReport, Sequence[Discarded]]],
     write_page: Callable[[PageReport, Path], None],

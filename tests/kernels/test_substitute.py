@@ -1,0 +1,210 @@
+"""Buddy substitution: C++, torch and Triton against the sequential algorithm, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tiermoe.actors.policies import substitution
+from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach
+from tiermoe.actors.policies.substitution_gates import replaceable, token_entropy
+from tiermoe.kernels import substitute as kernels
+
+Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
+
+
+def buddies_of(rng: np.random.Generator, experts: int, ranks: int, steps: int = 0) -> Buddies:
+    """Random lists of random lengths; with `steps`, similarities are multiples of 1/steps, so that many are equal."""
+    ids = np.tile(np.arange(experts, dtype=np.int32)[:, None], (1, ranks))
+    similarity = np.zeros((experts, ranks), np.float32)
+    for expert in range(experts):
+        others = np.delete(np.arange(experts), expert)
+        length = int(rng.integers(0, min(ranks, len(others)) + 1))
+        ids[expert, :length] = rng.permutation(others)[:length]
+        values = np.sort(rng.random(length))[::-1]
+        if steps:
+            values = np.ceil(values * steps) / steps
+        similarity[expert, :length] = values
+    return Buddies(ids, similarity)
+
+
+def case(rng: np.random.Generator, tokens: int, top_k: int, experts: int, ranks: int, steps: int = 0) -> Arguments:
+    """Routing of random logits (some weights 0), half of the experts resident, half of those on another GPU."""
+    logits = rng.standard_normal((tokens, experts), dtype=np.float32) * np.float32(2)
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    ids = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k].astype(np.int64)
+    weights = np.take_along_axis(probabilities, ids, axis=1)
+    weights[rng.random((tokens, top_k)) < 0.02] = 0
+    resident = rng.random(experts) < 0.5
+    allowed = replaceable(ids, resident, None)
+    near = reach(resident, 0.25, rng.integers(0, 2, experts))
+    return ids, weights, probabilities.astype(np.float32), allowed, near, buddies_of(rng, experts, ranks, steps)
+
+
+OPTIONS = {
+    "plain": SubstitutionOptions(),
+    "rho 3": SubstitutionOptions(rho=3),
+    "rho 0": SubstitutionOptions(rho=0),
+    "search 2": SubstitutionOptions(search=2),
+    "score": SubstitutionOptions(eta=0.7, reuse=0.5, rho=4),
+    "reuse": SubstitutionOptions(reuse=0.9),
+    "drop": SubstitutionOptions(fallback="drop", search=1),
+    "drop renormalised": SubstitutionOptions(fallback="drop", search=1, renormalise=True),
+    "buddy": SubstitutionOptions(weights="buddy"),
+    "buddy renormalised": SubstitutionOptions(weights="buddy", renormalise=True, fallback="drop", eta=0.1, search=3),
+    "gates": SubstitutionOptions(gamma=0.3, rho=2),
+    "tempered": SubstitutionOptions(gamma=0.4, temperature=1.2, weights="buddy", renormalise=True),
+    "cold": SubstitutionOptions(temperature=0.8, fallback="drop"),
+}
+SHAPES = [(1, 1, 4), (1, 4, 8), (3, 2, 5), (8, 8, 64), (33, 6, 60), (128, 8, 256)]
+
+
+def assert_same(found: kernels.ReplacedArrays | kernels.ReplacedTensors, expected: Substituted) -> None:
+    np.testing.assert_array_equal(np.asarray(found.ids), expected.ids)
+    np.testing.assert_array_equal(np.asarray(found.weights).view(np.int32), expected.weights.view(np.int32))
+    assert (found.substituted, found.dropped) == (expected.substituted, expected.dropped)
+
+
+def on_tensors(arguments: Arguments) -> tuple:
+    *arrays, buddies = arguments
+    return (*(torch.from_numpy(a) for a in arrays), kernels.BuddyTensors.of(buddies))
+
+
+def taus(name: str, arguments: Arguments) -> list[float | None]:
+    """No gate, and for some options a threshold at the very entropy of one of the tokens."""
+    options = OPTIONS[name]
+    entropies = np.sort(token_entropy(arguments[1], options.temperature))
+    return [None, float(entropies[len(entropies) // 3])] if options.gamma or options.temperature != 1 else [None]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cpp_and_torch_give_what_the_algorithm_gives(shape: tuple[int, int, int], name: str) -> None:
+    rng = np.random.default_rng(sum(shape))
+    for steps in (0, 4):
+        arguments = case(rng, *shape, ranks=min(16, shape[2]), steps=steps)
+        for tau in taus(name, arguments):
+            expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+            assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
+            assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+            assert_same(kernels.substitute(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.mark.parametrize("name", ["rho 3", "buddy renormalised", "tempered"])
+def test_cpp_and_torch_at_the_largest_shape(name: str) -> None:
+    arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
+    for tau in taus(name, arguments):
+        expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+        assert expected.substituted > 100
+        assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
+        assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, 0.25, 0.5, 1.0])
+def test_distribution_gate_in_cpp(beta: float | None) -> None:
+    rng = np.random.default_rng(3)
+    for experts in (4, 9, 64):
+        for shards in (None, rng.integers(0, 3, experts)):
+            ids = rng.integers(0, experts, (5, 4))
+            resident = rng.random(experts) < 0.6
+            expected = replaceable(ids, resident, beta, shards)
+            np.testing.assert_array_equal(kernels.replaceable_arrays(ids, resident, beta, shards), expected)
+
+
+def test_cpp_refuses_what_it_cannot_read() -> None:
+    ids, weights, _, allowed, near, buddies = case(np.random.default_rng(0), 2, 2, 5, ranks=4)
+    plain = SubstitutionOptions()
+    for wrong in (
+        (ids + 5, weights, None, allowed, near, buddies),
+        (ids.astype(np.int32), weights, None, allowed, near, buddies),
+        (ids, weights.astype(np.float64), None, allowed, near, buddies),
+        (ids, weights, None, allowed[:-1], near, buddies),
+        (ids, weights, None, allowed, near.view(np.int32), buddies),
+        (ids, weights, np.ones((1, 5), np.float32), allowed, near, buddies),
+    ):
+        with pytest.raises(ValueError, match=r"there is no expert|has \d+ bytes"):
+            kernels.substitute_arrays(*wrong, plain)
+    with pytest.raises(ValueError, match="need the router's probabilities"):
+        kernels.substitute_arrays(ids, weights, None, allowed, near, buddies, SubstitutionOptions(eta=0.1))
+    with pytest.raises((ValueError, BufferError)):
+        kernels.substitute_arrays(ids.T.copy().T, weights, None, allowed, near, buddies, plain)
+    with pytest.raises(ValueError, match="there is no expert"):
+        kernels.replaceable_arrays(ids - 5, allowed, None)
+
+
+@pytest.fixture(scope="module")
+def triton_kernel():
+    """Interpreted where there is no GPU, see conftest.py."""
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.substitute import substitute_triton
+
+    def run(*arguments: Any) -> kernels.ReplacedTensors:
+        found = substitute_triton(*(_on_device(a) for a in arguments))
+        return found._replace(ids=found.ids.cpu(), weights=found.weights.cpu())
+
+    return run
+
+
+def _on_device(argument: Any) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(argument, kernels.BuddyTensors):
+        return kernels.BuddyTensors(*(part.to(device) for part in argument))
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", [(1, 1, 4), (3, 2, 5), (8, 8, 64)], ids=str)
+def test_triton_gives_what_the_algorithm_gives(triton_kernel, shape: tuple[int, int, int], name: str) -> None:
+    arguments = case(np.random.default_rng(sum(shape)), *shape, ranks=min(16, shape[2]), steps=4)
+    for tau in taus(name, arguments):
+        expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+        assert_same(triton_kernel(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+def test_triton_at_the_largest_shape(triton_kernel) -> None:
+    arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
+    expected = substitution.substitute(*arguments, OPTIONS["rho 3"])
+    assert_same(triton_kernel(*on_tensors(arguments), OPTIONS["rho 3"]), expected)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tiermoe.kernels.triton.substitute import _kernel
+
+types = dict(
+    ids_in="*i64", weights_in="*fp32", probabilities="*fp32", replace="*u8", reach="*fp32", buddies="*i32",
+    similarity="*fp32", table="*fp64", ids_out="*i64", weights_out="*fp32", counts="*i32",
+    rho="i32", E="i32", R="i32", search="i32",
+)
+flags = ("ENTROPY", "MARGIN", "TEMPER", "COMPATIBILITY", "REUSE", "DROP", "BY_BUDDY", "RENORMALISE")
+fixed = dict(K=4, SLOTS=4, RANKS=16) | dict.fromkeys(flags, True)
+source = ASTSource(
+    fn=_kernel, signature=types | dict.fromkeys(fixed, "constexpr"),
+    constexprs={(_kernel.arg_names.index(name),): value for name, value in fixed.items()},
+)
+options = {"num_warps": 1, "enable_fp_fusion": False}
+print(triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"])
+"""
+
+
+def test_triton_compiles_to_exact_arithmetic(tmp_path: Path) -> None:
+    """For a GPU, which it takes none to compile for: no fused products, and division as IEEE 754 has it."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    operations = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert "div.rn.f64" in operations
+    assert not [name for name in operations if name.startswith("fma.") or "approx" in name]

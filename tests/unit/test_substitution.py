@@ -1,0 +1,340 @@
+"""Gates, score and rule of buddy substitution on hand-made cases, and against direct transcriptions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tiermoe.actors.policies.entropy import activating_entropy
+from tiermoe.actors.policies.on_miss import MissRule, RandomRule, no_buddies
+from tiermoe.actors.policies.rerouting import RerouteView
+from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach, substitute
+from tiermoe.actors.policies.substitution_gates import (
+    AdaptiveBeta,
+    exp,
+    log,
+    margin,
+    missing_share,
+    permitted,
+    replaceable,
+    token_entropy,
+)
+from tiermoe.actors.settings import PolicySettings, SubstitutionSettings
+from tiermoe.cluster.config import load_policy
+
+E = 8
+PLAIN = SubstitutionOptions()
+
+
+def lists(**of: list[int]) -> Buddies:
+    """`e3=[5, 6]`: the buddies of expert 3, with similarities 0.5, 0.25, ..."""
+    ids = np.tile(np.arange(E, dtype=np.int32)[:, None], (1, 4))
+    similarity = np.zeros((E, 4), np.float32)
+    for name, buddies in of.items():
+        expert = int(name[1:])
+        ids[expert, : len(buddies)] = buddies
+        similarity[expert, : len(buddies)] = 0.5 ** np.arange(1, len(buddies) + 1)
+    return Buddies(ids, similarity)
+
+
+def run(
+    ids: list[int],
+    here: set[int],
+    buddies: Buddies,
+    options: SubstitutionOptions = PLAIN,
+    weights: list[float] | None = None,
+    probabilities: list[float] | None = None,
+    tau: float | None = None,
+    hop: list[int] | None = None,
+) -> Substituted:
+    """One token."""
+    resident = np.isin(np.arange(E), list(here))
+    picked = np.array([ids])
+    w = np.array([weights or [1 / len(ids)] * len(ids)], np.float32)
+    p = None if probabilities is None else np.array([probabilities], np.float32)
+    near = reach(resident, options.kappa, None if hop is None else np.array(hop))
+    return substitute(picked, w, p, replaceable(picked, resident, None), near, buddies, options, tau)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1e-38, 1e38), st.floats(-690, 0))
+def test_log_and_exp(positive: float, negative: float) -> None:
+    assert math.isclose(float(log(np.array([positive]))[0]), math.log(positive), rel_tol=1e-12, abs_tol=1e-12)
+    assert math.isclose(float(exp(np.array([negative]))[0]), math.exp(negative), rel_tol=1e-11)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 8), st.sampled_from([0.8, 1.0, 1.2]))
+def test_entropy_is_equation_1(seed: int, top_k: int, temperature: float) -> None:
+    weights = np.random.default_rng(seed).dirichlet(np.ones(top_k), 5).astype(np.float32) * np.float32(2.5)
+    got = token_entropy(weights, temperature)
+    z = np.log(np.maximum(weights.astype(np.float64), 1e-300)) / temperature
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    expected = -(p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(top_k) if top_k > 1 else np.zeros(5)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+    shares = weights / weights.sum(axis=1, keepdims=True, dtype=np.float64)
+    np.testing.assert_allclose(got, activating_entropy(shares, temperature), atol=1e-7)  # what tau is calibrated with
+    if top_k > 1:
+        ordered = np.sort(p, axis=1)
+        np.testing.assert_allclose(margin(weights, temperature), ordered[:, -1] - ordered[:, -2], atol=1e-9)
+
+
+def test_entropy_and_margin_gates() -> None:
+    even, peaky = [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]
+    weights = np.array([even, peaky, [0.0, 0.0, 0.0, 0.0]], np.float32)
+    assert token_entropy(weights)[0] == pytest.approx(1.0)
+    assert token_entropy(weights)[2] == 0
+    assert permitted(weights, None, None).tolist() == [True, True, True]
+    assert permitted(weights, 0.5, None).tolist() == [True, False, False]
+    assert permitted(weights, None, 0.9).tolist() == [True, False, True]
+    exact = float(token_entropy(weights)[1])
+    assert not permitted(weights, exact, None)[1]  # TAE <= tau forbids
+    assert permitted(weights, math.nextafter(exact, 0), None)[1]
+    single = np.ones((1, 1), np.float32)
+    assert not permitted(single, 0.0, None)[0]
+    assert permitted(single, None, None)[0]
+
+
+def test_distribution_gate_is_equation_2() -> None:
+    ids = np.array([[0, 1], [0, 2], [3, 1]])  # four distinct experts
+    resident = np.isin(np.arange(E), [0, 1, 2])
+    assert missing_share(ids, resident) == (0.25, 1)
+    assert np.flatnonzero(replaceable(ids, resident, None)).tolist() == [3]
+    assert np.flatnonzero(replaceable(ids, resident, 0.26)).tolist() == [3]
+    assert not replaceable(ids, resident, 0.25).any()
+    assert not replaceable(ids, resident, 0.0).any()
+
+
+def test_distribution_gate_is_each_shard_s_own() -> None:
+    ids = np.array([[0, 1, 2, 3]])
+    resident = np.isin(np.arange(E), [0, 1])
+    shard_of = np.array([0, 0, 0, 1, 1, 1, 1, 1])  # shard 0 misses a third, shard 1 all
+    assert np.flatnonzero(replaceable(ids, resident, 0.5, shard_of)).tolist() == [2]
+    assert not replaceable(ids, resident, 0.5).any()
+
+
+def test_beta_adapts_to_what_the_link_carries() -> None:
+    beta = AdaptiveBeta(expert_bytes=10, budget_s=1.0)
+    for delta, missing in ((0.25, 1), (0.5, 2), (0.5, 2), (1.0, 4)):
+        beta.saw(delta, missing)
+    found = []
+    for bytes_per_s in (0.0, 9.0, 10.0, 19.0, 20.0, 22.5):  # of 4 calls: 0, 36, 40, 76, 80, 90 bytes
+        beta.link_bytes_per_s = bytes_per_s
+        found.append(beta.beta())
+    assert found == [math.nextafter(1.0, 2.0), math.nextafter(1.0, 2.0), 1.0, 1.0, 0.5, 0.0]
+    beta.link_bytes_per_s = 1e9
+    assert beta.beta() == 0.0  # bytes to spare: nothing is replaced
+
+
+def test_algorithm_1() -> None:
+    """The best resident buddy that the token does not use; the second miss finds the first one's taken."""
+    buddies = lists(e0=[5, 6], e1=[5, 2, 7], e3=[4])
+    found = run([0, 1, 2, 3], {2, 5, 7}, buddies, weights=[0.4, 0.3, 0.2, 0.1])
+    assert found.ids.tolist() == [[5, 7, 2, 3]]  # 1 may take neither 5 (taken) nor 2 (the token's own)
+    np.testing.assert_array_equal(found.weights, np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))  # weights stay
+    assert (found.substituted, found.dropped) == (2, 0)
+    assert run([0, 1, 2, 3], {2, 5, 7}, buddies, SubstitutionOptions(search=2)).ids.tolist() == [[5, 1, 2, 3]]
+    assert run([0, 1, 2, 3], {2, 5, 7}, buddies, SubstitutionOptions(rho=1)).ids.tolist() == [[5, 1, 2, 3]]
+    assert run([0, 1, 2, 3], {2, 5, 7}, buddies, tau=1.0).ids.tolist() == [[0, 1, 2, 3]]
+
+
+def test_score_is_equation_3() -> None:
+    buddies = lists(e0=[1, 2])  # q = 0.5, 0.25
+    p = [0.0, 0.1, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert run([0, 7], {1, 2, 7}, buddies, probabilities=p).ids.tolist() == [[1, 7]]
+    # 0.5 * (1 + 1.5 * 0.1) = 0.575 > 0.25 * (1 + 1.5 * 0.8) = 0.55; with eta = 2: 0.6 < 0.65
+    assert run([0, 7], {1, 2, 7}, buddies, SubstitutionOptions(eta=1.5), probabilities=p).ids[0, 0] == 1
+    assert run([0, 7], {1, 2, 7}, buddies, SubstitutionOptions(eta=2.0), probabilities=p).ids[0, 0] == 2
+    # 0.5 * (1 - 0.4) > 0.25 > 0.5 * (1 - 0.6); a hop that costs all makes no candidate
+    hop = [0, 1, 0, 0, 0, 0, 0, 0]
+    assert run([0, 7], {1, 2, 7}, buddies, SubstitutionOptions(kappa=0.4), hop=hop).ids[0, 0] == 1
+    assert run([0, 7], {1, 2, 7}, buddies, SubstitutionOptions(kappa=0.6), hop=hop).ids[0, 0] == 2
+    assert run([0, 7], {1, 7}, buddies, SubstitutionOptions(kappa=1.0), hop=hop).ids[0, 0] == 0
+
+
+def test_reuse_is_discouraged() -> None:
+    buddies = lists(e0=[5], e1=[5, 6], e2=[5])
+    assert run([0, 1, 2], {5, 6}, buddies).ids.tolist() == [[5, 6, 2]]
+    # 1: 0.5 * 0.6 = 0.3 > 0.25; 2: 0.5 * 0.36
+    assert run([0, 1, 2], {5, 6}, buddies, SubstitutionOptions(reuse=0.6)).ids.tolist() == [[5, 5, 5]]
+    assert run([0, 1, 2], {5, 6}, buddies, SubstitutionOptions(reuse=0.4)).ids.tolist() == [[5, 6, 5]]
+
+
+def test_what_has_no_buddy_is_dropped() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    found = run([0, 1, 2, 3], {2, 5}, lists(e1=[5]), SubstitutionOptions(fallback="drop"), weights)
+    assert found.ids.tolist() == [[5, 5, 2, 5]]
+    np.testing.assert_allclose(found.weights, [[0, 0.3, 0.2, 0]])
+    assert (found.substituted, found.dropped) == (1, 2)
+    scaled = run(
+        [0, 1, 2, 3], {2, 5}, lists(e1=[5]), SubstitutionOptions(fallback="drop", renormalise=True), weights
+    )
+    np.testing.assert_allclose(scaled.weights, [[0, 0.6, 0.4, 0]], rtol=1e-6)
+    none = run([0, 1], set(), lists(), SubstitutionOptions(fallback="drop"), [0.6, 0.4])
+    assert none.ids.tolist() == [[0, 0]]  # the first is loaded after all
+    np.testing.assert_allclose(none.weights, [[0.6, 0]])
+    over = run([0, 1, 2], {5}, lists(e0=[5]), SubstitutionOptions(fallback="drop", rho=1))
+    assert over.ids.tolist() == [[5, 1, 2]]  # over rho nothing is looked for, so nothing is dropped
+    assert over.dropped == 0
+
+
+def test_weights_by_the_buddy() -> None:
+    p = [0.4, 0.2, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0]
+    options = SubstitutionOptions(weights="buddy")
+    found = run([0, 1], {1, 5}, lists(e0=[5]), options, [0.4, 0.2], p)
+    np.testing.assert_allclose(found.weights, [[0.1, 0.2]], rtol=1e-6)
+    options = SubstitutionOptions(weights="buddy", renormalise=True)
+    found = run([0, 1], {1, 5}, lists(e0=[5]), options, [2 / 3, 1 / 3], p)
+    np.testing.assert_allclose(found.weights, [[1 / 3, 2 / 3]], rtol=1e-6)
+    with pytest.raises(ValueError, match="probabilities"):
+        run([0, 1], {1, 5}, lists(e0=[5]), options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_more_is_replaced_as_rho_search_and_beta_grow(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = np.array([rng.permutation(E)[:4] for _ in range(6)])
+    weights = rng.dirichlet(np.ones(4), 6).astype(np.float32)
+    resident = rng.random(E) < 0.5
+    order = np.array([rng.permutation(np.delete(np.arange(E), e))[:5] for e in range(E)], np.int32)
+    buddies = Buddies(order, -np.sort(-rng.random((E, 5), np.float32)) + np.float32(0.01))
+    near = reach(resident, 0.0)
+
+    def count(beta: float | None, **options: int) -> int:
+        mask = replaceable(ids, resident, beta)
+        found = substitute(ids, weights, None, mask, near, buddies, SubstitutionOptions(**options))
+        for before, after in zip(ids, found.ids, strict=True):
+            new = after[after != before]
+            assert len(set(after)) == 4
+            assert resident[new].all()
+            assert not set(new) & set(before)
+        return found.substituted
+
+    by_rho = [count(None, rho=rho) for rho in range(5)]
+    assert by_rho[0] == 0
+    assert by_rho == sorted(by_rho)
+    by_beta = [count(beta) for beta in (0.0, 0.3, 0.6, 1.0)]
+    assert by_beta[0] == 0
+    assert by_beta == sorted(by_beta)
+    assert count(None, search=1) <= count(None, search=5)
+
+
+def test_the_rule_waits_until_the_cache_is_full() -> None:
+    rule = MissRule([lists(e0=[5])], SubstitutionOptions())
+    ids, weights = np.array([[0, 1]]), np.array([[0.5, 0.5]], np.float32)
+    here = np.isin(np.arange(E), [1, 5])
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=1)).substituted == 0
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=0)).ids.tolist() == [[5, 1]]
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=1)).substituted == 1  # it was full once
+    assert ids.tolist() == [[0, 1]]
+    nothing = rule.reroute(0, ids, weights, None, RerouteView(np.ones(E, bool), 0, 2))
+    assert nothing.ids is ids
+
+
+def test_the_rule_takes_each_layer_s_tau_and_beta() -> None:
+    ids, weights = np.array([[0, 1]]), np.array([[0.6, 0.4]], np.float32)
+    view = RerouteView(np.isin(np.arange(E), [1, 5]), 0, 2)
+    rule = MissRule([lists(e0=[5])] * 2, SubstitutionOptions(), taus=[1.0, 0.5], beta=0.6)
+    assert [rule.reroute(layer, ids, weights, None, view).substituted for layer in (0, 1)] == [0, 1]
+    assert MissRule([lists(e0=[5])], SubstitutionOptions(), beta=0.5).reroute(0, ids, weights, None, view).ids is ids
+    with pytest.raises(ValueError, match="3 thresholds for 2 layers"):
+        MissRule([lists()] * 2, SubstitutionOptions(), taus=[0.0] * 3)
+
+
+def test_the_rule_feeds_its_adaptive_betas() -> None:
+    betas = [AdaptiveBeta(10, 1.0)]
+    rule = MissRule([lists(e0=[5])], SubstitutionOptions(), betas=betas)
+    ids, weights = np.array([[0, 1]]), np.array([[0.6, 0.4]], np.float32)
+    view = RerouteView(np.isin(np.arange(E), [1, 5]), 0, 2)
+    assert rule.reroute(0, ids, weights, None, view).substituted == 0  # nothing was seen yet
+    assert rule.reroute(0, ids, weights, None, view).substituted == 1  # no bytes to spare
+    rule.measured(10.0)
+    assert betas[0].beta() == 0.0
+    assert rule.reroute(0, ids, weights, None, view).substituted == 0
+
+
+def test_random_replacement_is_uniform_and_repeats() -> None:
+    ids, weights = np.tile([0, 1, 2, 3], (2000, 1)), np.full((2000, 4), 0.25, np.float32)
+    view = RerouteView(np.isin(np.arange(E), [3, 4, 5, 6, 7]), 0, 4)
+    found = [RandomRule(1, E, SubstitutionOptions(), seed=s).reroute(0, ids, weights, None, view) for s in (0, 0, 1)]
+    assert found[0].substituted == 6000
+    np.testing.assert_array_equal(found[0].ids, found[1].ids)
+    assert (found[0].ids != found[2].ids).any()
+    assert all(len(set(row)) == 4 for row in found[0].ids.tolist())
+    for slot in range(3):
+        counts = np.bincount(found[0].ids[:, slot], minlength=E)
+        assert counts[:4].sum() == 0
+        assert (np.abs(counts[4:] - 500) < 100).all()
+
+
+def test_drop_leaves_out_what_is_missing() -> None:
+    rule = MissRule(no_buddies(1, E), SubstitutionOptions(fallback="drop", renormalise=True))
+    ids, weights = np.array([[0, 1, 2], [4, 0, 2]]), np.array([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]], np.float32)
+    found = rule.reroute(0, ids, weights, None, RerouteView(np.isin(np.arange(E), [1, 2]), 0, 3))
+    assert found.ids.tolist() == [[1, 1, 2], [2, 2, 2]]
+    np.testing.assert_allclose(found.weights, [[0, 0.6, 0.4], [0, 0, 1]], rtol=1e-6)
+    assert (found.substituted, found.dropped) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": -1}, "rho"), ({"search": 0}, "search"), ({"temperature": 0.0}, "temperature"),
+        ({"reuse": 1.0}, "reuse"), ({"eta": -1.0}, "eta"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SubstitutionOptions(**options)  # type: ignore[arg-type]
+
+
+def test_buddies_that_cannot_be() -> None:
+    good = lists(e0=[1])
+    for ids, similarity in (
+        (good.ids + 8, good.similarity), (good.ids[:, :2], good.similarity), (good.ids, -good.similarity),
+        (good.ids.astype(np.int64), good.similarity), (good.ids, good.similarity + np.float32(np.inf)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"buddies|buddy|similarities"):
+            Buddies(ids, similarity)
+
+
+@pytest.mark.parametrize(
+    ("on_miss", "options", "message"),
+    [
+        ("load", {"rho": 3}, "does not use substitution's rho"),
+        ("drop", {"rho": 3}, "does not use substitution's rho"),
+        ("random", {"alpha": 0.5}, "does not use substitution's alpha"),
+        ("substitute", {"tau": 0.5, "percentile": 10}, "either given or a percentile"),
+        ("substitute", {"beta": 0.5, "link_ms": 1}, "adapts to link_ms"),
+        ("substitute", {"temperature": 1.1}, "of the gates by entropy"),
+        ("substitute", {"mix": 0.1}, "of the ranking by a blend"),
+        ("substitute", {"by": "output", "weighted": True}, "leaves out"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(on_miss: str, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PolicySettings(
+            name="test", lossless=False, on_miss=on_miss,  # type: ignore[arg-type]
+            substitution=SubstitutionSettings(**options),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def test_presets() -> None:
+    buddymoe = load_policy("buddymoe")
+    assert (buddymoe.substitution.alpha, buddymoe.substitution.max_buddies, buddymoe.substitution.rho) == (0.95, 16, 3)
+    assert load_policy("buddymoe-rho4").substitution.rho == 4
+    assert load_policy("buddymoe-cft75").substitution.alpha == 0.75
+    assert load_policy("original").lossless
+    for name in ("buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop"):
+        policy = load_policy(name)
+        assert policy.reroutes
+        assert not policy.lossless
+        assert policy.prefetch == load_policy("original").prefetch
+        assert policy.needs_profile == name.startswith("buddymoe")
