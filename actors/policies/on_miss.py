@@ -49,8 +49,8 @@ class MissRule(Rerouting):
 
     Experts on their way to this GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
 
-    State: whether each layer's slots were all in use once, and that of the adaptive betas. Cost: O(E) where nothing is missing, else
-    that of `substitute`.
+    State: whether each layer's slots were all in use once, and that of the adaptive betas. Cost: O(E) where nothing is
+    missing, else that of `substitute`.
 
     Args:
         buddies: of each layer. options: of all layers.
