@@ -15,7 +15,7 @@ from .policies.sharding import Ownership
 PrefetchKind = Literal[
     "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
 ]
-EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay"]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "importance"]
 
 
 class Settings(BaseModel):
@@ -72,6 +72,20 @@ class PrefetchSettings(Settings):
         return self.kind in ("expert-map", "blend")
 
 
+class PreEvictSettings(Settings):
+    """Slots that are freed before the next layer's router runs (ActiveEvict). Who gives one up is `eviction`'s affair.
+
+    release-target: as many as `policies.pre_evict.PreEviction` says. alpha, gamma, window: of eviction importance.
+    """
+
+    kind: Literal["off", "release-target"] = "off"
+    tau: float = Field(default=0.02, ge=0, le=1, description="gap between two probabilities that makes them uncertain")
+    r_max: int = Field(default=2, ge=0, le=64, description="slots freed for uncertainty at most")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of recent use against the predicted probability")
+    gamma: float = Field(default=0.9, gt=0, le=1, description="what a use counts after one further token")
+    window: int = Field(default=128, ge=1, le=1 << 16, description="tokens of a layer after which a use is forgotten")
+
+
 class PlacementSettings(Settings):
     """Which experts belong to the GPUs and which to the NDP workers.
 
@@ -125,6 +139,10 @@ class PolicySettings(Settings):
     prefetch: PrefetchSettings = PrefetchSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
+    pre_evict: PreEvictSettings = PreEvictSettings()
+    evict_writeback: bool = Field(
+        default=False, description="copy an evicted expert back to the host before its slot is used again"
+    )
     placement: PlacementSettings = PlacementSettings()
     precision: PrecisionSettings = PrecisionSettings()
 
@@ -138,6 +156,10 @@ class PolicySettings(Settings):
             raise ValueError(f"placement {self.placement.kind} decides what is loaded: leave prefetch and preload out")
         if self.eviction.startswith("expert-map") and not self.prefetch.uses_maps:
             raise ValueError(f"eviction {self.eviction} goes by maps, which prefetch {self.prefetch.kind} does not use")
+        if self.pre_evict.kind == "off" and self.eviction == "importance":
+            raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
+        if self.pre_evict.kind != "off" and (self.uses_ndp or self.preload != "none"):
+            raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
         return self
 
     @property
@@ -254,8 +276,14 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards and placement monde.
+        ConfigError: several shards and placement monde, or pre-eviction.
     """
+    if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
+            f"{settings.shards.count} GPUs",
+            "use one shard, or a policy without pre_evict, such as next-gate",
+        )
     if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(
             f"policy '{settings.policy.name}' weighs the link of one GPU, whose content it must know in every layer, "

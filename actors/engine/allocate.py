@@ -9,10 +9,10 @@ import torch
 
 from ...errors import ConfigError
 from ..budget import budget_bytes
-from ..policies.eviction import EVICTION
+from ..policies.eviction import EVICTION, EvictionPolicy, ImportanceEviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
-from ..settings import EngineSettings
+from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
@@ -59,8 +59,16 @@ def make_cache(
         weights,
         device,
         Residency(keys, slots, slot_bytes),
-        EVICTION[policy.eviction](),
+        make_eviction(policy, layers, shape.num_experts),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
     )
+
+
+def make_eviction(policy: PolicySettings, layers: int, experts: int) -> EvictionPolicy:
+    """What `policy.eviction` names, for a model of so many MoE layers and experts in each."""
+    if policy.eviction == "importance":
+        options = policy.pre_evict
+        return ImportanceEviction(layers, experts, options.alpha, options.gamma, options.window)
+    return EVICTION[policy.eviction]()

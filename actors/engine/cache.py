@@ -63,6 +63,7 @@ class ExpertCache:
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
         self._unused_prefetches: dict[int, SourceStats] = {}
+        self._vacated: set[int] = set()  # keys sent away by `vacate` since their layers last ran
         stats.expert_bytes_peak = pool.bytes
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
@@ -89,6 +90,8 @@ class ExpertCache:
         stats.hits += plan.resident
         stats.misses += len(plan.run) - plan.resident
         stats.waves += plan.waves
+        if self._vacated:
+            self._count_premature(layer, plan)
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
         for key in plan.run[: plan.resident]:
@@ -173,6 +176,17 @@ class ExpertCache:
                 self._wait(job, layer)
                 self._land(key)
 
+    def vacate(self, slots: int, layer: int) -> None:
+        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned."""
+        residency = self.residency
+        victims = self.eviction.victims(
+            slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
+        )
+        for victim in victims:
+            self._evict(victim, layer)
+        self._vacated.update(victims)
+        self.stats.layers[layer].vacated += len(victims)
+
     # -- around forwards ---------------------------------------------------------------------------------
 
     def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
@@ -235,6 +249,13 @@ class ExpertCache:
         self._loader.close()
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _count_premature(self, layer: int, plan: LayerPlan) -> None:
+        first = layer * self._experts
+        mine = {key for key in self._vacated if first <= key < first + self._experts}
+        self._vacated -= mine
+        again = len(mine.intersection(plan.run[plan.resident + plan.arriving :]))
+        self.stats.layers[layer].bytes_premature += again * self.residency.slot_bytes
 
     def _reserve(self, key: int, cause: Cause) -> LoadJob:
         reservation = self.residency.reserve(key)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
+from ..policies.pre_evict import PreEviction
 from ..policies.prefetch.stride import Predictor
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings
+from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device
@@ -26,6 +29,7 @@ from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
 from .pool import ExpertSource, SlotPool
+from .pre_evicting import PreEvicting, last_rows
 from .prefetching import Prefetching
 from .remote import RemoteExperts
 from .sequences import SequenceRows
@@ -99,6 +103,7 @@ class ExpertEngine:
         self.shards: Shards | None = None
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
+        self.pre_evicting: PreEvicting | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -113,6 +118,7 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors)
+            self.pre_evicting = self._make_pre_evicting(policy, blocks)
             self._attach_layers(blocks, planner, settings.integrity_checks)
             if policy.preload == "all":
                 self.cache.preload(mine)
@@ -157,6 +163,8 @@ class ExpertEngine:
             self._placer.begin_forward(sequences)
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
+        if self.pre_evicting is not None:
+            self.pre_evicting.begin_forward(last_rows(sequences))
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -170,7 +178,7 @@ class ExpertEngine:
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                check, self._placer, self.shards, self.prefetching,
+                check, self._placer, self.shards, self.prefetching, self.pre_evicting,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
@@ -188,6 +196,24 @@ class ExpertEngine:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return Prefetching(policy, self.cache, blocks, self.experts, self.shards)
+
+    def _make_pre_evicting(self, policy: PolicySettings, blocks: Sequence[MoeBlock]) -> PreEvicting | None:
+        options = policy.pre_evict
+        if options.kind == "off":
+            return None
+        for layer, block in enumerate(blocks):
+            if block.router is None:
+                raise ConfigError(
+                    f"policy '{policy.name}' asks routers ahead of time, and MoE layer {layer} exposes none",
+                    "choose a policy without pre_evict, such as on-demand",
+                )
+
+        def score(layer: int, hidden: torch.Tensor) -> NDArray[np.floating] | None:
+            router = blocks[layer].router
+            return None if router is None else router(hidden).float().cpu().numpy()
+
+        decide = PreEviction(self.top_k, options.tau, options.r_max)
+        return PreEvicting(decide, self.cache, len(blocks), self.experts, score)
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:

@@ -11,6 +11,7 @@ from ..policies.plan import LoadOnMiss
 from .cache import ExpertCache
 from .dispatch import Dispatcher
 from .placer import Placer
+from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
 from .routing import Routing
 from .shards import Shards
@@ -28,6 +29,7 @@ class MoeLayer:
         placer: sends experts to NDP workers or to other shards; None where every expert runs here.
         shards: the other shards, told of prefetches; None where there are none.
         prefetching: asks for later layers' experts; None where nothing does.
+        pre_evicting: frees slots for the next layer; None where nothing does.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -46,11 +48,13 @@ class MoeLayer:
         placer: Placer | None = None,
         shards: Shards | None = None,
         prefetching: Prefetching | None = None,
+        pre_evicting: PreEvicting | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
         self._placer, self._shards, self._prefetching = placer, shards, prefetching
+        self._pre_evicting = pre_evicting
         self.observe: Observer | None = None
 
     @property
@@ -86,6 +90,8 @@ class MoeLayer:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:
                 self._prefetching.layer(self.index, hidden, ids)
+            if self._pre_evicting is not None:
+                self._pre_evicting.layer(self.index, hidden, ids.cpu().numpy())
             out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()
