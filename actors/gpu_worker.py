@@ -69,6 +69,7 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
+        from .engine.calibrated import read_calibrated
         from .engine.describe import describe
         from .engine.device import make_device
         from .engine.engine import ExpertEngine
@@ -90,6 +91,7 @@ class GpuWorker:
                 tables = None if replicas is None else read_tables(replicas)
             if settings.policy.prefetch.kind == "stride":
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
+            calibrated = read_calibrated(settings.policy, folder, manifest)
         blocks = find_blocks(self._model, manifest)
         pinned = None
         if device.executor == "real":
@@ -99,7 +101,7 @@ class GpuWorker:
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
-            self._matcher_link(), predictors,
+            self._matcher_link(), predictors, calibrated,
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from ..errors import TraceError
 from .policies.prefetch.stride import Predictor
 from .store_format import Manifest, model_fingerprint
+from .tagged_file import encode_tagged, read_tagged
 
 _NAMES = tuple(field.name for field in fields(Predictor))
 _REMEDY = "train them with `tiermoe prepare MODEL --predictors TRACE --stride {stride}`"
@@ -39,11 +37,11 @@ def predictors_file(stride: int) -> str:
 def encode_predictors(predictors: list[Predictor], of: PredictorsOf) -> bytes:
     """What the file holds."""
     arrays = {
-        f"{layer}.{name}": np.ascontiguousarray(getattr(predictor, name))
+        f"{layer}.{name}": getattr(predictor, name)
         for layer, predictor in enumerate(predictors)
         for name in _NAMES
     }
-    return save(arrays, {"tiermoe": json.dumps(asdict(of))})
+    return encode_tagged(arrays, asdict(of))
 
 
 def predictors_of(store: Path, manifest: Manifest, stride: int) -> list[Predictor]:
@@ -59,15 +57,7 @@ def read_predictors(path: Path, of: PredictorsOf) -> list[Predictor]:
         TraceError: the file is missing, malformed, not finite, or of another model or stride.
     """
     remedy = _REMEDY.format(stride=of.stride)
-    try:
-        data = path.read_bytes()
-        size = int.from_bytes(data[:8], "little")
-        kept = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tiermoe"])
-        arrays = load(data)
-    except OSError as error:
-        raise TraceError(f"predictors '{path}' cannot be read: {error.strerror}", remedy) from error
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise TraceError(f"'{path}' holds no predictors", remedy) from error
+    kept, arrays = read_tagged(path, "predictors", TraceError, remedy)
     if kept != asdict(of):
         raise TraceError(f"'{path}' is of another model or stride", remedy)
     e, found = of.experts, []

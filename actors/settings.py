@@ -129,6 +129,26 @@ class PrecisionSettings(Settings):
         return () if self.bits is None else (int(self.bits),)
 
 
+class RoutingSettings(Settings):
+    """How many of the experts that the router picks a token uses.
+
+    exact: all. adaptive: without the least important ones, as far as the layer's sensitivity allows (AdapMoE).
+    budget-aware: as many as are here or fit into free slots (ActiveEvict).
+    """
+
+    kind: Literal["exact", "adaptive", "budget-aware"] = "exact"
+    narrowest: int = Field(default=1, ge=1, description="of budget-aware: experts that every token keeps")
+    threshold: float | None = Field(
+        default=None, ge=0, description="of adaptive: nats that a layer may cost a token, by its sensitivity"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoutingSettings:
+        if (self.kind == "adaptive") != (self.threshold is not None):
+            raise ValueError(f"routing {self.kind} takes {'a' if self.kind == 'adaptive' else 'no'} threshold")
+        return self
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -137,6 +157,7 @@ class PolicySettings(Settings):
     lossless: bool
     eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
+    routing: RoutingSettings = RoutingSettings()
     on_miss: Literal["load"] = "load"
     preload: Literal["none", "all"] = "none"
     pre_evict: PreEvictSettings = PreEvictSettings()
@@ -160,7 +181,19 @@ class PolicySettings(Settings):
             raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
         if self.pre_evict.kind != "off" and (self.uses_ndp or self.preload != "none"):
             raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
+        if self.reroutes:
+            if self.lossless:
+                raise ValueError("a policy that changes the routing is not lossless")
+            if self.uses_ndp:
+                raise ValueError(
+                    f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
+                )
         return self
+
+    @property
+    def reroutes(self) -> bool:
+        """Whether a rule may change what the router picked."""
+        return self.routing.kind != "exact"
 
     @property
     def uses_ndp(self) -> bool:

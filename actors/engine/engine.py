@@ -18,6 +18,7 @@ from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
+from .calibrated import Calibrated
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
@@ -32,6 +33,7 @@ from .pool import ExpertSource, SlotPool
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import Prefetching
 from .remote import RemoteExperts
+from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
 from .stats import EngineStats, LayerResidency, LayerStats
@@ -68,6 +70,7 @@ class ExpertEngine:
         shards: how to reach the shards 1..G-1; as many as the settings say.
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
+        calibrated: what else `tiermoe prepare` made for the policy.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -89,6 +92,7 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
+        calibrated: Calibrated = Calibrated(),
     ) -> None:
         layers, policy = len(weights), settings.policy
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
@@ -119,7 +123,8 @@ class ExpertEngine:
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors)
             self.pre_evicting = self._make_pre_evicting(policy, blocks)
-            self._attach_layers(blocks, planner, settings.integrity_checks)
+            rerouter = self._make_rerouter(policy, blocks, calibrated)
+            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -173,12 +178,27 @@ class ExpertEngine:
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
 
-    def _attach_layers(self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool) -> None:
+    def _make_rerouter(
+        self, policy: PolicySettings, blocks: Sequence[MoeBlock], calibrated: Calibrated
+    ) -> Rerouter | None:
+        rule = make_rerouting(policy, len(blocks), blocks[0].normalised, calibrated)
+        if rule is None:
+            return None
+        if rule.needs_view and self.shards is not None:
+            raise ConfigError(
+                f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
+                "use one shard, or a policy with exact routing",
+            )
+        return Rerouter(rule, self.cache, blocks, self.experts, self.top_k)
+
+    def _attach_layers(
+        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
+    ) -> None:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                check, self._placer, self.shards, self.prefetching, self.pre_evicting,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
             )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
@@ -251,7 +271,7 @@ class ExpertEngine:
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""
         self._stats.layers[:] = [LayerStats() for _ in self._stats.layers]
-        self._stats.migrations = 0
+        self._stats.migrations = self._stats.substitutions = self._stats.dropped = 0
         self._stats.ndp_workers, self._stats.prefetch_sources = {}, {}
         if self.matcher is not None:
             self.matcher.reset()

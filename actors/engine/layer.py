@@ -1,4 +1,4 @@
-"""One MoE layer, one page: route, view, plan, dispatch, combine, observe, prefetch."""
+"""One MoE layer, one page: route, view, reroute, plan, dispatch, combine, observe, prefetch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .dispatch import Dispatcher
 from .placer import Placer
 from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
+from .rerouting import Rerouter
 from .routing import Routing
 from .shards import Shards
 from .stats import LayerStats
@@ -29,6 +30,8 @@ class MoeLayer:
         placer: sends experts to NDP workers or to other shards; None where every expert runs here.
         shards: the other shards, told of prefetches; None where there are none.
         prefetching: asks for later layers' experts; None where nothing does.
+        rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
+            nothing does.
         pre_evicting: frees slots for the next layer; None where nothing does.
 
     Attributes:
@@ -48,12 +51,13 @@ class MoeLayer:
         placer: Placer | None = None,
         shards: Shards | None = None,
         prefetching: Prefetching | None = None,
+        rerouter: Rerouter | None = None,
         pre_evicting: PreEvicting | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
-        self._placer, self._shards, self._prefetching = placer, shards, prefetching
+        self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
         self._pre_evicting = pre_evicting
         self.observe: Observer | None = None
 
@@ -71,10 +75,13 @@ class MoeLayer:
         cache, base = self._cache, self._base
         stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        routing = Routing.of(ids)  # route: done by the model, sorted here
+        picked = ids  # route: done by the model
         if self.observe is not None:
             self.observe(self.index, ids, weights)
         cache.poll()  # view
+        if self._rerouter is not None:
+            ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
+        routing = Routing.of(ids)
         needed = [base + e for e in routing.experts]
         cache.drop_stale(self.index, needed)
         if self._shards is not None:
@@ -89,9 +96,9 @@ class MoeLayer:
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:
-                self._prefetching.layer(self.index, hidden, ids)
+                self._prefetching.layer(self.index, hidden, picked)
             if self._pre_evicting is not None:
-                self._pre_evicting.layer(self.index, hidden, ids.cpu().numpy())
+                self._pre_evicting.layer(self.index, hidden, picked.cpu().numpy())
             out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()

@@ -35,7 +35,8 @@ class MoeBlock:
     experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I].
     activation: its name where gating is plainly act(gate) * up, for kernels that build it in; else None.
     post: its norm after each expert, if any. router: logits [T, E] for a hidden state [T, H], or None where
-    the router's logits cannot be had.
+    the router's logits cannot be had. normalised: whether the model scales the weights of a token's experts to a fixed
+    sum.
     """
 
     experts: nn.Module
@@ -43,6 +44,7 @@ class MoeBlock:
     activation: str | None
     post: nn.Module | None
     router: RouterProbe | None
+    normalised: bool = True
 
 
 def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
@@ -145,6 +147,7 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
         UnsupportedModelError: the model lacks an experts module that the store names.
     """
     blocks, routers = [], _router_classes(model)
+    normalised = bool(getattr(model.config.get_text_config(), "norm_topk_prob", True))  # without the option all do
     for layer in manifest.layers:
         try:
             experts = model.get_submodule(layer.module)
@@ -155,7 +158,7 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
         post = experts.post_expert_norm if experts.has_post_expert_norm else None
         parent = model.get_submodule(layer.module.rpartition(".")[0])
         router = _router_probe(routers, parent, manifest.experts.num_experts)
-        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router))
+        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router, normalised))
     return blocks
 
 

@@ -145,8 +145,8 @@ class EngineStats:
     shard_losses: int = 0  # times that another shard was lost
     shard_refusals: int = 0  # calls that one refused or failed; computed here
     shard_last_failure: str | None = None
-    substitutions: int = 0
-    dropped: int = 0
+    substitutions: int = 0  # (token, expert) pairs that ran on another expert than the model picked
+    dropped: int = 0  # pairs that did not run
 
     def total(self) -> LayerStats:
         """The sum over layers."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+from .rerouting import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs
 
 
 def routing_widths(
@@ -62,3 +66,34 @@ def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDAr
     kept = np.zeros(weights.shape, bool)
     np.put_along_axis(kept, order, np.arange(weights.shape[1]) < widths[:, None], axis=1)
     return kept
+
+
+class BudgetAwareTopK(Rerouting):
+    """Each token runs as many of its experts as are here or fit into free slots (ActiveEvict, section 3.4).
+
+    Pre-eviction has freed slots for what was predicted (`pre_evict`); where more is missing, the experts of least
+    weight are left out instead of waited for. C_avail is `RerouteView.vacant`, C_l `RerouteView.available`; see
+    `routing_widths`. State: none. Rows of prompts are treated like others.
+
+    Args:
+        renormalise: whether the model normalises the weights of the experts that it picks (equation 4).
+        narrowest: k_min, experts that every token keeps.
+    """
+
+    name: ClassVar[str] = "budget-aware"
+
+    def __init__(self, renormalise: bool = True, narrowest: int = 1) -> None:
+        self._renormalise, self._narrowest = renormalise, narrowest
+
+    def reroute(
+        self,
+        layer: int,
+        ids: Ids,
+        weights: Weights,
+        probabilities: NDArray[np.floating] | None,
+        view: RerouteView,
+    ) -> Rerouted:
+        widths = routing_widths(ids, weights, view.available, view.vacant, self._narrowest)
+        if (widths == ids.shape[1]).all():
+            return Rerouted(ids, weights)
+        return drop_pairs(ids, weights, ~kept_pairs(weights, widths), self._renormalise)

@@ -175,6 +175,11 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
     settings = load_policy(name)
     if settings.uses_ndp:
         raise ConfigError(f"policy '{settings.name}' computes on an NDP worker", "replay one that only caches")
+    if settings.reroutes:
+        raise ConfigError(
+            f"policy '{settings.name}' changes the routing, and a trace holds what the model picked",
+            "replay one with exact routing",
+        )
     if eviction is None:
         return settings
     if eviction not in EVICTION:

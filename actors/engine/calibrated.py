@@ -1,0 +1,32 @@
+"""What `tiermoe prepare` measured or trained on calibration text, as far as a policy needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..sensitivity_file import sensitivity_of
+from ..settings import PolicySettings
+from ..store_format import Manifest
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """None where the policy does without.
+
+    sensitivity: of each MoE layer, see `AdaptiveGating`.
+    """
+
+    sensitivity: tuple[float, ...] | None = None
+
+
+def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> Calibrated:
+    """Read from a store's folder what a policy needs.
+
+    Raises:
+        StoreError: a file is missing, damaged or of another model; the remedy is the command that makes it.
+    """
+    sensitivity = None
+    if policy.routing.kind == "adaptive":
+        sensitivity = sensitivity_of(store, manifest)
+    return Calibrated(sensitivity)

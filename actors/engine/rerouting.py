@@ -1,0 +1,107 @@
+"""Rerouting carried out: shows a rule the routing and the cache, and hands the layer what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import ConfigError
+from ..policies.rerouting import RerouteView, Rerouting
+from ..policies.residency import State
+from ..policies.routing import AdaptiveGating
+from ..policies.routing_budget import BudgetAwareTopK
+from ..settings import PolicySettings
+from .cache import ExpertCache
+from .calibrated import Calibrated
+from .model import MoeBlock
+
+_NOWHERE = np.zeros(0, np.bool_)
+
+
+class Rerouter:
+    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
+
+    Args:
+        rule: decides. cache: of the lead; its counters `substitutions` and `dropped` are filled.
+        blocks: the model's MoE layers. experts, top_k: of a layer and its router.
+
+    Raises:
+        ConfigError: the rule goes by probabilities that a layer does not expose.
+    """
+
+    def __init__(
+        self, rule: Rerouting, cache: ExpertCache, blocks: Sequence[MoeBlock], experts: int, top_k: int
+    ) -> None:
+        mute = [layer for layer, block in enumerate(blocks) if block.router is None]
+        if rule.needs_probabilities and mute:
+            raise ConfigError(
+                f"{rule.name} routing goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
+                "choose a policy with exact routing",
+            )
+        self.rule, self._cache, self._experts, self._top_k = rule, cache, experts, top_k
+        self._routers = [block.router for block in blocks]
+
+    def layer(
+        self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing to carry out for what the model picked: hidden [T, H], ids [T, K], weights [T, K].
+
+        A place that no token uses any more is left out, so ids and weights may come back as [T, K'], 1 <= K' <= K.
+        """
+        rule, probabilities, router = self.rule, None, self._routers[index]
+        if rule.needs_probabilities and router is not None:
+            probabilities = torch.softmax(router(hidden).float(), dim=-1).cpu().numpy()
+        picked = ids.cpu().numpy()
+        found = rule.reroute(index, picked, weights.float().cpu().numpy(), probabilities, self._view(index))
+        if not found.substituted and not found.dropped:
+            return ids, weights
+        stats = self._cache.stats
+        stats.substitutions += found.substituted
+        stats.dropped += found.dropped
+        new_ids, new_weights = found.ids, found.weights
+        if found.dropped:
+            used = new_weights.any(axis=0)  # [K]
+            if used.any() and not used.all():
+                new_ids, new_weights = new_ids[:, used], new_weights[:, used]
+        return _like(new_ids, ids), _like(new_weights, weights)
+
+    def _view(self, layer: int) -> RerouteView:
+        if not self.rule.needs_view:
+            return RerouteView(_NOWHERE, 0, self._top_k)
+        residency, base = self._cache.residency, layer * self._experts
+        state = residency.state
+        available = np.array([state(key) != State.ABSENT for key in range(base, base + self._experts)])
+        free = residency.slots - int(np.count_nonzero(available))
+        return RerouteView(available, free, self._top_k, residency.free_slots)
+
+
+def make_rerouting(
+    policy: PolicySettings, layers: int, normalised: bool, calibrated: Calibrated
+) -> Rerouting | None:
+    """The rule that a policy's `routing` and `on_miss` name; None where routing stays the model's.
+
+    Args:
+        normalised: whether the model normalises the weights of the experts that it picks.
+
+    Raises:
+        ConfigError: what `tiermoe prepare` measures for the rule was not given, or is of another model.
+    """
+    routing = policy.routing
+    if routing.kind == "exact":
+        return None
+    if routing.kind == "budget-aware":
+        return BudgetAwareTopK(normalised, routing.narrowest)
+    sensitivity = calibrated.sensitivity
+    if sensitivity is None or len(sensitivity) != layers:
+        raise ConfigError(
+            f"policy '{policy.name}' needs the sensitivity of {layers} layers",
+            "measure it with `tiermoe prepare MODEL --sensitivity TEXT`",
+        )
+    return AdaptiveGating(sensitivity, routing.threshold or 0.0, normalised)
+
+
+def _like(array: NDArray[np.generic], model: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=model.device, dtype=model.dtype)

@@ -1,0 +1,111 @@
+"""Changes of a layer's routing before it is carried out: what lossy policies decide, and what they are told.
+
+    routing of the model -> Rerouting.reroute(layer, ids, weights, probabilities, view) -> Rerouted -> plan, load, run
+
+A rule is a function of the routing and of where this layer's experts are. It is pure: NumPy, deterministic, no clock,
+no device. What the model picked is what recorders and prefetch policies see; what the rule answers is what is planned,
+loaded, counted and computed.
+
+A pair (token, place) that a rule drops keeps its place: its weight becomes 0 and its id that of a kept expert of the
+same token (`drop_pairs`), so nothing is loaded for it and no kernel changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RerouteView:
+    """What a rule may know of the cache.
+
+    available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
+    or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
+    of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
+    occupies.
+    """
+
+    available: NDArray[np.bool_]
+    free_slots: int
+    top_k: int
+    vacant: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """A layer's routing as it is to be carried out.
+
+    ids [T, K], weights [T, K]. substituted, dropped: pairs that run on another expert than the model picked, and that
+    do not run.
+    """
+
+    ids: Ids
+    weights: Weights
+    substituted: int = 0
+    dropped: int = 0
+
+
+class Rerouting(ABC):
+    """A rule that changes routing.
+
+    Attributes:
+        name: what messages call it.
+        needs_probabilities: whether it must be given those of the router, [T, E]; else it gets None.
+        needs_view: whether it goes by where experts are; such a rule is for one GPU, whose cache the lead knows.
+    """
+
+    name: ClassVar[str]
+    needs_probabilities: ClassVar[bool] = False
+    needs_view: ClassVar[bool] = True
+
+    @abstractmethod
+    def reroute(
+        self,
+        layer: int,
+        ids: Ids,
+        weights: Weights,
+        probabilities: NDArray[np.floating] | None,
+        view: RerouteView,
+    ) -> Rerouted:
+        """Decide one layer of one forward; the arrays given are not written to.
+
+        Args:
+            layer: counted from 0 over MoE layers.
+            ids, weights: [T, K] as the model picked them; the ids of a token differ.
+            probabilities: softmax of the router's logits [T, E].
+        """
+
+
+def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormalise: bool) -> Rerouted:
+    """The routing without the `dropped` pairs [T, K]; every token must keep one.
+
+    The id of a dropped pair becomes that of its token's kept expert of greatest weight (the first of equals).
+
+    Args:
+        renormalise: scale each token's other weights so that their sum stays as it was, as a model does that
+            normalises over the experts it picks; else they stay as they are.
+
+    Raises:
+        ValueError: a token would keep none.
+    """
+    if not dropped.any():
+        return Rerouted(ids, weights)
+    if dropped.all(axis=1).any():
+        raise ValueError("a token keeps at least one expert")
+    kept = np.where(dropped, np.float32(0), weights)
+    heaviest = np.where(dropped, -np.inf, weights).argmax(axis=1)[:, None]  # [T, 1]
+    if renormalise:
+        left = kept.sum(axis=1, keepdims=True)
+        whole = weights.sum(axis=1, keepdims=True)
+        scale = np.divide(whole, left, out=np.ones_like(left), where=left != 0)
+        kept = np.where(dropped.any(axis=1, keepdims=True), kept * scale, kept)
+    ids = np.where(dropped, np.take_along_axis(ids, heaviest, axis=1), ids)
+    return Rerouted(ids, kept.astype(np.float32, copy=False), dropped=int(np.count_nonzero(dropped)))
