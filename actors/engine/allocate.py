@@ -63,6 +63,7 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
+        writeback=policy.evict_writeback,
     )
 
 

@@ -38,6 +38,8 @@ class ExpertCache:
         stats: counters, one `LayerStats` per MoE layer.
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
             The simulator gives both.
+        writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
+            for comparison, since nothing here ever changes a weight.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ExpertCache:
         timeline: Timeline,
         loader: CopyQueue | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        writeback: bool = False,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.stats, self.governor, self.timeline = stats, governor, timeline
@@ -63,6 +66,7 @@ class ExpertCache:
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
         self._unused_prefetches: dict[int, SourceStats] = {}
+        self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
         self._vacated: set[int] = set()  # keys sent away by `vacate` since their layers last ran
         stats.expert_bytes_peak = pool.bytes
 
@@ -273,7 +277,10 @@ class ExpertCache:
             layer=layer,
             cause=cause,
             done=self._loader.event(),
+            writeback=self._unwritten is not None and reservation.slot in self._unwritten,
         )
+        if job.writeback and self._unwritten is not None:
+            self._unwritten.remove(reservation.slot)
         return job
 
     def _land(self, key: int) -> bool:
@@ -291,6 +298,8 @@ class ExpertCache:
             stats.bytes_loaded_migration += self.residency.slot_bytes
         else:
             stats.bytes_loaded_demand += self.residency.slot_bytes
+        if job.writeback:
+            stats.bytes_written_back += self.residency.slot_bytes
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
         if self.timeline.enabled:
@@ -346,6 +355,8 @@ class ExpertCache:
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key
+        if job.writeback and not job.started and self._unwritten is not None:
+            self._unwritten.add(job.reservation.slot)
         del self._jobs[key]
         self._unused_prefetches.pop(key, None)
         self.residency.release(job.reservation)
@@ -372,6 +383,8 @@ class ExpertCache:
             self._wait(job, layer)
             if not self._land(key):
                 return
+        if self._unwritten is not None:
+            self._unwritten.add(self.residency.slot(key))
         self.residency.evict(key)
         self.eviction.removed(key)
         if (source := self._unused_prefetches.pop(key, None)) is not None:

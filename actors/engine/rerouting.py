@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ..policies.rerouting import RerouteView, Rerouting
-from ..policies.residency import State
 from ..policies.routing import AdaptiveGating
 from ..policies.routing_budget import BudgetAwareTopK
 from ..settings import PolicySettings
 from .cache import ExpertCache
 from .calibrated import Calibrated
 from .model import MoeBlock
+from .reroute_view import reroute_view
 
 _NOWHERE = np.zeros(0, np.bool_)
 
@@ -71,11 +71,7 @@ class Rerouter:
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
-        residency, base = self._cache.residency, layer * self._experts
-        state = residency.state
-        available = np.array([state(key) != State.ABSENT for key in range(base, base + self._experts)])
-        free = residency.slots - int(np.count_nonzero(available))
-        return RerouteView(available, free, self._top_k, residency.free_slots)
+        return reroute_view(self._cache.residency, layer, self._experts, self._top_k)
 
 
 def make_rerouting(

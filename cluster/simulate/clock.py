@@ -59,9 +59,9 @@ class VirtualLoader:
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
-    interrupted. A copy of `nbytes` has the link for its latency and its bytes over its rate; the next one starts when
-    it ends. State is brought up to the clock whenever somebody asks; what happens at one instant happens in the order
-    of the calls.
+    interrupted. A copy of `nbytes` has the link for its latency and its bytes over its rate, twice where a slot's last
+    expert is copied back first; the next one starts when it ends. State is brought up to the clock whenever somebody
+    asks; what happens at one instant happens in the order of the calls.
     """
 
     def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int) -> None:
@@ -140,4 +140,5 @@ class VirtualLoader:
             _, _, submitted_s, job = heapq.heappop(self._heap)
             job.started = True
             start_s = max(self._free_s, submitted_s)
-            self._current = (job, start_s, start_s + self._copy_s)
+            took_s = 2 * self._copy_s if job.writeback else self._copy_s
+            self._current = (job, start_s, start_s + took_s)
