@@ -15,7 +15,7 @@ from .policies.sharding import Ownership
 PrefetchKind = Literal[
     "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
 ]
-EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "importance"]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random", "importance"]
 
 
 class Settings(BaseModel):
@@ -82,7 +82,7 @@ class PreEvictSettings(Settings):
     tau: float = Field(default=0.02, ge=0, le=1, description="gap between two probabilities that makes them uncertain")
     r_max: int = Field(default=2, ge=0, le=64, description="slots freed for uncertainty at most")
     alpha: float = Field(default=0.5, ge=0, le=1, description="weight of recent use against the predicted probability")
-    gamma: float = Field(default=0.9, gt=0, le=1, description="what a use counts after one further token")
+    gamma: float = Field(default=0.97, gt=0, le=1, description="what a use counts after one further token")
     window: int = Field(default=128, ge=1, le=1 << 16, description="tokens of a layer after which a use is forgotten")
 
 
@@ -149,6 +149,35 @@ class RoutingSettings(Settings):
         return self
 
 
+class SplitSettings(Settings):
+    """How experts are cut in two, a cached top and a bottom that is loaded for each use (MoEpic).
+
+    off: not at all. fixed: every layer alike, at `theta`. adaptive: it begins so, and each layer's ratio and share of
+    the memory follow what is measured.
+    """
+
+    kind: Literal["off", "fixed", "adaptive"] = "off"
+    theta: float = Field(default=0.5, ge=0, le=1, description="share of an expert's neurons in its top; 0: no cache")
+    buffer: int | None = Field(
+        default=None, ge=1,
+        description="full experts of memory for bottoms; none: top-k, and room for the bottoms of two layers' top-k",
+    )  # fmt: skip
+    tau: int = Field(default=5000, ge=1, description="tokens between configurations")
+    zeta: float = Field(default=0.01, gt=0, le=1, description="share of a layer's memory that is moved at a time")
+    min_gain: float = Field(default=0.01, ge=0, lt=1, description="predicted gain below which nothing is changed")
+    allocation: Literal["moepic", "dynamic-programming"] = "moepic"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SplitSettings:
+        fields = type(self).model_fields
+        changed = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind"}
+        if self.kind == "off" and changed:
+            raise ValueError(f"split is off: leave {', '.join(sorted(changed))} out, or give its kind")
+        if self.kind == "fixed" and changed - {"theta", "buffer"}:
+            raise ValueError(f"{', '.join(sorted(changed - {'theta', 'buffer'}))}: only an adaptive split has that")
+        return self
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -166,9 +195,12 @@ class PolicySettings(Settings):
     )
     placement: PlacementSettings = PlacementSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    split: SplitSettings = SplitSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> PolicySettings:
+        if self.split.kind != "off":
+            self._refuse_beside_split()
         if self.lossless and self.precision.kind != "full":
             raise ValueError("a policy on quantized replicas is not lossless")
         if not self.uses_ndp and self.precision.kind != "full":
@@ -181,6 +213,8 @@ class PolicySettings(Settings):
             raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
         if self.pre_evict.kind != "off" and (self.uses_ndp or self.preload != "none"):
             raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
+        if self.routing.kind == "budget-aware" and self.pre_evict.kind == "off":
+            raise ValueError("routing budget-aware goes by the slots that pre_evict frees: set pre_evict.kind")
         if self.reroutes:
             if self.lossless:
                 raise ValueError("a policy that changes the routing is not lossless")
@@ -189,6 +223,16 @@ class PolicySettings(Settings):
                     f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
                 )
         return self
+
+    def _refuse_beside_split(self) -> None:
+        if self.uses_ndp:
+            raise ValueError(f"placement {self.placement.kind} moves whole experts: leave split out")
+        if self.preload != "none":
+            raise ValueError("split experts are never resident as a whole for good: leave preload out")
+        if self.pre_evict.kind != "off" or self.evict_writeback:
+            raise ValueError("pre_evict and evict_writeback go by whole experts: leave split out")
+        if self.eviction.startswith("expert-map"):
+            raise ValueError(f"eviction {self.eviction} weighs the experts of all layers, split those of each apart")
 
     @property
     def reroutes(self) -> bool:
@@ -309,13 +353,18 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards and placement monde, or pre-eviction.
+        ConfigError: several shards, and placement monde, split experts or pre-eviction.
     """
     if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
         raise ConfigError(
             f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
             f"{settings.shards.count} GPUs",
             "use one shard, or a policy without pre_evict, such as next-gate",
+        )
+    if settings.shards.count > 1 and settings.policy.split.kind != "off":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
+            "use one shard, or a policy without split",
         )
     if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(

@@ -19,14 +19,13 @@ def expert_ffn(
     pair_count: int,
     groups: list[Group],
     top_k: int,
-    slots: int,
     neurons: int,
     width: int,
     activation: int,
     y: int,
     /,
 ) -> None:
-    """Raises ValueError: a group, a pair, a slot or the activation is out of range."""
+    """Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
 def instruction_sets() -> tuple[str, ...]:

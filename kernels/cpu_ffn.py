@@ -29,7 +29,8 @@ class CpuKernel:
             raise ValueError(f"the CPU kernel does not support activation {activation} on these operands")
         self._gate_up, self._down, self._large = operands.gate_up, operands.down, large
         self._addresses = operands.gate_up.data_ptr(), operands.down.data_ptr()
-        self._slots, self._neurons, _, self._width = operands.gate_up.shape
+        slots, neurons, _, self._width = operands.gate_up.shape
+        self._neurons = slots * neurons
         self._activation = ACTIVATIONS[activation]
 
     @staticmethod
@@ -68,7 +69,7 @@ class CpuKernel:
         gate_up, down = self._addresses
         _cpu.expert_ffn(
             hidden.data_ptr(), gate_up, down, pairs.data_ptr(), count, groups,
-            top_k, self._slots, self._neurons, width, self._activation, y.data_ptr(),
+            top_k, self._neurons, width, self._activation, y.data_ptr(),
         )  # fmt: skip
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
-# Pairs `start` to `stop` of the sorted pair list go through the expert in `slot`.
-Group = tuple[int, int, int]
+# Pairs `start` to `stop` of the sorted pair list go through these neurons of the pool, counted over all slots: the first
+# and how many. The last says whether y holds the rows of the expert's other segment, to which these are added.
+Group = tuple[int, int, int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class ExpertKernel(Protocol):
     """One way to run experts on slots."""
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """y[pair] = FFN_slot(hidden[pair // top_k]) for the pairs of each group; other rows of y are left alone.
+        """y[pair] = FFN(hidden[pair // top_k]) over the group's neurons, for the pairs of each group; other rows of y
+        are left alone. Of an expert's two segments one is written and the other, summed apart, is added: in either order
+        the same bits.
 
         Args:
             hidden: [T, H].
             pairs: numbers t * top_k + k, sorted by expert [T * top_k], int64.
-            groups: ranges of `pairs` and their slots.
+            groups: ranges of `pairs` and their neurons.
             y: [T * top_k, H].
         """
         ...
@@ -49,29 +52,34 @@ class TorchKernel:
     """Reference: one GEMM per expert and projection.
 
     Args:
-        operands: the slot pool.
+        operands: the slot pool; with biases, groups are whole slots.
         gate: maps interleaved pre-activations [n, I*G] (row j*G is neuron j's gate) to activations [n, I].
     """
 
     def __init__(self, operands: Operands, gate: Gate) -> None:
         slots, i, g, h = operands.gate_up.shape
         bias = operands.gate_up_bias
-        self._gate_up_t = operands.gate_up.view(slots, i * g, h).transpose(1, 2)  # [S, H, I*G]
-        self._down = operands.down
-        self._gate_up_bias = bias.view(slots, i * g) if bias is not None else None
+        self._neurons, self._rows = i, g
+        self._gate_up_t = operands.gate_up.view(slots * i * g, h).t()  # [H, S*I*G]
+        self._down = operands.down.view(slots * i, h)
+        self._gate_up_bias = bias.view(slots * i * g) if bias is not None else None
         self._down_bias = operands.down_bias
         self._gate = gate
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        for start, stop, slot in groups:
+        g = self._rows
+        for start, stop, first, neurons, add in groups:
             rows = pairs[start:stop]
-            up = hidden[rows // top_k] @ self._gate_up_t[slot]  # [n, I*G]
+            up = hidden[rows // top_k] @ self._gate_up_t.narrow(1, first * g, neurons * g)  # [n, neurons*G]
             if self._gate_up_bias is not None:
-                up += self._gate_up_bias[slot]
-            out = self._gate(up) @ self._down[slot]  # [n, H]
+                up += self._gate_up_bias.narrow(0, first * g, neurons * g)
+            out = self._gate(up) @ self._down.narrow(0, first, neurons)  # [n, H]
             if self._down_bias is not None:
-                out += self._down_bias[slot]
-            y[rows] = out
+                out += self._down_bias[first // self._neurons]
+            if add:
+                y.index_add_(0, rows, out)
+            else:
+                y[rows] = out
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, top_k = weights.shape

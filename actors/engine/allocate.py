@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import BudgetError, ConfigError
 from ..budget import budget_bytes
-from ..policies.eviction import EVICTION, EvictionPolicy, ImportanceEviction
+from ..policies.eviction import EVICTION, LAYER_EVICTION, EvictionPolicy, ImportanceEviction, SplitEviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
-from ..settings import EngineSettings, PolicySettings
+from ..policies.split.cut import CacheCut, buffer_for
+from ..settings import EngineSettings, PolicySettings, SplitSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
@@ -28,14 +29,17 @@ def make_cache(
     device: Device,
     dtype: torch.dtype,
     owned: int,
+    top_k: int = 1,
 ) -> ExpertCache:
     """A cache within the budget of one device, with counters of its own.
 
     Args:
         owned: experts in all layers that belong to this device; it gets no more slots than that.
+        top_k: experts per token, for the buffer of split experts.
 
     Raises:
-        BudgetError: not one slot fits. ConfigError: the policy keeps all experts resident, and they do not fit.
+        BudgetError: not one slot fits, or with split experts not one of each kind. ConfigError: the policy keeps all
+            experts resident, and they do not fit; or it splits experts that have biases.
     """
     layers, policy = len(weights), settings.policy
     keys = layers * shape.num_experts
@@ -47,6 +51,11 @@ def make_cache(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
             f"use --budget {math.ceil(1e4 * owned / keys) / 1e4} or another policy",
         )
+    cut = None
+    if policy.split.kind != "off":
+        cut = first_cut(policy.split, shape, layers, slots, top_k)
+        if policy.split.kind == "fixed":  # nothing will ever use more
+            slots = math.ceil(cut.total_neurons / shape.intermediate)
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
         expert_budget_bytes=budget,
@@ -59,17 +68,47 @@ def make_cache(
         weights,
         device,
         Residency(keys, slots, slot_bytes),
-        make_eviction(policy, layers, shape.num_experts),
+        make_eviction(policy, layers, shape.num_experts, split=cut is not None),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
+        cut=cut,
         writeback=policy.evict_writeback,
     )
 
 
-def make_eviction(policy: PolicySettings, layers: int, experts: int) -> EvictionPolicy:
-    """What `policy.eviction` names, for a model of so many MoE layers and experts in each."""
+def make_eviction(policy: PolicySettings, layers: int, experts: int, split: bool = False) -> EvictionPolicy:
+    """What `policy.eviction` names, for a model of so many MoE layers and experts in each.
+
+    Args:
+        split: the cache is cut, so that the tops of each layer have an order of their own.
+    """
+    if split:
+        return SplitEviction(LAYER_EVICTION[policy.eviction], layers, experts)
     if policy.eviction == "importance":
         options = policy.pre_evict
         return ImportanceEviction(layers, experts, options.alpha, options.gamma, options.window)
     return EVICTION[policy.eviction]()
+
+
+def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:
+    """The division that a split begins with: every layer alike.
+
+    Args:
+        slots: whole experts that the memory holds.
+
+    Raises:
+        BudgetError: it does not hold a top of each layer and a bottom. ConfigError: the experts have biases.
+    """
+    if shape.has_bias:
+        raise ConfigError("experts with biases cannot be split", "use a policy without split")
+    buffer = settings.buffer if settings.buffer is not None else buffer_for(settings.theta, top_k)
+    try:
+        return CacheCut.uniform(
+            layers, shape.num_experts, shape.intermediate, slots * shape.intermediate, settings.theta, buffer
+        )
+    except ValueError as error:
+        raise BudgetError(
+            f"the budget of {slots} experts does not hold a part of one of each of {layers} layers: {error}",
+            "give a larger budget, or use a policy without split",
+        ) from error

@@ -1,5 +1,8 @@
 """The expert cache: residency, slot tensors, loads and their counters, joined.
 
+An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
+one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
+
 All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
 So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
 """
@@ -16,8 +19,10 @@ from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
+from ..policies.split.cut import CacheCut
 from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
-from .stats import EngineStats, SourceStats
+from .slot_map import SlotMap
+from .stats import EngineStats, LayerStats, SourceStats
 from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -33,13 +38,18 @@ class ExpertCache:
         weights: where the experts of each MoE layer come from.
         device: copies and waits.
         residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
-        eviction: order of leaving.
+        eviction: order of leaving; with a cut one that has an order for each slot class (`SplitEviction`).
         governor: told which prefetches were used.
         stats: counters, one `LayerStats` per MoE layer.
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
             The simulator gives both.
         writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
             for comparison, since nothing here ever changes a weight.
+        cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
+            with a cut can be cut anew.
+
+    Raises:
+        ValueError: the cut is none of this pool.
     """
 
     def __init__(
@@ -54,11 +64,11 @@ class ExpertCache:
         timeline: Timeline,
         loader: CopyQueue | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cut: CacheCut | None = None,
         writeback: bool = False,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.stats, self.governor, self.timeline = stats, governor, timeline
-        self._weights = weights
         self._experts = residency.keys // len(weights)
         self._loader: CopyQueue = Loader(device) if loader is None else loader
         self._clock = clock
@@ -68,7 +78,50 @@ class ExpertCache:
         self._unused_prefetches: dict[int, SourceStats] = {}
         self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
         self._vacated: set[int] = set()  # keys sent away by `vacate` since their layers last ran
+        self._map = SlotMap(pool, weights, residency)
+        self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
+        self.segments, self.place = self._map.of, self._map.place
         stats.expert_bytes_peak = pool.bytes
+        if cut is not None:
+            self._map.divide(cut)
+
+    # -- experts and their segments ---------------------------------------------------------------------
+
+    @property
+    def cut(self) -> CacheCut | None:
+        """The present division of the slots; None where a slot is a whole expert."""
+        return self._map.cut
+
+    def states(self) -> list[State]:
+        """Of all experts at one moment, from any thread; under a cut those of their tops."""
+        shown, states = self._map.shown(), self.residency.states()
+        return states if shown is None else [states[segment] for segment in shown]
+
+    def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
+        """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
+
+        Args:
+            fill: experts whose tops are loaded at once, most urgent first, as many as their layers have slots. Demand
+                loads overtake these.
+
+        Raises:
+            ValueError: the cut is none of this pool; then nothing has changed.
+        """
+        if self.cut is None:
+            raise ValueError("a cache of whole experts cannot be cut")
+        self._map.check(cut)
+        for segment in [s for s, job in self._jobs.items() if self._loader.cancel(job)]:
+            self._release(segment)
+        self.flush()
+        self._map.divide(cut)
+        residency, loads = self.residency, list[int]()
+        room = list(residency.class_slots)
+        for key in dict.fromkeys(fill):
+            layer = key // self._experts
+            if room[layer]:
+                room[layer] -= 1
+                loads.append(key)
+        self._loader.submit([self._reserve(key, "migration") for key in loads], PREFETCH)
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
@@ -91,38 +144,48 @@ class ExpertCache:
         """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
         stats = self.stats.layers[layer]
         stats.forwards += 1
-        stats.hits += plan.resident
-        stats.misses += len(plan.run) - plan.resident
         stats.waves += plan.waves
         if self._vacated:
             self._count_premature(layer, plan)
+        keys, resident = self._map.keys, plan.run[: plan.resident]
+        lacking: set[int] = set()  # experts under a cut
+        if self.cut is None:
+            stats.hits += plan.resident
+            stats.misses += len(plan.run) - plan.resident
+        else:
+            lacking = self._count_segments(stats, plan)
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
-        for key in plan.run[: plan.resident]:
+        guessed, late = set[int](), set[int]()
+        for key in resident:
             if (source := self._unused_prefetches.pop(key, None)) is not None:
                 self.governor.used()
-                stats.prefetched_hits += 1
+                guessed.add(key % keys)
                 source.hits += 1
+        stats.prefetched_hits += len(guessed - lacking)
         for key in plan.run[plan.resident : plan.resident + plan.arriving]:
             job = self._jobs[key]
             if job.prefetch:
-                stats.late_prefetches += 1
+                late.add(key % keys)
                 if (source := self._unused_prefetches.pop(key, None)) is not None:
                     source.late += 1
                 self.governor.used()
                 self._loader.promote(job)
+            elif job.cause == "migration" and self.cut is not None:
+                self._loader.promote(job)  # what a new cut brings in comes after demand
+        stats.late_prefetches += len(late)
 
     def issue(self, loads: Sequence[Load]) -> None:
         """Evict, reserve and queue these demand loads; each key is pinned."""
         for load in loads:
             if load.evict is not None:
-                self._evict(load.evict, load.key // self._experts)
+                self._evict(load.evict, self._layer_of(load.key))
         jobs = [self._reserve(load.key, "demand") for load in loads]
         for load in loads:
             self.residency.pin(load.key)
         if self.decode_only and loads:
-            layer = loads[0].key // self._experts
-            self.stats.layers[layer].bytes_demanded_decode += len(loads) * self.residency.slot_bytes
+            layer = self._layer_of(loads[0].key)
+            self.stats.layers[layer].bytes_demanded_decode += sum(self.bytes_of(load.key) for load in loads)
         self._loader.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
@@ -144,6 +207,7 @@ class ExpertCache:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
         for key in keys:
             self.residency.unpin(key)
+        for key in self._map.experts_of(keys):
             self.uses[key] += 1
         self.eviction.used(keys)
 
@@ -154,18 +218,16 @@ class ExpertCache:
         (what nearer layers want), so a pool as small as the working set is left to demand. `source` says whose guess
         they are, for the counters.
         """
-        residency = self.residency
-        absent = [k for k in keys if residency.state(k) == State.ABSENT]
+        residency, experts = self.residency, self._map.keys
+        absent = [k for k in self.segments(keys) if residency.state(k) == State.ABSENT]
         if not absent:
             return 0
         keep = keep | set(keys)
-        short = len(absent) - residency.free_slots
-        victims = self.eviction.victims(
-            short, lambda k: k not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
-        )
-        for victim in victims:
-            self._evict(victim, victim // self._experts)
-        absent = absent[: residency.free_slots]
+
+        def may_go(k: int) -> bool:
+            return k % experts not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
+
+        absent = self._make_room(absent, may_go)
         counters = self.stats.source(source)
         counters.queued += len(absent)
         self._unused_prefetches.update(dict.fromkeys(absent, counters))
@@ -181,7 +243,10 @@ class ExpertCache:
                 self._land(key)
 
     def vacate(self, slots: int, layer: int) -> None:
-        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned."""
+        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
+
+        For a cache of whole experts, whose slots serve all layers.
+        """
         residency = self.residency
         victims = self.eviction.victims(
             slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
@@ -200,24 +265,28 @@ class ExpertCache:
             keys: what to hold, most urgent first; at most as many as there are slots are loaded.
             keep_others: let other residents stay where there is room, for a prefill that is using them.
         """
-        residency, wanted = self.residency, set(keys)
-        absent = [k for k in keys if residency.state(k) == State.ABSENT]
-        going = len(absent) - residency.free_slots if keep_others else residency.slots
-        victims = self.eviction.victims(going, lambda k: k not in wanted and not residency.pinned(k))
-        for victim in victims:
-            self._evict(victim, victim // self._experts)
-        self._loader.submit([self._reserve(k, "migration") for k in absent[: residency.free_slots]], DEMAND)
+        residency, segments = self.residency, self.segments(keys)
+        wanted = set(segments)
+        absent = [k for k in segments if residency.state(k) == State.ABSENT]
+
+        def may_go(k: int) -> bool:
+            return k not in wanted and not residency.pinned(k)
+
+        if not keep_others:
+            for victim in self.eviction.victims(residency.slots, may_go):
+                self._evict(victim, self._layer_of(victim))
+        self._loader.submit([self._reserve(k, "migration") for k in self._make_room(absent, may_go)], DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
-        jobs = [self._reserve(k, "demand") for k in keys[: self.residency.free_slots]]
+        jobs = [self._reserve(k, "demand") for k in self._make_room(self.segments(keys), lambda k: False)]
         self._loader.submit(jobs, DEMAND)
         for job in jobs:
             job.done.wait()
             if job.copied is None:
                 self._fail(job)
             self._publish(job, job.copied)
-        self.stats.bytes_preloaded += len(jobs) * self.residency.slot_bytes
+        self.stats.bytes_preloaded += sum(self.bytes_of(job.reservation.key) for job in jobs)
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
@@ -225,7 +294,7 @@ class ExpertCache:
             self._jobs[key].done.wait()
             self._land(key)
         for key in list(self.residency.held()):
-            self._evict(key, key // self._experts)
+            self._evict(key, self._layer_of(key))
 
     def abandon(self) -> None:
         """The forward under way failed: what it pinned may go. Its loads still arrive."""
@@ -258,8 +327,31 @@ class ExpertCache:
         first = layer * self._experts
         mine = {key for key in self._vacated if first <= key < first + self._experts}
         self._vacated -= mine
-        again = len(mine.intersection(plan.run[plan.resident + plan.arriving :]))
-        self.stats.layers[layer].bytes_premature += again * self.residency.slot_bytes
+        again = mine.intersection(plan.run[plan.resident + plan.arriving :])
+        self.stats.layers[layer].bytes_premature += sum(map(self.bytes_of, again))
+
+    def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> set[int]:
+        """Count the experts that are here as a whole, with their top alone, or neither; those that lack something."""
+        keys = self._map.keys
+        lacking = {segment % keys for segment in plan.run[plan.resident :]}
+        resident = plan.run[: plan.resident]
+        stats.hits += len({segment % keys for segment in resident} - lacking)
+        stats.misses += len(lacking)
+        stats.top_hits += sum(segment in lacking for segment in resident)  # a top's number is its expert's
+        return lacking
+
+    def _make_room(self, absent: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+        """Evict for these absent ones; those of them that have room now, in the same order."""
+        residency, fit = self.residency, list[int]()
+        for slot_class, keys in residency.by_class(absent).items():
+            short = len(keys) - residency.free_of(slot_class)
+            for victim in self.eviction.of_class(slot_class).victims(short, may_go):
+                self._evict(victim, self._layer_of(victim))
+            fit += keys[: residency.free_of(slot_class)]
+        if len(residency.class_slots) == 1:
+            return fit
+        found = set(fit)
+        return [key for key in absent if key in found]
 
     def _reserve(self, key: int, cause: Cause) -> LoadJob:
         reservation = self.residency.reserve(key)
@@ -268,11 +360,12 @@ class ExpertCache:
 
     def _new_job(self, reservation: Reservation, cause: Cause) -> LoadJob:
         key = reservation.key
-        layer, expert = divmod(key, self._experts)
+        layer = self._layer_of(key)
+        dst, src = self._map.copy_of(reservation)
         job = self._jobs[key] = LoadJob(
             reservation=reservation,
-            dst=self.pool.slot(reservation.slot),
-            src=self._weights[layer].expert(expert),
+            dst=dst,
+            src=src,
             after=self.device.mark_use(),
             layer=layer,
             cause=cause,
@@ -293,13 +386,13 @@ class ExpertCache:
         self._publish(job, copied)
         stats = self.stats.layers[job.layer]
         if job.cause == "prefetch":
-            stats.bytes_loaded_prefetch += self.residency.slot_bytes
+            stats.bytes_loaded_prefetch += self.bytes_of(key)
         elif job.cause == "migration":
-            stats.bytes_loaded_migration += self.residency.slot_bytes
+            stats.bytes_loaded_migration += self.bytes_of(key)
         else:
-            stats.bytes_loaded_demand += self.residency.slot_bytes
+            stats.bytes_loaded_demand += self.bytes_of(key)
         if job.writeback:
-            stats.bytes_written_back += self.residency.slot_bytes
+            stats.bytes_written_back += self.bytes_of(key)
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
         if self.timeline.enabled:
@@ -390,4 +483,4 @@ class ExpertCache:
         if (source := self._unused_prefetches.pop(key, None)) is not None:
             self.governor.wasted()
             source.wasted += 1
-            self.stats.layers[key // self._experts].bytes_wasted += self.residency.slot_bytes
+            self.stats.layers[self._layer_of(key)].bytes_wasted += self.bytes_of(key)

@@ -51,6 +51,7 @@ def describe(
         "prefetch_distance": policy.prefetch.distance if policy.prefetch.kind != "none" else None,
         "prefetch_synchronous": policy.prefetch.synchronous,
         "eviction": policy.eviction,
+        "split": _split(settings, engine),
         "ndp": _ndp(settings, engine),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
@@ -59,6 +60,20 @@ def describe(
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "notes": _notes(engine, batcher, pinned),
+    }
+
+
+def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
+    """How expert memory is divided now; None where experts are whole."""
+    cut = engine.cache.cut
+    if cut is None:
+        return None
+    return {
+        "kind": settings.policy.split.kind,
+        "top_ratio": [round(top / cut.neurons, 4) for top in cut.tops],
+        "top_slots": list(cut.slots),
+        "buffer_slots": cut.buffer_slots,
+        "buffer_bytes": cut.buffer_slots * cut.buffer_neurons * engine.slot_bytes // cut.neurons,
     }
 
 

@@ -39,7 +39,9 @@ class Dispatcher:
     The result of a pair does not depend on when its expert arrived, and pairs are combined in
     routing order, so budgets, prefetch and timing change no bit of the output. That holds where the
     bytes of one slot in each tensor of the pool are a multiple of 64, as in every published model: all slots
-    are then aligned alike, and a GEMM may sum in another order on operands that are aligned otherwise.
+    are then aligned alike, and a GEMM may sum in another order on operands that are aligned otherwise. Where experts
+    are split it holds where those of a row of H are such a multiple, since slots begin at any neuron; another cut sums
+    in another order.
     Where peers compute, their sums are added in the order of the plan.
 
     Args:

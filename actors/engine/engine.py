@@ -99,7 +99,7 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -262,7 +262,7 @@ class ExpertEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self.experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self.experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)

@@ -82,8 +82,10 @@ class MoeLayer:
         if self._rerouter is not None:
             ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
         routing = Routing.of(ids)
-        needed = [base + e for e in routing.experts]
+        keys = [base + e for e in routing.experts]
+        needed = cache.segments(keys)
         cache.drop_stale(self.index, needed)
+        cache.eviction.routed(keys, routing.counts, routing.tokens)
         if self._shards is not None:
             self._shards.at(self.index)
         if self._placer is None:

@@ -47,7 +47,7 @@ def _seconds(kernel: ExpertKernel, pool: SlotPool, rows: int) -> float:
     times = []
     for _ in range(_REPEATS + 1):
         start_s = time.perf_counter()
-        kernel.run(hidden, pairs, [(0, rows, 0)], 1, y)
+        kernel.run(hidden, pairs, [(0, rows, 0, gate_up.shape[1], False)], 1, y)
         if gate_up.is_cuda:
             torch.cuda.synchronize(gate_up.device)  # before serving: the forward path never waits so
         times.append(time.perf_counter() - start_s)

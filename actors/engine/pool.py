@@ -16,7 +16,8 @@ class SlotPool:
     """One contiguous allocation per tensor kind, made once; slot s of each is one whole expert.
 
     Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None
-    (neuron-major: neuron j of an expert is gate_up[s, j] and down[s, j]).
+    (neuron-major: neuron j of an expert is gate_up[s, j] and down[s, j]). So the same tensors are a row of S*I neurons,
+    which slots of any other sizes can share (`neuron_range`).
     """
 
     gate_up: torch.Tensor
@@ -47,9 +48,23 @@ class SlotPool:
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
+    @property
+    def neurons(self) -> int:
+        """Of one slot: I."""
+        return self.gate_up.shape[1]
+
+    @property
+    def total_neurons(self) -> int:
+        """Of all slots: S*I."""
+        return self.gate_up.shape[0] * self.gate_up.shape[1]
+
     def slot(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one slot, in the order of `tensors`."""
         return tuple(t[index] for t in self.tensors)
+
+    def neuron_range(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; of a pool without biases."""
+        return tuple(t.flatten(0, 1)[first : first + count] for t in (self.gate_up, self.down))
 
 
 class ExpertSource(Protocol):

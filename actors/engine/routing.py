@@ -24,6 +24,12 @@ class Routing:
     starts: list[int]
     pairs: torch.Tensor
 
+    @property
+    def counts(self) -> list[int]:
+        """Pairs of each expert: the tokens that picked it."""
+        starts = self.starts
+        return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+
     @staticmethod
     def of(ids: torch.Tensor) -> Routing:
         """Sort the pairs of ids [T, K]; reads the ids on the host."""

@@ -19,7 +19,8 @@ Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
 class ExpertRunner:
     """What a lead's layer and a shard's have in common: a plan's local part, from its loads to its rows.
 
-    The result of a pair does not depend on when its expert arrived, nor on which others run beside it.
+    The result of a pair does not depend on when its expert arrived, nor on which others run beside it. Of an expert
+    cut in two, what runs first is written and what runs second is added to it: a sum of two, in either order the same.
     """
 
     def __init__(self, cache: ExpertCache, planner: LoadOnMiss) -> None:
@@ -32,7 +33,7 @@ class ExpertRunner:
             keep: residents that should stay while any other can give way.
         """
         cache = self._cache
-        plan = self._planner.plan(keys, cache.residency, cache.eviction, keep)
+        plan = self._planner.plan(cache.segments(keys), cache.residency, cache.eviction, keep)
         cache.begin(layer, plan)
         if plan.loads:
             cache.issue([load for load in plan.loads if not load.after])
@@ -54,10 +55,17 @@ class ExpertRunner:
         Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed; the caller abandons what
         is still pinned.
         """
-        cache, done = self._cache, 0
+        cache, done, experts = self._cache, 0, len(self._cache.uses)
+        cut, begun = cache.cut is not None, set[int]()  # experts of which y holds the rows of one segment
         for stop, issue_next in _steps(plan):
             keys = plan.run[done:stop]
-            groups = [(*spans[key], cache.await_expert(key, layer)) for key in keys]
+            groups = []
+            for key in keys:
+                place = cache.place(key, cache.await_expert(key, layer))
+                expert = key % experts
+                groups.append((*spans[expert], *place, expert in begun))
+                if cut:
+                    begun.add(expert)
             kernel.run(hidden, pairs, groups, top_k, y)
             cache.ran(keys)
             done = stop

@@ -110,7 +110,7 @@ class ShardEngine:
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.residency.states(), self.cache.uses.copy(), self._experts
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self._experts
         return [
             LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
             for i in range(0, len(states), n)
@@ -178,6 +178,8 @@ class ShardEngine:
         experts, starts = batch.experts.tolist(), batch.starts.tolist()
         keys = [base + e for e in experts]
         cache.drop_stale(layer, keys)
+        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        cache.eviction.routed(keys, counts, len(batch.hidden))  # of the forward's rows, those with an expert here
         plan = self._runner.start(layer, keys, self._keep)
         hidden = _tensor(batch.hidden).to(device=device, dtype=self._dtype)  # [T, H]
         weights = _tensor(batch.weights).to(device)  # [P]

@@ -18,12 +18,14 @@ class LayerStats:
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
     later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
     what an NDP worker or another shard computes is neither.
-    Bytes are slot bytes (the slot's dtype) on every executor, whatever the link carried.
+    Under a cut an expert is a hit where all of it was resident. Bytes are slot bytes (the slot's dtype) on every
+    executor, whatever the link carried.
     """
 
     hits: int = 0
     misses: int = 0
     prefetched_hits: int = 0  # hits whose bytes a prefetch brought, first use only
+    top_hits: int = 0  # misses whose top was resident, under a cut: only the bottom was loaded
     late_prefetches: int = 0  # misses whose prefetch was still on its way
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
@@ -100,7 +102,7 @@ class WorkerStats:
 class SourceStats:
     """What became of the experts that one source of guesses had prefetched, since the counters were reset.
 
-    What is neither used nor gone yet is in `queued` only.
+    What is neither used nor gone yet is in `queued` only. Under a cut the segments of experts are counted.
     """
 
     queued: int = 0

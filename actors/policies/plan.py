@@ -1,8 +1,11 @@
-"""The plan of one layer: which experts run when, and which loads make that possible."""
+"""The plan of one layer: which experts run when, and which loads make that possible.
+
+Where experts are cut in two, keys are those of their segments, which run and are loaded one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +71,7 @@ class LoadOnMiss:
     Rule: residents run first while the loads fly. Free slots are filled first, then the eviction
     policy's victims among experts that this layer does not need; when both are used up, the slots of
     experts that have just run are reused one by one. Experts whose prefetch is still in flight
-    for another layer give way later, and experts to `keep` last of all.
+    for another layer give way later, and experts to `keep` last of all. All this is done for each class of slots.
     O(needed + slots looked at by the eviction policy).
     """
 
@@ -97,17 +100,43 @@ class LoadOnMiss:
         arriving = [k for k in needed if state(k) == State.LOADING]
         missing = [k for k in needed if state(k) == State.ABSENT]
         run = (*resident, *arriving, *missing)
-        return LayerPlan(run, len(resident), len(arriving), self._loads(run, missing, residency, eviction, keep))
+        if len(residency.class_slots) == 1:
+            loads = self._loads(0, run, missing, residency, eviction, keep)
+        else:
+            loads = self._loads_of_classes(run, residency.by_class(missing), residency, eviction, keep)
+        return LayerPlan(run, len(resident), len(arriving), tuple(loads))
+
+    def _loads_of_classes(
+        self,
+        run: tuple[int, ...],
+        missing: Mapping[int, list[int]],
+        residency: Residency,
+        eviction: EvictionPolicy,
+        keep: AbstractSet[int],
+    ) -> list[Load]:
+        """Each class's loads, which take turns among themselves alone, as one list in the order of issuing."""
+        place = {key: i for i, key in enumerate(run)}
+        members = residency.by_class(run)
+        loads: list[Load] = []
+        for slot_class, keys in missing.items():
+            own = members[slot_class]
+            for load in self._loads(slot_class, own, keys, residency, eviction, keep):
+                after = place[own[load.after - 1]] + 1 if load.after else 0
+                loads.append(Load(load.key, load.evict, after))
+        return sorted(loads, key=lambda load: (load.after, place[load.key]))
 
     @staticmethod
     def _loads(
-        run: tuple[int, ...],
+        slot_class: int,
+        run: Sequence[int],
         missing: list[int],
         residency: Residency,
         eviction: EvictionPolicy,
         keep: AbstractSet[int],
-    ) -> tuple[Load, ...]:
-        free = residency.free_slots
+    ) -> list[Load]:
+        """The loads of one slot class. `run` and `missing` hold that class's keys alone, and so count `Load.after`."""
+        free = residency.free_of(slot_class)
+        eviction = eviction.of_class(slot_class)
         short = len(missing) - free
         used = set(run)
         victims = _victims(short, used | keep, residency, eviction)
@@ -123,9 +152,10 @@ class LoadOnMiss:
         # Each further load takes the slot of the next expert to have run.
         for i, key in zip(turns, rest[len(victims) :], strict=False):
             if run[i] == key:
-                raise PlanError(f"no slot can be freed for expert {key}: the pool has {residency.slots}")
+                slots = residency.class_slots[slot_class]
+                raise PlanError(f"no slot can be freed for expert {key}: the pool has {slots}")
             loads.append(Load(key, run[i], i + 1))
-        return tuple(loads)
+        return loads
 
 
 def _victims(count: int, kept: AbstractSet[int], residency: Residency, eviction: EvictionPolicy) -> list[int]:

@@ -1,8 +1,11 @@
-"""Which expert is in which slot: bookkeeping of the expert cache, apart from tensors and threads."""
+"""Which expert is in which slot: bookkeeping of the expert cache, apart from tensors and threads.
+
+Where experts are cut in two, what is said of experts here holds for their segments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -40,21 +43,47 @@ class Residency:
     frees the slot. A pinned expert is neither evicted nor released. Every operation is O(1)
     and either succeeds whole or raises and changes nothing.
 
+    Slots are of one class, 0, until `divide` makes several: an expert takes a slot of its own class.
+
     Args:
         keys: number of experts in all layers.
         slots: number of slots, each large enough for one expert.
         slot_bytes: bytes of one slot, for `bytes_held`.
+
+    Attributes:
+        slots: of all classes together.
     """
 
     def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
         if slots < 1 or keys < 1:
             raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
-        self.keys, self.slots, self.slot_bytes = keys, slots, slot_bytes
-        self._state = [State.ABSENT] * keys
+        self.slot_bytes = slot_bytes
         self._slot: dict[int, int] = {}  # key -> slot, for LOADING and RESIDENT
-        self._free = list(range(slots - 1, -1, -1))  # lowest slot first
-        self._generation = [0] * slots
         self._pins: dict[int, int] = {}  # key -> count, only counts above zero
+        self.divide([0] * keys, [slots], [slot_bytes])
+
+    def divide(self, class_of: Sequence[int], slots: Sequence[int], class_bytes: Sequence[int]) -> None:
+        """Begin anew with other slots, while nothing is held. Slots are numbered through, those of class 0 first.
+
+        Args:
+            class_of: slot class of each key; there are as many keys as these.
+            slots: number of slots of each class.
+            class_bytes: bytes of one slot of each class.
+
+        Raises:
+            ResidencyError: something is held, or the lengths do not agree.
+        """
+        if self._slot or len(slots) != len(class_bytes) or not set(class_of) <= set(range(len(slots))):
+            raise ResidencyError(f"{len(slots)} classes for {len(class_of)} keys, {len(self._slot)} of them held")
+        self.keys, self.slots = len(class_of), sum(slots)
+        self.class_slots, self._class_bytes = tuple(slots), tuple(class_bytes)
+        self._class_of = class_of
+        self._state = [State.ABSENT] * self.keys
+        self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
+        self._free: list[list[int]] = [[] for _ in slots]  # by class, the lowest slot last
+        for slot in range(self.slots - 1, -1, -1):
+            self._free[self._class_of_slot[slot]].append(slot)
+        self._generation = [0] * self.slots
 
     def state(self, key: int) -> State:
         return self._state[key]
@@ -67,13 +96,32 @@ class Residency:
         """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
         return self._slot[key]
 
+    def class_of(self, key: int) -> int:
+        """The class of slots that an expert can have."""
+        return self._class_of[key]
+
+    def by_class(self, keys: Sequence[int]) -> dict[int, list[int]]:
+        """These keys by their slot class, in the order given."""
+        if len(self._free) == 1:
+            return {0: list(keys)}
+        out: dict[int, list[int]] = {}
+        for key in keys:
+            out.setdefault(self._class_of[key], []).append(key)
+        return out
+
+    def free_of(self, slot_class: int) -> int:
+        """Free slots of one class."""
+        return len(self._free[slot_class])
+
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        """Free slots of all classes."""
+        return sum(map(len, self._free))
 
     @property
     def bytes_held(self) -> int:
-        return (self.slots - len(self._free)) * self.slot_bytes
+        used = zip(self.class_slots, self._free, self._class_bytes, strict=True)
+        return sum((slots - len(free)) * size for slots, free, size in used)
 
     def held(self) -> Iterable[int]:
         """Keys that occupy a slot, LOADING or RESIDENT."""
@@ -89,9 +137,10 @@ class Residency:
             raise ResidencyError(f"there is no expert {key}: keys are 0 to {self.keys - 1}")
         if self._state[key] != State.ABSENT:
             raise ResidencyError(f"expert {key} is {self._state[key].name}, not ABSENT")
-        if not self._free:
+        free = self._free[self._class_of[key]]
+        if not free:
             raise ResidencyError("no free slot; evict first")
-        slot = self._free.pop()
+        slot = free.pop()
         self._generation[slot] += 1
         self._state[key] = State.LOADING
         self._slot[key] = slot
@@ -135,8 +184,15 @@ class Residency:
     def check_integrity(self) -> None:
         """Raise ResidencyError unless every invariant holds. O(keys + slots); for tests and idle time."""
         used = sorted(self._slot.values())
-        if sorted(used + self._free) != list(range(self.slots)):
-            raise ResidencyError(f"slots are lost or shared: used {used}, free {sorted(self._free)}")
+        free = sorted(slot for slots in self._free for slot in slots)
+        if sorted(used + free) != list(range(self.slots)):
+            raise ResidencyError(f"slots are lost or shared: used {used}, free {free}")
+        for slot_class, slots in enumerate(self._free):
+            if any(self._class_of_slot[slot] != slot_class for slot in slots):
+                raise ResidencyError(f"free slots of class {slot_class} are of another: {slots}")
+        for key, slot in self._slot.items():
+            if self._class_of_slot[slot] != self._class_of[key]:
+                raise ResidencyError(f"expert {key} is in slot {slot}, which is of another class")
         for key in range(self.keys):
             if (self._state[key] == State.ABSENT) == (key in self._slot):
                 raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
@@ -154,5 +210,5 @@ class Residency:
     def _drop(self, key: int) -> None:
         if key in self._pins:
             raise ResidencyError(f"expert {key} is pinned")
-        self._free.append(self._slot.pop(key))
+        self._free[self._class_of[key]].append(self._slot.pop(key))
         self._state[key] = State.ABSENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from ...actors.engine.loader import LoadJob
@@ -59,15 +60,14 @@ class VirtualLoader:
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
-    interrupted. A copy of `nbytes` has the link for its latency and its bytes over its rate, twice where a slot's last
+    interrupted. A copy has the link for its latency and its bytes over its rate, twice where a slot's last
     expert is copied back first; the next one starts when it ends. State is brought up to the clock whenever somebody
     asks; what happens at one instant happens in the order of the calls.
     """
 
-    def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int) -> None:
-        """`link` None: copies take no time."""
-        self._clock = clock
-        self._copy_s = 0.0 if link is None else load_s(nbytes, link)
+    def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int | Callable[[int], int]) -> None:
+        """`link` None: copies take no time. `nbytes`: of a copy, or those of each key's."""
+        self._clock, self._link, self._nbytes = clock, link, nbytes
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
         self._number = 0
         self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
@@ -140,5 +140,10 @@ class VirtualLoader:
             _, _, submitted_s, job = heapq.heappop(self._heap)
             job.started = True
             start_s = max(self._free_s, submitted_s)
-            took_s = 2 * self._copy_s if job.writeback else self._copy_s
+            took_s = self._copy_s(job.reservation.key) * (2 if job.writeback else 1)
             self._current = (job, start_s, start_s + took_s)
+
+    def _copy_s(self, key: int) -> float:
+        if self._link is None:
+            return 0.0
+        return load_s(self._nbytes if isinstance(self._nbytes, int) else self._nbytes(key), self._link)

@@ -27,6 +27,7 @@ from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wa
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.rerouting import Rerouting
 from ...actors.policies.residency import Residency
+from ...actors.policies.split.cut import CacheCut
 from .clock import VirtualClock, VirtualLoader
 from .machine import Machine
 from .trace import Iteration
@@ -38,8 +39,13 @@ class _NoPool:
     """Slots without memory, and experts without weights: a copy between the two moves nothing."""
 
     bytes: int
+    neurons: int = 1
+    total_neurons: int = 1
 
     def slot(self, index: int) -> tuple[()]:
+        return ()
+
+    def neuron_range(self, first: int, count: int) -> tuple[()]:
         return ()
 
     def expert(self, index: int) -> tuple[()]:
@@ -59,13 +65,23 @@ class _NoDevice:
 
 
 class _TimedKernel:
-    """Lets the time of a kernel call pass. groups: (first pair, end, slot) of each expert."""
+    """Lets the time of a kernel call pass; that of a segment is its share of the expert's.
 
-    def __init__(self, clock: VirtualClock, machine: Machine) -> None:
-        self._clock, self._machine = clock, machine
+    groups: first pair, end, first neuron, neurons, added or not, as in `ExpertKernel.run`.
+    """
 
-    def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
-        self._clock.advance(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
+    def __init__(self, clock: VirtualClock, machine: Machine, neurons: int) -> None:
+        self._clock, self._machine, self._neurons = clock, machine, neurons
+
+    def run(
+        self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int, int, bool]], top_k: int, y: Any
+    ) -> None:
+        whole = [group for group in groups if group[3] == self._neurons]
+        seconds = self._machine.experts(len(whole), sum(group[1] - group[0] for group in whole))
+        for start, stop, _, neurons, _ in groups:
+            if neurons != self._neurons:
+                seconds += self._machine.experts(1, stop - start) * (neurons / self._neurons)
+        self._clock.advance(seconds)
 
 
 class SimulatedEngine:
@@ -82,9 +98,10 @@ class SimulatedEngine:
         rerouting: a rule that changes the recorded routing, of one layer at a time: later layers stay as recorded.
             Only one that goes without probabilities.
         writeback: see `ExpertCache`.
+        cut: how the slots are divided, and then `eviction` is a `SplitEviction`; None: a slot is a whole expert.
 
     Raises:
-        BudgetError: the budget holds no expert.
+        BudgetError: the budget holds no expert. ValueError: the cut is not within the budget.
     """
 
     def __init__(
@@ -99,6 +116,7 @@ class SimulatedEngine:
         pre_evict: PreEviction | None = None,
         rerouting: Rerouting | None = None,
         writeback: bool = False,
+        cut: CacheCut | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         held = budget_bytes(budget, slot_bytes, keys)
@@ -108,11 +126,12 @@ class SimulatedEngine:
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=held, slots=slots, experts=keys,
             executor="simulated",
         )  # fmt: skip
-        memory = cast(Any, _NoPool(slots * slot_bytes))
+        neurons = 1 if cut is None else cut.neurons
+        memory = cast(Any, _NoPool(slots * slot_bytes, neurons, slots * neurons))
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            VirtualLoader(self.clock, machine.link, slot_bytes), self.clock, writeback,
+            VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut, writeback,
         )  # fmt: skip
         self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
         self._runner = ExpertRunner(self.cache, self._planner)
@@ -122,7 +141,10 @@ class SimulatedEngine:
             if pre_evict is None
             else PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
         )
-        self._kernel = cast(Any, _TimedKernel(self.clock, machine))
+        self._kernel = cast(Any, _TimedKernel(self.clock, machine, neurons))
+
+    def _bytes_of(self, segment: int) -> int:
+        return self.cache.bytes_of(segment)
 
     def forward(self, parts: Sequence[tuple[str, Iteration]]) -> None:
         """One forward pass that carries these iterations of these sequences; the clock moves on."""
@@ -154,8 +176,11 @@ class SimulatedEngine:
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         cache.poll()
         experts, starts = _grouped(ids) if self._rerouting is None else self._rerouted(layer, ids, parts)
-        needed = [base + e for e in experts]
+        keys = [base + e for e in experts]
+        needed = cache.segments(keys)
         cache.drop_stale(layer, needed)
+        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        cache.eviction.routed(keys, counts, len(ids))
         plan = self._planner.plan(needed, cache.residency, cache.eviction)
         cache.begin(layer, plan)
         if plan.loads:
@@ -165,7 +190,7 @@ class SimulatedEngine:
             self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
         if self._pre_evicting is not None:
             self._pre_evicting.layer(layer, _Recorded(layer, parts), picked)
-        places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(needed)}
+        places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
         nothing = cast(Any, None)
         self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
         stats.io_path_s += stats.blocked_io_s - blocked_s

@@ -18,8 +18,8 @@ constexpr int kLanes = 16;
 // Lowered to the vectors that the chosen instruction set has; unaligned, since H need not be a multiple.
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 
-constexpr int kRows = 4;     // rows that share one read of a neuron
-constexpr int kNeurons = 8;  // neurons that share one read and write of the result rows
+constexpr int kRows = kSumRows;  // rows that share one read of a neuron
+constexpr int kNeurons = 8;      // neurons that share one read and write of the result rows
 
 inline float activate(float v, Activation activation) {
     switch (activation) {
@@ -112,24 +112,32 @@ __attribute__((always_inline)) static inline void block(const float* const* x, f
 
 TIERMOE_CLONES
 void expert_ffn_f32(const float* hidden, const float* gate_up, const float* down, const std::int64_t* pairs,
-                    const Group* groups, std::int64_t group_count, std::int64_t top_k, std::int64_t neurons,
-                    std::int64_t width, Activation activation, float* y) {
+                    const Group* groups, std::int64_t group_count, std::int64_t top_k, std::int64_t width,
+                    Activation activation, float* y, float* sums) {
     for (std::int64_t g = 0; g < group_count; ++g) {
-        const float* expert_up = gate_up + groups[g].slot * neurons * 2 * width;
-        const float* expert_down = down + groups[g].slot * neurons * width;
+        const float* expert_up = gate_up + groups[g].first * 2 * width;
+        const float* expert_down = down + groups[g].first * width;
+        const std::int64_t neurons = groups[g].neurons;
+        const bool add = groups[g].add;
         for (std::int64_t at = groups[g].start; at < groups[g].stop;) {
             const float* rows_in[kRows];
             float* rows_out[kRows];
+            const std::int64_t from = at;
             int count = 0;
             for (; count < kRows && at < groups[g].stop; ++count, ++at) {
                 rows_in[count] = hidden + pairs[at] / top_k * width;
-                rows_out[count] = y + pairs[at] * width;
+                rows_out[count] = add ? sums + count * width : y + pairs[at] * width;
             }
             switch (count) {
                 case 1: block<1>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
                 case 2: block<2>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
                 case 3: block<3>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
                 default: block<4>(rows_in, rows_out, expert_up, expert_down, neurons, width, activation); break;
+            }
+            if (!add) continue;
+            for (int r = 0; r < count; ++r) {
+                float* row = y + pairs[from + r] * width;
+                for (std::int64_t h = 0; h < width; ++h) row[h] += rows_out[r][h];
             }
         }
     }

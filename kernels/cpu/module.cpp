@@ -1,7 +1,7 @@
 // Python bindings: addresses and sizes in, nothing out. The caller (kernels/cpu_ffn.py) makes sure that the addresses
 // are those of contiguous buffers of the sizes given, and keeps them alive. Here the numbers are checked against each
-// other before a kernel runs: group ranges and pair numbers against the pairs, slots against the pool. The interpreter
-// lock is released while a kernel runs.
+// other before a kernel runs: group ranges and pair numbers against the pairs, neurons against the pool. The
+// interpreter lock is released while a kernel runs.
 #include "bindings.hpp"
 
 #include <vector>
@@ -15,49 +15,56 @@ using tiermoe::bindings::expect;
 using tiermoe::bindings::fast;
 using tiermoe::bindings::refuse;
 
-// Whether every group lies within the pairs and every pair it names within the rows of y, and its slot in the pool.
+constexpr std::int64_t kMaxWidth = 1 << 20;
+
+// Whether every group lies within the pairs and every pair it names within the rows of y, and its neurons in the pool.
 // `pairs` is read only where a range was found good.
 bool in_range(const std::vector<tiermoe::Group>& groups, const std::int64_t* pairs, std::int64_t pair_count,
-              std::int64_t slots) {
+              std::int64_t neurons) {
     for (const tiermoe::Group& group : groups) {
         if (group.start < 0 || group.start > group.stop) return refuse("a group starts out of range", group.start);
         if (group.stop > pair_count) return refuse("a group stops out of range", group.stop);
-        if (group.slot < 0 || group.slot >= slots) return refuse("there is no such slot", group.slot);
+        if (group.first < 0 || group.first > neurons) return refuse("there is no such neuron", group.first);
+        if (group.neurons < 0 || group.neurons > neurons - group.first)
+            return refuse("a group has more neurons than there are", group.neurons);
         for (std::int64_t at = group.start; at < group.stop; ++at)
             if (pairs[at] < 0 || pairs[at] >= pair_count) return refuse("there is no such pair", pairs[at]);
     }
     return true;
 }
 
-// expert_ffn(hidden, gate_up, down, pairs, pair_count, groups: list[tuple[start, stop, slot]], top_k, slots, neurons,
-//            width, activation, y); hidden has pair_count / top_k rows, pairs has pair_count entries, y as many rows
+// expert_ffn(hidden, gate_up, down, pairs, pair_count, groups: list[tuple[start, stop, first, neurons, add]], top_k,
+//            neurons, width, activation, y); the pool has so many neurons, hidden pair_count / top_k rows, pairs
+//            pair_count entries, y as many rows
 PyObject* expert_ffn(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 12)) return nullptr;
+    if (!expect(count, 11)) return nullptr;
     const float* hidden = address<const float>(args[0]);
     const float* gate_up = address<const float>(args[1]);
     const float* down = address<const float>(args[2]);
     const std::int64_t* pairs = address<const std::int64_t>(args[3]);
     const std::int64_t pair_count = PyLong_AsLongLong(args[4]);
     if (!PyList_Check(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "groups must be a list of (start, stop, slot)");
+        PyErr_SetString(PyExc_TypeError, "groups must be a list of (start, stop, first, neurons, add)");
         return nullptr;
     }
     std::vector<tiermoe::Group> groups(static_cast<std::size_t>(PyList_GET_SIZE(args[5])));
+    bool adds = false;
     for (std::size_t i = 0; i < groups.size(); ++i) {
         PyObject* item = PyList_GET_ITEM(args[5], static_cast<Py_ssize_t>(i));
-        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3) {
-            PyErr_SetString(PyExc_TypeError, "each group must be a tuple (start, stop, slot)");
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 5 || !PyBool_Check(PyTuple_GET_ITEM(item, 4))) {
+            PyErr_SetString(PyExc_TypeError, "each group must be a tuple (start, stop, first, neurons, add)");
             return nullptr;
         }
         groups[i] = {PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(item, 1)),
-                     PyLong_AsLongLong(PyTuple_GET_ITEM(item, 2))};
+                     PyLong_AsLongLong(PyTuple_GET_ITEM(item, 2)), PyLong_AsLongLong(PyTuple_GET_ITEM(item, 3)),
+                     PyTuple_GET_ITEM(item, 4) == Py_True};
+        adds |= groups[i].add;
     }
     const std::int64_t top_k = PyLong_AsLongLong(args[6]);
-    const std::int64_t slots = PyLong_AsLongLong(args[7]);
-    const std::int64_t neurons = PyLong_AsLongLong(args[8]);
-    const std::int64_t width = PyLong_AsLongLong(args[9]);
-    const long long activation_code = PyLong_AsLongLong(args[10]);
-    float* y = address<float>(args[11]);
+    const std::int64_t neurons = PyLong_AsLongLong(args[7]);
+    const std::int64_t width = PyLong_AsLongLong(args[8]);
+    const long long activation_code = PyLong_AsLongLong(args[9]);
+    float* y = address<float>(args[10]);
     if (PyErr_Occurred()) return nullptr;
     const auto activation = static_cast<tiermoe::Activation>(activation_code);
     if (activation_code < 0 || activation_code > static_cast<int>(tiermoe::Activation::relu)) {
@@ -69,10 +76,15 @@ PyObject* expert_ffn(PyObject*, PyObject* const* args, Py_ssize_t count) {
         refuse("top_k does not divide the number of pairs", top_k);
         return nullptr;
     }
-    if (!in_range(groups, pairs, pair_count, slots)) return nullptr;
+    if (width < 0 || width > kMaxWidth) {
+        refuse("the width is out of range", width);
+        return nullptr;
+    }
+    if (!in_range(groups, pairs, pair_count, neurons)) return nullptr;
+    std::vector<float> sums(adds ? static_cast<std::size_t>(tiermoe::kSumRows * width) : 0);
     Py_BEGIN_ALLOW_THREADS;
     tiermoe::expert_ffn_f32(hidden, gate_up, down, pairs, groups.data(), static_cast<std::int64_t>(groups.size()),
-                            top_k, neurons, width, activation, y);
+                            top_k, width, activation, y, sums.data());
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

@@ -58,16 +58,17 @@ bool run(std::int64_t width, std::int64_t neurons, std::int64_t top_k, const std
     Buffer<Group> groups(static_cast<std::int64_t>(sizes.size()));
     std::int64_t at = 0;
     for (std::int64_t g = 0; g < groups.size; at += sizes[static_cast<std::size_t>(g)], ++g)
-        groups[g] = {at, at + sizes[static_cast<std::size_t>(g)], g % slots};
+        groups[g] = {at, at + sizes[static_cast<std::size_t>(g)], g % slots * neurons, neurons, g % 3 == 2};
+    Buffer<float> sums(tiermoe::kSumRows * width);
     tiermoe::expert_ffn_f32(hidden.data.get(), up.data.get(), down.data.get(), pairs.data.get(), groups.data.get(),
-                            groups.size, top_k, neurons, width, activation, y.data.get());
+                            groups.size, top_k, width, activation, y.data.get(), sums.data.get());
 
     for (std::int64_t g = 0; g < groups.size; ++g)
         for (std::int64_t p = groups[g].start; p < groups[g].stop; ++p) {
             std::vector<double> row(static_cast<std::size_t>(width), 0.0);
             const float* x = hidden.data.get() + pairs[p] / top_k * width;
             for (std::int64_t j = 0; j < neurons; ++j) {
-                const std::int64_t neuron = groups[g].slot * neurons + j;
+                const std::int64_t neuron = groups[g].first + j;
                 double a = 0.0, b = 0.0;
                 for (std::int64_t h = 0; h < width; ++h) {
                     a += static_cast<double>(up[neuron * 2 * width + h]) * x[h];
@@ -77,7 +78,8 @@ bool run(std::int64_t width, std::int64_t neurons, std::int64_t top_k, const std
                     row[static_cast<std::size_t>(h)] += activate(a, activation) * b * down[neuron * width + h];
             }
             for (std::int64_t h = 0; h < width; ++h) {
-                const double expected = row[static_cast<std::size_t>(h)], found = y[pairs[p] * width + h];
+                const double added = groups[g].add ? before[pairs[p] * width + h] : 0.0;
+                const double expected = added + row[static_cast<std::size_t>(h)], found = y[pairs[p] * width + h];
                 if (std::abs(found - expected) > 1e-3 + 1e-4 * std::abs(expected)) return false;
             }
         }

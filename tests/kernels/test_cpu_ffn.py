@@ -57,9 +57,12 @@ class Forbidden:
     combine = run
 
 
-def groups_of(sizes: list[int], slots: list[int]) -> list[Group]:
+def groups_of(sizes: list[int], slots: list[int], neurons: int) -> list[Group]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [(start, start + size, slot) for start, size, slot in zip(starts, sizes, slots, strict=True)]
+    return [
+        (start, start + size, slot * neurons, neurons, False)
+        for start, size, slot in zip(starts, sizes, slots, strict=True)
+    ]
 
 
 @settings(max_examples=120, deadline=None)
@@ -72,7 +75,7 @@ def test_agrees_with_the_reference(data: st.DataObject) -> None:
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     pool = operands(slots, neurons, width, generator)
-    groups = groups_of(sizes, [draw(st.integers(0, slots - 1)) for _ in sizes])
+    groups = groups_of(sizes, [draw(st.integers(0, slots - 1)) for _ in sizes], neurons)
 
     tokens = -(-(sum(sizes) + draw(st.integers(0, 3))) // top_k)
     pairs = torch.randperm(tokens * top_k, generator=generator)  # the last ones may belong to no group
@@ -107,8 +110,8 @@ def test_every_block_size(rows: int, neurons: int) -> None:
     fast, reference = kernels(pool)
     hidden, pairs = torch.randn(rows, 33, generator=generator), torch.arange(rows)
     expected, found = torch.empty(rows, 33), torch.empty(rows, 33)
-    reference.run(hidden, pairs, [(0, rows, 1)], 1, expected)
-    fast.run(hidden, pairs, [(0, rows, 1)], 1, found)
+    reference.run(hidden, pairs, [(0, rows, neurons, neurons, False)], 1, expected)
+    fast.run(hidden, pairs, [(0, rows, neurons, neurons, False)], 1, found)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -117,7 +120,7 @@ def test_the_other_groups_of_a_call_change_no_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     pool = operands(3, 24, 32, generator)
     fast = CpuKernel(pool, "silu", TorchKernel(pool, gate_for("silu")))
-    groups = groups_of([MAX_ROWS + 4, 1, MAX_ROWS], [2, 0, 1])
+    groups = groups_of([MAX_ROWS + 4, 1, MAX_ROWS], [2, 0, 1], 24)
     pairs = torch.arange(groups[-1][1])
     hidden = torch.randn(len(pairs), 32, generator=generator)
     together, apart = torch.empty_like(hidden), torch.empty_like(hidden)
@@ -136,7 +139,7 @@ def test_which_kernel_runs(rows: int) -> None:
             called.extend(groups)
 
     pool = operands(2, 4, 8, torch.Generator().manual_seed(0))
-    groups = groups_of([rows, 1], [0, 1])
+    groups = groups_of([rows, 1], [0, 1], 4)
     CpuKernel(pool, "silu", Large()).run(  # type: ignore[arg-type]
         torch.zeros(rows + 1, 8), torch.arange(rows + 1), groups, 1, torch.zeros(rows + 1, 8)
     )
@@ -147,8 +150,33 @@ def test_no_groups_and_empty_groups() -> None:
     fast, _ = kernels(operands(1, 4, 8, torch.Generator().manual_seed(0)))
     y = torch.full((2, 8), 7.0)
     fast.run(torch.zeros(2, 8), torch.arange(2), [], 1, y)
-    fast.run(torch.zeros(2, 8), torch.arange(2), [(1, 1, 0)], 1, y)
+    fast.run(torch.zeros(2, 8), torch.arange(2), [(1, 1, 0, 2, False)], 1, y)
     assert (y == 7.0).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_two_segments_give_the_whole(data: st.DataObject) -> None:
+    """FFN = FFN(top) + FFN(bottom), both kernels, and the same bits whichever comes first."""
+    draw = data.draw
+    width, neurons, rows = draw(st.integers(1, 70)), draw(st.integers(2, 37)), draw(st.integers(1, 12))
+    top = draw(st.integers(1, neurons - 1))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    pool = operands(2, neurons, width, generator)
+    hidden = torch.randn(rows, width, generator=generator)
+    pairs = torch.randperm(rows, generator=generator)
+    whole: list[Group] = [(0, rows, neurons, neurons, False)]
+    upper = (0, rows, neurons, top)
+    lower = (0, rows, neurons + top, neurons - top)
+    reference = TorchKernel(pool, gate_for("silu"))
+    for kernel in (reference, CpuKernel(pool, "silu", reference)):
+        expected, found, turned = (torch.full((rows, width), float("nan")) for _ in range(3))
+        kernel.run(hidden, pairs, whole, 1, expected)
+        kernel.run(hidden, pairs, [(*upper, False), (*lower, True)], 1, found)
+        kernel.run(hidden, pairs, [(*lower, False)], 1, turned)
+        kernel.run(hidden, pairs, [(*upper, True)], 1, turned)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found, turned)
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
@@ -157,7 +185,7 @@ def test_extremes_are_what_torch_gives(activation: str) -> None:
     pool = Operands(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 1), None, None)
     fast, reference = kernels(pool, activation)
     hidden = torch.tensor([0.0, -0.0, 1e-30, -1e4, 1e4, float("inf"), float("nan")]).unsqueeze(1)
-    pairs, groups = torch.arange(7), [(0, 7, 0)]
+    pairs, groups = torch.arange(7), [(0, 7, 0, 1, False)]
     expected, found = torch.empty(7, 1), torch.empty(7, 1)
     reference.run(hidden, pairs, groups, 1, expected)
     fast.run(hidden, pairs, groups, 1, found)
@@ -214,11 +242,12 @@ def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> No
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (_cpu.expert_ffn, (0,) * 11),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, (), 1, 1, 1, 1, 0, 0)),  # not a list
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 1)], 1, 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, "0")], 1, 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [], 1.5, 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0,) * 10),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, (), 1, 1, 1, 0, 0)),  # not a list
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 1, 0)], 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, "0", 1, False)], 1, 1, 1, 0, 0)),
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, 0, 1, 0)], 1, 1, 1, 0, 0)),  # not a bool
+        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [], 1.5, 1, 1, 0, 0)),
         (_cpu.combine, (0,) * 5),
         (_cpu.combine, (0, 0, "1", 1, 1, 0)),
     ],
@@ -231,11 +260,14 @@ def test_the_bindings_refuse_other_types(function: object, arguments: tuple[obje
 @pytest.mark.parametrize(
     ("groups", "top_k", "activation", "match"),
     [
-        ([(-1, 1, 0)], 2, 0, "starts out of range: -1"),
-        ([(2, 1, 0)], 2, 0, "starts out of range: 2"),
-        ([(0, 5, 0)], 2, 0, "stops out of range: 5"),
-        ([(0, 1, 0), (0, 1, -1)], 2, 0, "no such slot: -1"),
-        ([(0, 1, 3)], 2, 0, "no such slot: 3"),
+        ([(-1, 1, 0, 1, False)], 2, 0, "starts out of range: -1"),
+        ([(2, 1, 0, 1, False)], 2, 0, "starts out of range: 2"),
+        ([(0, 5, 0, 1, False)], 2, 0, "stops out of range: 5"),
+        ([(0, 1, 0, 1, False), (0, 1, -1, 1, True)], 2, 0, "no such neuron: -1"),
+        ([(0, 1, 4, 0, False)], 2, 0, "no such neuron: 4"),
+        ([(0, 1, 2, 2, False)], 2, 0, "more neurons than there are: 2"),
+        ([(0, 1, 2, -1, False)], 2, 0, "more neurons than there are: -1"),
+        ([(0, 1, 1, 2**63 - 1, False)], 2, 0, "more neurons than there are"),
         ([], 0, 0, "top_k does not divide the number of pairs: 0"),
         ([], 3, 0, "top_k does not divide the number of pairs: 3"),
         ([], 2, 4, "no such activation: 4"),
@@ -243,17 +275,17 @@ def test_the_bindings_refuse_other_types(function: object, arguments: tuple[obje
     ],
 )
 def test_the_bindings_refuse_numbers_out_of_range(groups: list[Group], top_k: int, activation: int, match: str) -> None:
-    """All addresses are null: whoever follows one crashes. Four pairs, three slots."""
+    """All addresses are null: whoever follows one crashes. Four pairs, three neurons."""
     pairs = torch.arange(4)
     with pytest.raises(ValueError, match=match):
-        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, groups, top_k, 3, 1, 1, activation, 0)
+        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, groups, top_k, 3, 1, activation, 0)
 
 
 @pytest.mark.parametrize("pair", [-1, 4])
 def test_the_bindings_refuse_pairs_out_of_range(pair: int) -> None:
     pairs = torch.tensor([0, 1, pair, 2])
     with pytest.raises(ValueError, match=f"no such pair: {pair}"):
-        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, [(0, 3, 0)], 2, 3, 1, 1, 0, 0)
+        _cpu.expert_ffn(0, 0, 0, pairs.data_ptr(), 4, [(0, 3, 0, 1, False)], 2, 3, 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -270,17 +302,17 @@ def test_the_bindings_refuse_pairs_out_of_range(pair: int) -> None:
         {"y": torch.zeros(4, 9)},
         {"y": torch.zeros(8, 4).t()},
         {"y": torch.zeros(4, 8, dtype=torch.bfloat16)},
-        {"groups": [(0, 5, 0)]},
-        {"groups": [(0, 1, 2)]},
+        {"groups": [(0, 5, 0, 4, False)]},
+        {"groups": [(0, 1, 8, 1, False)]},
     ],
 )
 def test_wrong_shapes_are_refused(wrong: dict[str, object]) -> None:
     """Guards raw addresses: a hidden state of another width was read past its end, without a word."""
     fast, _ = kernels(operands(2, 4, 8, torch.Generator().manual_seed(0)))
-    given: dict[str, object] = {"hidden": torch.zeros(2, 8), "pairs": torch.arange(4), "groups": [(0, 4, 1)]}
+    given: dict[str, object] = {"hidden": torch.zeros(2, 8), "pairs": torch.arange(4), "groups": [(0, 4, 4, 4, False)]}
     given |= {"top_k": 2, "y": torch.zeros(4, 8)}
     fast.run(**given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"hidden is|pairs must|y must|out of range|no such slot"):
+    with pytest.raises(ValueError, match=r"hidden is|pairs must|y must|out of range|more neurons"):
         fast.run(**{**given, **wrong})  # type: ignore[arg-type]
 
 

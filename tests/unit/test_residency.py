@@ -159,8 +159,8 @@ def test_an_empty_residency_is_refused(keys: int, slots: int) -> None:
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda r: r._free.append(0),  # a slot given twice
-        lambda r: r._free.pop(),  # a slot lost
+        lambda r: r._free[0].append(0),  # a slot given twice
+        lambda r: r._free[0].pop(),  # a slot lost
         lambda r: r._slot.update({5: 0}),  # shared
         lambda r: r._state.__setitem__(0, State.ABSENT),
         lambda r: r._state.__setitem__(5, State.RESIDENT),

@@ -81,7 +81,7 @@ class ImportanceEviction(EvictionPolicy):
         layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
     """
 
-    def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.9, window: int = 128) -> None:
+    def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is {alpha}, not in [0, 1]")
         self._alpha = alpha

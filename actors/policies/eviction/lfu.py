@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .base import EvictionPolicy
 from .order import ValueOrder
@@ -53,6 +53,9 @@ class Lfu(EvictionPolicy):
     def removed(self, key: int) -> None:
         self._order.remove(key)
         self._freq[key] -= self._credit.pop(key, 0.0)
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        return sorted(keys, key=lambda key: -self._weight(key) * self._freq.get(key, 0.0))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return self._order.first(count, evictable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .base import EvictionPolicy
 
@@ -30,6 +30,10 @@ class Lru(EvictionPolicy):
 
     def removed(self, key: int) -> None:
         del self._order[key]
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        places = {key: place for place, key in enumerate(self._order)}
+        return sorted(keys, key=lambda key: -places.get(key, -1))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         out: list[int] = []

@@ -192,6 +192,6 @@ class _Recorder:
                 one = slice(expert, expert + 1)
                 operands = Operands(self._gate_up[one].float(), self._down[one].float(), None, None)
                 kernel = TorchKernel(operands, self._gate)
-                kernel.run(hidden, pairs, [(start, start + count, 0)], top_k, y)
+                kernel.run(hidden, pairs, [(start, start + count, 0, self._gate_up.shape[1], False)], top_k, y)
             start += count
         return (y.view(*ids.shape, -1) * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)

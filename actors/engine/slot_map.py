@@ -1,0 +1,110 @@
+"""Where experts lie in the pool, whole or cut in two, and which bytes go there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..policies.residency import Reservation, Residency
+from ..policies.split.cut import CacheCut
+from ..policies.split.segments import Segments
+from .promise import Promise, PromisedSegment, Shared, neuron_slice
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    from .device import Tensors
+    from .pool import ExpertSource, SlotPool
+
+
+class SlotMap:
+    """Segments of experts, their slots' places in the pool, and their sources.
+
+    Without a cut an expert is one segment, which has its key, and slot s is the s-th expert of the pool.
+
+    Args:
+        pool: the slot tensors. weights: where the experts of each MoE layer come from.
+        residency: laid out anew by `divide`; as given it has a slot class for whole experts.
+    """
+
+    def __init__(self, pool: SlotPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
+        self.pool, self._weights, self._residency = pool, weights, residency
+        self.keys, self.experts = residency.keys, residency.keys // len(weights)
+        self._expert_bytes = residency.slot_bytes
+        self._neurons = pool.neurons
+        self._segments: Segments | None = None
+        self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
+
+    @property
+    def cut(self) -> CacheCut | None:
+        """The present division of the slots; None where a slot is a whole expert."""
+        return None if self._segments is None else self._segments.cut
+
+    def check(self, cut: CacheCut) -> None:
+        """Raise ValueError unless the pool can be divided so."""
+        if cut.neurons != self._neurons or len(cut.tops) != len(self._weights):
+            raise ValueError(
+                f"a cut of {len(cut.tops)} layers and experts of {cut.neurons} neurons; "
+                f"there are {len(self._weights)} layers and {self._neurons} neurons"
+            )
+        if cut.total_neurons > self.pool.total_neurons:
+            raise ValueError(f"a cut of {cut.total_neurons} neurons, the pool has {self.pool.total_neurons}")
+        if max(cut.slots) > self.experts:
+            raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
+
+    def divide(self, cut: CacheCut) -> None:
+        """Lay out the slots by a cut, while nothing is held.
+
+        Raises:
+            ValueError: the pool cannot be divided so; nothing has changed.
+        """
+        self.check(cut)
+        segments = Segments(cut, self.experts)
+        sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
+        self._residency.divide(segments.class_of, segments.slots, sizes)
+        self._segments = segments
+
+    def of(self, keys: Sequence[int]) -> Sequence[int]:
+        """The segments of these experts, each expert's together."""
+        return keys if self._segments is None else self._segments.of(keys)
+
+    def layer_of(self, segment: int) -> int:
+        return segment % self.keys // self.experts
+
+    def experts_of(self, segments: Sequence[int]) -> Iterable[int]:
+        """The experts of which all or, under a cut, the segment that stands for them is among these."""
+        if self._segments is None:
+            return segments
+        keys, shown = self.keys, self._segments.shown
+        return [segment % keys for segment in segments if shown[segment % keys] == segment]
+
+    def shown(self) -> Sequence[int] | None:
+        """The segment that stands for each expert; None where each stands for itself."""
+        return None if self._segments is None else self._segments.shown
+
+    def bytes_of(self, segment: int) -> int:
+        """Bytes that its load moves."""
+        if self._segments is None:
+            return self._expert_bytes
+        return self._segments.neurons[segment] * self._expert_bytes // self._neurons
+
+    def place(self, segment: int, slot: int) -> tuple[int, int]:
+        """Where it lies while it has this slot: its first neuron in the pool, and how many."""
+        if self._segments is None:
+            return slot * self._neurons, self._neurons
+        return self._segments.first[slot], self._segments.neurons[segment]
+
+    def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | Promise]:
+        """Where a load goes, and where from."""
+        segments, segment = self._segments, reservation.key
+        key = segment % self.keys
+        whole = self._weights[key // self.experts].expert(key % self.experts)
+        if segments is None:
+            return self.pool.slot(reservation.slot), whole
+        begin, count = segments.begins[segment], segments.neurons[segment]
+        dst = self.pool.neuron_range(segments.first[reservation.slot], count)
+        if not isinstance(whole, Promise):
+            return dst, neuron_slice(whole, begin, begin + count)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = Shared(whole)
+        return dst, PromisedSegment(shared, begin, begin + count)

@@ -1,0 +1,212 @@
+"""Least cache priority and random replacement: their order against the formula, and what it costs to keep it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermoe.actors.policies.eviction import LAYER_EVICTION, Lcp, Lfu, Lru, PerLayer, RandomOrder
+
+EXPERTS, LAYERS = 6, 3
+
+
+def anything(key: int) -> bool:
+    return True
+
+
+def priorities(steps: list[list[set[int]]], keys: int, rho: float, omega: float) -> list[float]:
+    """Equation 4 token by token: steps[t][layer] are the keys that token t picked."""
+    mu, nu = [0] * keys, [0] * keys
+    for token in steps:
+        for layer, picked in enumerate(token):
+            for key in range(layer * EXPERTS, (layer + 1) * EXPERTS):
+                nu[key] += 1
+                if key in picked:
+                    mu[key] += 1
+                    nu[key] = 0
+    return [m * rho ** (n / omega) for m, n in zip(mu, nu, strict=True)]
+
+
+def draw_steps(seed: int, tokens: int) -> list[list[set[int]]]:
+    rng = Random(seed)
+    return [
+        [{layer * EXPERTS + e for e in rng.sample(range(EXPERTS), 2)} for layer in range(LAYERS)] for _ in range(tokens)
+    ]
+
+
+class TestLcp:
+    @settings(max_examples=60, deadline=None)
+    @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 40), rho=st.sampled_from([0.25, 0.5, 0.9]))
+    def test_one_class_of_slots_for_all_layers(self, seed: int, tokens: int, rho: float) -> None:
+        """All keys admitted after the first token: the order of leaving is that of equation 4, over all layers."""
+        steps, keys = draw_steps(seed, tokens), EXPERTS * LAYERS
+        policy = Lcp(rho=rho, omega=8)
+        for token in steps:
+            for picked in token:
+                policy.routed(sorted(picked), [1] * len(picked), 1)
+        wanted = priorities(steps, keys, rho, 8)
+        for key in range(keys):
+            policy.admitted(key)
+        order = policy.victims(keys, lambda key: wanted[key] >= 1)  # below it they count as guesses
+        assert [wanted[key] for key in order] == pytest.approx(sorted(w for w in wanted if w >= 1))
+        ranked = policy.ranked(list(range(keys)))
+        assert [wanted[key] for key in ranked] == pytest.approx(sorted(wanted, reverse=True))
+
+    @settings(max_examples=60, deadline=None)
+    @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 60))
+    def test_a_cache_of_one_layer(self, seed: int, tokens: int) -> None:
+        """Three slots, evict on a miss; the victim is always the lowest of equation 4."""
+        rng, held = Random(seed), list[int]()
+        policy, steps = Lcp(omega=4, one_layer=True), []
+        for _ in range(tokens):
+            key = rng.randrange(EXPERTS)
+            steps.append([{key}])
+            policy.routed([key], [1], 1)
+            if key not in held:
+                if len(held) == 3:
+                    [victim] = policy.victims(1, anything)
+                    now = priorities(steps, EXPERTS, 0.25, 4)
+                    assert now[victim] == pytest.approx(min(now[k] for k in held))
+                    policy.removed(victim)
+                    held.remove(victim)
+                policy.admitted(key)
+                held.append(key)
+            policy.used([key])
+
+    def test_interval_against_count(self) -> None:
+        policy = Lcp(rho=0.25, omega=2, one_layer=True)  # P falls fourfold in two tokens
+        policy.routed([0], [5], 5)
+        for key in (0, 1):
+            policy.admitted(key)
+        for _ in range(2):
+            policy.routed([1], [1], 1)
+        assert policy.victims(1, anything) == [0]  # 5/4 against 2
+        policy.routed([0], [1], 1)
+        assert policy.victims(2, anything) == [1, 0]  # 1 against 6
+
+    def test_layers_of_a_forward_share_its_tokens(self) -> None:
+        """No layer's experts age faster because there are other layers."""
+        policy = Lcp(omega=4)
+        for _ in range(3):
+            for layer in range(2):
+                policy.routed([layer * EXPERTS], [7], 7)
+        policy.routed([1], [1], 1)
+        policy.routed([EXPERTS + 1], [1], 1)
+        assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [0, EXPERTS, 1, EXPERTS + 1]
+
+    def test_what_runs_elsewhere_counts(self) -> None:
+        policy = Lcp()
+        policy.routed([3], [9], 9)  # never held meanwhile
+        policy.routed([1], [1], 9)
+        policy.admitted(1)
+        policy.admitted(3)
+        assert policy.victims(2, anything) == [1, 3]
+
+    def test_a_guess_is_not_the_first_to_go_for_ever(self) -> None:
+        policy = Lcp(omega=1, one_layer=True)
+        policy.routed([0], [1], 1)
+        policy.admitted(0)
+        policy.routed([1], [1], 1)
+        policy.admitted(1)
+        policy.admitted(5)  # never picked: counts as picked once, now
+        assert policy.victims(3, anything) == [0, 1, 5]
+
+    def test_equal_ones_leave_in_the_order_of_admission(self) -> None:
+        policy = Lcp()
+        policy.routed([4, 2, 3], [1, 1, 1], 1)
+        for key in (3, 4, 2):
+            policy.admitted(key)
+        assert policy.victims(3, anything) == [3, 4, 2]
+
+    @pytest.mark.parametrize(("rho", "omega"), [(0, 1), (1, 1), (0.5, 0)])
+    def test_refuses(self, rho: float, omega: float) -> None:
+        with pytest.raises(ValueError, match="rho is"):
+            Lcp(rho, omega)
+
+    def test_no_eviction_scans_the_cache(self) -> None:
+        """64 experts in 60 layers, a quarter held, one class of slots: entries looked at per access stay few."""
+        layers, experts, top = 60, 64, 4
+        rng, policy, held = np.random.default_rng(1), Lcp(), set[int]()
+        slots, accesses, evictions = layers * experts // 4, 0, 0
+        popular = 1 / (1 + np.arange(experts))
+        for _ in range(40):
+            for layer in range(layers):
+                picked = rng.choice(experts, top, replace=False, p=popular / popular.sum())
+                keys = [layer * experts + int(e) for e in picked]
+                policy.routed(keys, [1] * top, 1)
+                missing = [key for key in keys if key not in held]
+                short = len(held) + len(missing) - slots
+                for victim in policy.victims(short, lambda key, keys=keys: key not in keys):
+                    policy.removed(victim)
+                    held.remove(victim)
+                    evictions += 1
+                for key in missing:
+                    policy.admitted(key)
+                    held.add(key)
+                accesses += top
+        assert evictions > 1000 and len(held) == slots
+        assert policy.looked_at <= 2 * (accesses + evictions)
+        assert policy.looked_at < evictions * slots / 100
+
+
+class TestPerLayer:
+    def test_each_layer_has_its_own_order(self) -> None:
+        policy = PerLayer(LAYER_EVICTION["lcp"], LAYERS, EXPERTS)
+        for key in (0, 1, EXPERTS, EXPERTS + 1):
+            policy.admitted(key)
+        policy.routed([EXPERTS], [1], 1)
+        policy.routed([0], [3], 3)
+        policy.used([0, EXPERTS])
+        assert policy.of(0).victims(2, anything) == [1, 0]
+        assert policy.of(1).victims(2, anything) == [EXPERTS + 1, EXPERTS]
+        assert policy.victims(3, anything) == [1, 0, EXPERTS + 1]
+        policy.removed(EXPERTS + 1)
+        assert policy.of(1).victims(2, anything) == [EXPERTS]
+
+    def test_ranked_takes_turns(self) -> None:
+        policy = PerLayer(LAYER_EVICTION["lcp"], LAYERS, EXPERTS)
+        policy.routed([0, 1], [1, 2], 2)
+        policy.routed([EXPERTS, EXPERTS + 1], [2, 1], 2)
+        assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [1, EXPERTS, 0, EXPERTS + 1]
+
+
+class TestRandom:
+    def test_all_are_as_likely(self) -> None:
+        policy, gone = RandomOrder(seed=3), Counter[int]()
+        for key in range(5):
+            policy.admitted(key)
+        for _ in range(2000):
+            [victim] = policy.victims(1, anything)
+            gone[victim] += 1
+            policy.removed(victim)
+            policy.admitted(victim)
+        assert sorted(gone) == list(range(5))
+        assert all(300 < count < 500 for count in gone.values())
+
+    def test_the_seed_decides(self) -> None:
+        def order(seed: int) -> list[int]:
+            policy = RandomOrder(seed)
+            for key in range(20):
+                policy.admitted(key)
+            return policy.victims(20, anything)
+
+        assert order(1) == order(1) != order(2)
+        assert sorted(order(1)) == list(range(20))
+
+
+def test_ranked_of_lru_and_lfu() -> None:
+    lru, lfu = Lru(), Lfu()
+    for policy in (lru, lfu):
+        for key in (0, 1, 2):
+            policy.admitted(key)
+        policy.used([2, 0])
+        policy.used([2])
+        policy.used([0])
+        policy.used([2])
+    assert lru.ranked([0, 1, 2, 5]) == [2, 0, 1, 5]
+    assert lfu.ranked([5, 0, 1, 2]) == [2, 0, 1, 5]
