@@ -13,7 +13,8 @@ from ..errors import ConfigError
 from .policies.sharding import Ownership
 
 PrefetchKind = Literal[
-    "none", "next-gate", "expert-map", "blend", "activation-matrix", "stride", "layerwise", "popularity"
+    "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "blend", "activation-matrix", "stride",
+    "layerwise", "popularity",
 ]
 EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random", "importance"]
 
@@ -58,6 +59,8 @@ class PrefetchSettings(Settings):
             raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
         if self.kind == "layerwise" and self.distance > 1:
             raise ValueError("layer-wise prefetch is for this layer (0) or the next (1)")
+        if self.kind in ("speculative", "pre-gated", "random") and self.distance != 1:
+            raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
         if not self.uses_maps and not (self.semantic and self.dynamic):
             raise ValueError(f"semantic and dynamic are of expert maps, which prefetch {self.kind} does not use")
         if self.uses_maps and self.synchronous:

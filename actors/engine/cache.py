@@ -97,6 +97,13 @@ class ExpertCache:
         shown, states = self._map.shown(), self.residency.states()
         return states if shown is None else [states[segment] for segment in shown]
 
+    def standing(self, layer: int) -> tuple[list[State], int]:
+        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
+        shown, residency, base = self._map.shown(), self.residency, layer * self._experts
+        keys = range(base, base + self._experts)
+        segments = keys if shown is None else shown[base : base + self._experts]
+        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
+
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
 

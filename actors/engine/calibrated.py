@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..gate_file import gates_of
+from ..policies.prefetch.pre_gated import PreGate
 from ..sensitivity_file import sensitivity_of
 from ..settings import PolicySettings
 from ..store_format import Manifest
@@ -14,10 +16,11 @@ from ..store_format import Manifest
 class Calibrated:
     """None where the policy does without.
 
-    sensitivity: of each MoE layer, see `AdaptiveGating`.
+    sensitivity: of each MoE layer, see `AdaptiveGating`. gates: of layers 0..L-2, for `PreGatedPrefetch`.
     """
 
     sensitivity: tuple[float, ...] | None = None
+    gates: tuple[PreGate, ...] | None = None
 
 
 def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> Calibrated:
@@ -26,7 +29,7 @@ def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> 
     Raises:
         StoreError: a file is missing, damaged or of another model; the remedy is the command that makes it.
     """
-    sensitivity = None
-    if policy.routing.kind == "adaptive":
-        sensitivity = sensitivity_of(store, manifest)
-    return Calibrated(sensitivity)
+    return Calibrated(
+        sensitivity=sensitivity_of(store, manifest) if policy.routing.kind == "adaptive" else None,
+        gates=gates_of(store, manifest) if policy.prefetch.kind == "pre-gated" else None,
+    )

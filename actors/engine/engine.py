@@ -22,7 +22,7 @@ from .calibrated import Calibrated
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
-from .make_prefetch import make_policy, unasked_layers
+from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
 from .ndp_pool import NdpPool
@@ -70,7 +70,7 @@ class ExpertEngine:
         shards: how to reach the shards 1..G-1; as many as the settings say.
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
-        calibrated: what else `tiermoe prepare` made for the policy.
+        calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -92,9 +92,10 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
-        calibrated: Calibrated = Calibrated(),
+        calibrated: Calibrated | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
+        calibrated = Calibrated() if calibrated is None else calibrated
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
@@ -121,7 +122,7 @@ class ExpertEngine:
                     kernel_for(self.cache.pool, blocks[0]), tables,
                 )  # fmt: skip
             self._connect()
-            self.prefetching = self._make_prefetching(settings, blocks, predictors)
+            self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
             self.pre_evicting = self._make_pre_evicting(policy, blocks)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
@@ -189,7 +190,7 @@ class ExpertEngine:
                 f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
                 "use one shard, or a policy with exact routing",
             )
-        return Rerouter(rule, self.cache, blocks, self.experts, self.top_k)
+        return Rerouter(rule, self.cache, blocks, self.top_k)
 
     def _attach_layers(
         self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
@@ -204,18 +205,22 @@ class ExpertEngine:
             self._handles.append(attach(block.experts, layer))
 
     def _make_prefetching(
-        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None
-    ) -> Prefetching | None:
+        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
+        calibrated: Calibrated,
+    ) -> Prefetching | None:  # fmt: skip
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:
             return None
-        if policy.needs_lookahead:
+        gates = None
+        if policy.needs_gates:
+            gates = gate_probes(settings.policy, calibrated, len(blocks), self.device.torch_device)
+        elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards)
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
 
     def _make_pre_evicting(self, policy: PolicySettings, blocks: Sequence[MoeBlock]) -> PreEvicting | None:
         options = policy.pre_evict

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ...errors import ConfigError
 from ..policies.eviction import EvictionPolicy
 from ..policies.prefetch.base import PrefetchPolicy
@@ -12,9 +14,10 @@ from ..policies.prefetch.next_gate import NextGatePrefetch
 from ..policies.prefetch.registry import PrefetchOptions, make_prefetch
 from ..policies.prefetch.stride import Predictor
 from ..settings import PolicySettings
+from .calibrated import Calibrated
 from .map_prefetch import MatcherPrefetch
 from .matching import MatcherLink
-from .model import MoeBlock
+from .model import MoeBlock, RouterProbe, linear_probe
 from .shards import Shards
 
 
@@ -65,6 +68,25 @@ def make_policy(
 def unasked_layers(blocks: Sequence[MoeBlock]) -> list[int]:
     """Layers but the first whose routers cannot be asked ahead of time."""
     return [layer for layer, block in enumerate(blocks) if layer and block.router is None]
+
+
+def gate_probes(
+    policy: PolicySettings, calibrated: Calibrated, layers: int, device: torch.device
+) -> list[RouterProbe]:
+    """The trained gates of layers 0..L-2, to be asked as routers are; computed in float32.
+
+    Raises:
+        ConfigError: they were not given, or are of another model.
+    """
+    gates = calibrated.gates
+    if gates is None or len(gates) != layers - 1:
+        raise ConfigError(
+            f"policy '{policy.name}' needs gates between {layers} layers",
+            "train them with `tiermoe prepare MODEL --gates TEXT`",
+        )
+    return [
+        linear_probe(torch.from_numpy(gate.weight).to(device), torch.from_numpy(gate.bias).to(device)) for gate in gates
+    ]
 
 
 def _refuse_mute(policy: PolicySettings, made: PrefetchPolicy | None, blocks: Sequence[MoeBlock]) -> None:

@@ -238,9 +238,10 @@ def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, expert
         for module in router.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] == experts:
-                return _linear(weight, getattr(module, "bias", None))
+                return linear_probe(weight, getattr(module, "bias", None))
     return None
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
+def linear_probe(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
+    """Scores [T, E] for hidden states [T, H], of weight [E, H] and bias [E]; in the weight's dtype."""
     return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)

@@ -9,7 +9,7 @@ is room, the governor whether prefetch pays at all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from .cache import ExpertCache
-from .model import MoeBlock
+from .model import MoeBlock, RouterProbe
 from .sequences import SequenceRows
 from .shards import Shards
 
@@ -33,7 +33,17 @@ class Prefetching:
         cache: of the lead.
         blocks: the model's MoE layers, whose routers are asked.
         experts: of a layer.
-        shards: told what belongs to them; None where there are none.
+        shards: told what belongs to them; None where there are none. What is asked for past the last layer, of the next
+            forward, is not sent to them: they count forwards by what reaches them.
+        gates: of layers 0..L-2, which answer `lookahead(1)` where the policy `needs_gates`.
+
+    Attributes:
+        on_predicted: shown, as each layer's routing is known, the scores by which the policy foresaw the next layer:
+            (next layer, scores). Scores are [T, E], one row per row of this forward; for layer 0, which is foreseen at
+            the last layer for the forward to come, [S, E], one row per sequence of this forward in the order of
+            `begin_forward`, and only from policies that wrap. Not called where the policy had no scores. The arrays
+            are the policy's own: do not write to them. Setting it has the policy asked while prefetch rests, too. None:
+            nobody is shown.
     """
 
     def __init__(
@@ -43,10 +53,12 @@ class Prefetching:
         blocks: Sequence[MoeBlock],
         experts: int,
         shards: Shards | None = None,
+        gates: Sequence[RouterProbe] | None = None,
     ) -> None:
         self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
-        self._routers = [block.router for block in blocks]
+        self._routers, self._gates = [block.router for block in blocks], gates
         self._last = len(blocks) - 1
+        self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._rows: Sequence[SequenceRows] = ()
         self._spans: list[Span] = []
         self._embedded: torch.Tensor | None = None
@@ -78,21 +90,36 @@ class Prefetching:
         policy = self.policy
         allowed = self._cache.governor.allows()
         if policy.stateless:
-            nothing_later = index == self._last and policy.distance > 0
-            if nothing_later or (not allowed and self._shards is None):
+            nothing_later = index == self._last and policy.distance > 0 and not policy.wraps
+            rests = not allowed and self._shards is None and self.on_predicted is None
+            if nothing_later or rests:
                 return
-        elif index == 0 and not (self._running and self._spans[-1].stop == len(hidden)):
+        by_spans = policy.wraps or (index == 0 and not policy.stateless)
+        if by_spans and not (self._running and self._spans[-1].stop == len(hidden)):
             self._begin_unannounced(len(hidden))
         self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
+        if self.on_predicted is not None and policy.predicted is not None:
+            self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
         if index == self._last:
             self._rows, self._running = (), False
 
     def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
-        def lookahead(distance: int) -> NDArray[np.floating] | None:
-            router = self._routers[index + distance]
-            return None if router is None else router(hidden).float().cpu().numpy()
-
         policy, probabilities, router = self.policy, None, self._routers[index]
+
+        def lookahead(distance: int) -> NDArray[np.floating] | None:
+            layer, rows = index + distance, hidden
+            if layer > self._last:
+                if not policy.wraps:
+                    return None
+                layer %= self._last + 1
+                if len(self._spans) != len(hidden):
+                    rows = hidden[[span.stop - 1 for span in self._spans]]
+            asked = self._gates[index] if self._gates is not None and distance == 1 else self._routers[layer]
+            if asked is None:
+                return None
+            scores = asked(rows).float()
+            return (torch.softmax(scores, dim=-1) if policy.lookahead_softmax else scores).cpu().numpy()
+
         if policy.needs_probabilities and router is not None:
             probabilities = torch.softmax(router(hidden).float(), dim=-1).cpu().numpy()
         picked = ids.cpu().numpy() if policy.needs_ids else _NO_IDS
@@ -110,7 +137,8 @@ class Prefetching:
         theirs: list[int] = []
         for source, keys in runs(wanted, self._experts):
             if shards is not None:
-                theirs += [key for key in keys if shards.peer_of(key) is not None]
+                later = keys if keys[0] // self._experts >= layer else []
+                theirs += [key for key in later if shards.peer_of(key) is not None]
                 keys = [key for key in keys if shards.peer_of(key) is None]
             if allowed:
                 cache.prefetch(keys, held, source or self.policy.name)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..policies.rerouting import RerouteView
-from ..policies.residency import Residency, State
+from ..policies.residency import State
+from .cache import ExpertCache
 
 
-def reroute_view(residency: Residency, layer: int, experts: int, top_k: int) -> RerouteView:
-    """Of a layer with so many experts, as things stand."""
-    first, state = layer * experts, residency.state
-    available = np.array([state(key) != State.ABSENT for key in range(first, first + experts)])
-    free = residency.slots - int(np.count_nonzero(available))
-    return RerouteView(available, free, top_k, residency.free_slots)
+def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
+    """Of a layer, as things stand."""
+    states, slots = cache.standing(layer)
+    available = np.array([state != State.ABSENT for state in states])
+    free = slots - int(np.count_nonzero(available))
+    return RerouteView(available, free, top_k, cache.residency.free_slots)

@@ -26,22 +26,20 @@ class Rerouter:
 
     Args:
         rule: decides. cache: of the lead; its counters `substitutions` and `dropped` are filled.
-        blocks: the model's MoE layers. experts, top_k: of a layer and its router.
+        blocks: the model's MoE layers. top_k: of their routers.
 
     Raises:
         ConfigError: the rule goes by probabilities that a layer does not expose.
     """
 
-    def __init__(
-        self, rule: Rerouting, cache: ExpertCache, blocks: Sequence[MoeBlock], experts: int, top_k: int
-    ) -> None:
+    def __init__(self, rule: Rerouting, cache: ExpertCache, blocks: Sequence[MoeBlock], top_k: int) -> None:
         mute = [layer for layer, block in enumerate(blocks) if block.router is None]
         if rule.needs_probabilities and mute:
             raise ConfigError(
                 f"{rule.name} routing goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
                 "choose a policy with exact routing",
             )
-        self.rule, self._cache, self._experts, self._top_k = rule, cache, experts, top_k
+        self.rule, self._cache, self._top_k = rule, cache, top_k
         self._routers = [block.router for block in blocks]
 
     def layer(
@@ -71,7 +69,7 @@ class Rerouter:
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
-        return reroute_view(self._cache.residency, layer, self._experts, self._top_k)
+        return reroute_view(self._cache, layer, self._top_k)
 
 
 def make_rerouting(

@@ -193,7 +193,12 @@ def checked_prefetch(kind: str, options: PrefetchOptions, header: TraceHeader) -
     Raises:
         ConfigError: it has not, or there is no such policy.
     """
-    if kind == "next-gate" and (options.distance > header.distances or options.top > header.top_k):
+    if kind == "pre-gated":
+        raise ConfigError(
+            "gates of pre-gated prefetch score hidden states, which a trace does not hold",
+            "replay next-gate in its place",
+        )
+    if kind in ("next-gate", "speculative") and (options.distance > header.distances or options.top > header.top_k):
         raise ConfigError(
             f"the trace holds the top {header.top_k} of {header.distances} layers ahead, not the top {options.top} of "
             f"{options.distance}",

@@ -204,7 +204,7 @@ class SimulatedEngine:
         """`_grouped`, of the pairs that the rule leaves."""
         assert self._rerouting is not None  # the caller looked
         weights = _joined([part.weights[:, layer] for _, part in parts]).astype(np.float32)
-        view = reroute_view(self.cache.residency, layer, self.header.experts, self.header.top_k)
+        view = reroute_view(self.cache, layer, self.header.top_k)
         found = self._rerouting.reroute(layer, ids.astype(np.int64), weights, None, view)
         self.stats.substitutions += found.substituted
         self.stats.dropped += found.dropped
@@ -238,7 +238,10 @@ def layer_seen(
 
     def lookahead(distance: int) -> NDArray[np.floating] | None:
         scores = [part.lookahead(layer, distance) for _, part in parts]
-        return None if scores[0] is None else _joined([s for s in scores if s is not None])
+        if any(s is None for s in scores):
+            return None
+        past = layer + distance >= parts[0][1].ids.shape[1]
+        return _joined([s[-1:] if past else s for s in scores if s is not None])
 
     return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
 

@@ -37,11 +37,14 @@ class Iteration:
     def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
         """Scores [T, E] of layer `layer + distance`'s router on this layer's input, as far as they were recorded.
 
-        Only the recorded top K are finite, in their order (fp16 makes ties of what was none); None beyond the recorded
-        distances and the last layer.
+        These are probabilities. Only the recorded top K are finite, in their order (fp16 makes ties of what was none);
+        None beyond the recorded distances. Layers are counted on past the last one, into the next forward; None for
+        those where the trace was recorded without them.
         """
         _, layers, distances, top = self.next_ids.shape
-        if not 1 <= distance <= distances or layer + distance >= layers:
+        if not 1 <= distance <= distances:
+            return None
+        if layer + distance >= layers and not self.next_probabilities[0, layer, distance - 1].any():
             return None
         ids = self.next_ids[:, layer, distance - 1].astype(np.int64)
         held = self.next_probabilities[:, layer, distance - 1] - 1e-10 * np.arange(top)  # below fp16's least step

@@ -8,7 +8,8 @@ forward passes, r requests that begin in the chunk, u tokens that no earlier chu
     ids                    uint8   [t, L, K]      the experts picked, in the model's order (uint16 above 256 experts)
     weights                float16 [t, L, K]      their routing weights
     next_ids               uint8   [t, L, D, K]   the experts that the router of layer l + d picks on layer l's input,
-                                                  d = 1..D, greatest logit first; zeros where l + d >= L
+                                                  d = 1..D, greatest logit first; where l + d >= L layer l + d - L, for
+                                                  the next forward (zeros in older traces)
     next_probabilities     float16 [t, L, D, K]   their softmax probabilities
     iterations             int64   [n, 4]         request, iteration in it, rows, 1 for decode and 0 for prefill
     requests               int64   [r, 2]         request, tokens of its prompt

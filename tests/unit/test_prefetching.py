@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from fake_prefetching import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    Block,
+    FakeCache,
+    FakeShards,
+    Resting,
+    hidden_rows,
+    make_routers,
+    prefetching,
+)
 
 from tiermoe.actors.engine.prefetching import Prefetching
 from tiermoe.actors.engine.sequences import SequenceRows
@@ -17,28 +27,10 @@ from tiermoe.actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Spa
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch, predicted_experts
 
-LAYERS, EXPERTS, HIDDEN = 4, 6, 5
 
-
-@dataclass
-class FakeCache:
-    """Notes what is asked of it: (keys, keep, source)."""
-
-    governor: PrefetchGovernor = field(default_factory=lambda: PrefetchGovernor(0.0))
-    asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
-    finished: list[tuple[list[int], int]] = field(default_factory=list)
-
-    def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
-        self.asked.append((list(keys), set(keep), source))
-        return len(keys)
-
-    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
-        self.finished.append((list(keys), layer))
-
-
-@dataclass(frozen=True)
-class Block:
-    router: Any
+@pytest.fixture
+def routers() -> list[torch.Tensor]:
+    return make_routers()
 
 
 class Scripted(PrefetchPolicy):
@@ -78,30 +70,12 @@ class Model(torch.nn.Module):
         return self.embedding
 
 
-@pytest.fixture
-def routers() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(EXPERTS, HIDDEN, generator=generator) for _ in range(LAYERS)]
-
-
-def _blocks(routers: Sequence[torch.Tensor | None]) -> Any:
-    return [Block(None if w is None else lambda h, w=w: h @ w.T) for w in routers]
-
-
-def _prefetching(policy: PrefetchPolicy, cache: FakeCache, routers: Sequence[Any], shards: Any = None) -> Prefetching:
-    return Prefetching(policy, cache, _blocks(routers), EXPERTS, shards)  # type: ignore[arg-type]
-
-
-def _hidden(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-
-
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("distance", [1, 2])
 def test_next_gate_asks_as_before(distance: int, tokens: int, routers: list[torch.Tensor]) -> None:
     """Guards the decisions of the engine's first prefetcher: each layer on its own, nearest first, none given up."""
-    cache, hidden = FakeCache(), _hidden(tokens)
-    tested = _prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, distance), cache, routers)
+    cache, hidden = FakeCache(), hidden_rows(tokens)
+    tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, distance), cache, routers)
     ids = torch.zeros((tokens, 2), dtype=torch.int64)
     for layer in range(LAYERS):
         tested.layer(layer, hidden, ids)
@@ -118,9 +92,9 @@ def test_next_gate_asks_as_before(distance: int, tokens: int, routers: list[torc
 
 def test_a_layer_without_router_is_left_out(routers: list[torch.Tensor]) -> None:
     cache = FakeCache()
-    tested = _prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, [*routers[:2], None, routers[3]])
+    tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, [*routers[:2], None, routers[3]])
     for layer in range(LAYERS):
-        tested.layer(layer, _hidden(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
     assert [keys[0] // EXPERTS for keys, _, _ in cache.asked] == [1, 3]
 
 
@@ -129,9 +103,9 @@ def test_order_sources_and_waiting(routers: list[torch.Tensor]) -> None:
     says = [Wanted(8, 3.0), Wanted(7, 2.0), Wanted(14, 1.5, "other"), Wanted(15, 1.0), Wanted(6, 0.5)]
     policy = Scripted(says)
     policy.synchronous = True
-    tested = _prefetching(policy, cache, routers)
+    tested = prefetching(policy, cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-    tested.layer(0, _hidden(1), torch.tensor([[1, 2]]))
+    tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
     assert cache.asked == [
         ([8, 7], set(), "scripted"),
         ([14], {8, 7}, "other"),
@@ -143,9 +117,9 @@ def test_order_sources_and_waiting(routers: list[torch.Tensor]) -> None:
 
 def test_what_a_policy_is_shown(routers: list[torch.Tensor]) -> None:
     policy = Scripted()
-    tested = _prefetching(policy, FakeCache(), routers)
+    tested = prefetching(policy, FakeCache(), routers)
     tested.begin_forward([SequenceRows("a", 0, 2, decode=False), SequenceRows("b", 2, 3, decode=True)])
-    hidden, ids = _hidden(3), torch.tensor([[0, 1], [2, 3], [4, 5]])
+    hidden, ids = hidden_rows(3), torch.tensor([[0, 1], [2, 3], [4, 5]])
     tested.layer(0, hidden, ids)
     seen = policy.seen[0]
     assert policy.begun == [[Span("a", 0, 2, False), Span("b", 2, 3, True)]]
@@ -160,7 +134,7 @@ def test_what_a_policy_is_shown(routers: list[torch.Tensor]) -> None:
 
 def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
     policy, model = Embedding(), Model()
-    tested = _prefetching(policy, FakeCache(), routers)
+    tested = prefetching(policy, FakeCache(), routers)
     tested.watch_embeddings(model)
     rows = [SequenceRows("a", 0, 2, decode=False), SequenceRows("b", 2, 3, decode=True)]
     tested.begin_forward(rows)
@@ -170,20 +144,20 @@ def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
     (spans,) = policy.begun
     for span, wanted in zip(spans, (embedded[:2].mean(0), embedded[2]), strict=True):
         np.testing.assert_allclose(span.embedding, wanted.numpy(), rtol=1e-6)
-    tested.layer(0, _hidden(3), torch.zeros((3, 2), dtype=torch.int64))
+    tested.layer(0, hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64))
     assert len(policy.begun) == 1
 
 
 def test_a_forward_that_nobody_announced_is_a_sequence_of_its_own(routers: list[torch.Tensor]) -> None:
     policy, model = Embedding(), Model()
-    tested = _prefetching(policy, FakeCache(), routers)
+    tested = prefetching(policy, FakeCache(), routers)
     tested.watch_embeddings(model)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
     for _ in range(2):
         with torch.no_grad():
             embedded = model.embedding(torch.tensor([[4, 5, 6]]))[0]
         for layer in range(LAYERS):
-            tested.layer(layer, _hidden(3), torch.zeros((3, 2), dtype=torch.int64))
+            tested.layer(layer, hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64))
     assert [(s.start, s.stop, s.decode) for spans in policy.begun for s in spans] == [(0, 3, False)] * 2
     np.testing.assert_allclose(policy.begun[0][0].embedding, embedded.mean(0).numpy(), rtol=1e-6)
     assert policy.ended == []
@@ -193,28 +167,19 @@ def test_a_forward_that_nobody_announced_is_a_sequence_of_its_own(routers: list[
 
 def test_sequences_end_between_forwards(routers: list[torch.Tensor]) -> None:
     policy = Scripted()
-    tested = _prefetching(policy, FakeCache(), routers)
+    tested = prefetching(policy, FakeCache(), routers)
     tested.end_sequence("a")
     assert policy.ended == []
     tested.begin_forward([SequenceRows("b", 0, 1, decode=False)])
     assert policy.ended == ["a"]
 
 
-class Resting(PrefetchGovernor):
-    @property
-    def resting(self) -> bool:
-        return True
-
-    def allows(self) -> bool:
-        return False
-
-
 def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torch.Tensor]) -> None:
     cache = FakeCache(Resting(0.5))
     learning = Scripted([Wanted(8, 1.0)])
-    tested = _prefetching(learning, cache, routers)
+    tested = prefetching(learning, cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-    tested.layer(0, _hidden(1), torch.tensor([[1, 2]]))
+    tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
     assert len(learning.seen) == 1
 
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
@@ -222,28 +187,15 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
 
     blocks: Any = [Block(refuse)] * LAYERS
     plain = Prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, blocks, EXPERTS)  # type: ignore[arg-type]
-    plain.layer(0, _hidden(1), torch.tensor([[1, 2]]))
+    plain.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
     assert cache.asked == []
-
-
-class FakeShards:
-    """Odd keys are theirs."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, list[int]]] = []
-
-    def peer_of(self, key: int) -> Any:
-        return ("shard/1", None) if key % 2 else None
-
-    def prefetch(self, layer: int, keys: list[int]) -> None:
-        self.told.append((layer, keys))
 
 
 def test_shards_are_told_of_what_is_theirs_even_while_the_lead_rests(routers: list[torch.Tensor]) -> None:
     for governor, mine in ((PrefetchGovernor(0.0), [8, 6]), (Resting(0.5), None)):
         cache, shards = FakeCache(governor), FakeShards()
-        tested = _prefetching(Scripted([Wanted(k, -float(k)) for k in (9, 8, 7, 6)]), cache, routers, shards)
+        tested = prefetching(Scripted([Wanted(k, -float(k)) for k in (9, 8, 7, 6)]), cache, routers, shards)
         tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-        tested.layer(0, _hidden(1), torch.tensor([[1, 2]]))
+        tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
         assert shards.told == [(0, [9, 7])]
         assert [keys for keys, _, _ in cache.asked] == ([mine] if mine else [])

@@ -18,7 +18,7 @@ from tiermoe.actors.engine.calibrated import Calibrated
 from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs
-from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.routing import AdaptiveGating
 from tiermoe.actors.settings import PolicySettings, RoutingSettings
 from tiermoe.errors import ConfigError
@@ -126,8 +126,13 @@ def test_negative_numbers_are_refused(sensitivity: list[float], threshold: float
 
 @dataclass
 class Cache:
-    residency: Residency
+    """Four experts a layer and five slots."""
+
+    residency: Residency = field(default_factory=lambda: Residency(8, 5, 10))
     stats: EngineStats = field(default_factory=EngineStats)
+
+    def standing(self, layer: int) -> tuple[list[State], int]:
+        return self.residency.states()[layer * 4 : layer * 4 + 4], 5
 
 
 class Scripted(Rerouting):
@@ -148,11 +153,11 @@ class Scripted(Rerouting):
 def _rerouter(rule: Rerouting, cache: Cache, mute: bool = False) -> Rerouter:
     router = None if mute else (lambda hidden: hidden * 2)
     blocks: Any = [SimpleNamespace(router=router)] * 2
-    return Rerouter(rule, cache, blocks, 4, 2)  # type: ignore[arg-type]
+    return Rerouter(rule, cache, blocks, 2)  # type: ignore[arg-type]
 
 
 def test_a_rule_sees_routing_and_cache_and_is_counted() -> None:
-    cache = Cache(Residency(8, 5, 10))
+    cache = Cache()
     for key in (0, 4, 6):  # of layer 0, and two of layer 1: one there, one on its way
         reservation = cache.residency.reserve(key)
         if key != 6:
@@ -170,7 +175,7 @@ def test_a_rule_sees_routing_and_cache_and_is_counted() -> None:
 
 
 def test_places_that_nobody_uses_are_left_out() -> None:
-    cache = Cache(Residency(8, 5, 10))
+    cache = Cache()
     ids, weights = torch.tensor([[3, 0], [1, 2]]), torch.tensor([[0.6, 0.4], [0.5, 0.5]])
     one = Rerouted(np.array([[3, 3], [1, 2]]), np.array([[1, 0], [0.5, 0.5]], np.float32), dropped=1)
     two = Rerouted(np.array([[3, 3], [1, 1]]), np.array([[1, 0], [1, 0]], np.float32), dropped=2)
@@ -184,7 +189,7 @@ def test_places_that_nobody_uses_are_left_out() -> None:
 def test_an_unchanged_routing_is_the_model_s_own() -> None:
     ids, weights = torch.tensor([[3, 0]]), torch.tensor([[0.6, 0.4]])
     rule = Scripted(Rerouted(ids.numpy(), weights.numpy()))
-    found = _rerouter(rule, Cache(Residency(8, 5, 10))).layer(0, torch.zeros(1, 4), ids, weights)
+    found = _rerouter(rule, Cache()).layer(0, torch.zeros(1, 4), ids, weights)
     assert found[0] is ids
     assert found[1] is weights
 
@@ -192,7 +197,7 @@ def test_an_unchanged_routing_is_the_model_s_own() -> None:
 def test_a_rule_that_needs_a_mute_router_is_refused() -> None:
     rule = Scripted(Rerouted(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)))
     with pytest.raises(ConfigError, match="does not expose"):
-        _rerouter(rule, Cache(Residency(8, 5, 10)), mute=True)
+        _rerouter(rule, Cache(), mute=True)
 
 
 def _policy(**kwargs: Any) -> PolicySettings:

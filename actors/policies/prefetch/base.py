@@ -44,7 +44,9 @@ class LayerSeen(NamedTuple):
 
     layer: counted from 0 over MoE layers. spans: as given to `begin_forward`. ids: [T, K] as the model picked them.
     probabilities: [T, E], softmax of the router's logits; None where the model exposes none. lookahead: distance ->
-    scores [T, E] of layer `layer + distance`'s router on this layer's input, None where it cannot be asked.
+    scores [T, E] of layer `layer + distance`'s router on this layer's input, None where it cannot be asked. For a
+    policy that `wraps` layers are counted on past the last one, into the next forward: there the scores are [S, E], of
+    the last row of each span.
     """
 
     layer: int
@@ -72,6 +74,11 @@ class PrefetchPolicy(ABC):
         name: what counters call its guesses.
         needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
         stateless: it learns nothing from what it is shown, so it need not be asked while nothing would be fetched.
+        lookahead_softmax: what `lookahead` gives are probabilities, the softmax over experts.
+        needs_gates: `lookahead(1)` is answered by trained gates (`pre_gated.PreGate`) in place of routers.
+        wraps: at the last layer it asks for the first ones of the next forward.
+        predicted: scores of the next layer's experts by which `observed` answered last: [T, E], after the last layer
+            [S, E] as from `lookahead`; None where it had none, or has no such scores.
         distance: layers ahead that it may ask for; `lookahead` is asked up to it.
         synchronous: the forward waits until what was asked for has arrived.
     """
@@ -82,6 +89,10 @@ class PrefetchPolicy(ABC):
     needs_probabilities: ClassVar[bool] = False
     needs_embeddings: ClassVar[bool] = False
     needs_lookahead: ClassVar[bool] = False
+    lookahead_softmax: ClassVar[bool] = False
+    needs_gates: ClassVar[bool] = False
+    wraps: ClassVar[bool] = False
+    predicted: NDArray[np.floating] | None = None
     distance: int = 1
     synchronous: bool = False
 

@@ -25,15 +25,25 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     top = min(top, experts)
     if tokens == 1:
         return np.argsort(-logits[0], kind="stable")[:top].tolist()
-    last = np.partition(logits, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
-    picked = logits >= last  # [T, E]
-    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
-        above = logits > last
-        tied = logits == last
-        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
-    votes = picked.sum(axis=0)
+    votes = picks(logits, top).sum(axis=0)
     order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
     return order[: np.count_nonzero(votes)].tolist()
+
+
+def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
+    """Whether an expert is among the `top` greatest of its row of scores [T, E]; ties by number, lowest first.
+
+    Args:
+        top: at most E.
+    """
+    tokens, experts = scores.shape
+    last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
+    picked = scores >= last  # [T, E]
+    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
+        above = scores > last
+        tied = scores == last
+        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
+    return picked
 
 
 class NextGatePrefetch(PrefetchPolicy):
@@ -60,9 +70,12 @@ class NextGatePrefetch(PrefetchPolicy):
 
     def observed(self, seen: LayerSeen) -> list[Wanted]:
         wanted: list[Wanted] = []
+        self.predicted = None
         for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
             scores = seen.lookahead(layer - seen.layer)
             if scores is not None:
+                if layer == seen.layer + 1:
+                    self.predicted = scores
                 picked = predicted_experts(scores, self._top)
                 wanted += [Wanted(layer * self._experts + e, -float(len(wanted) + i)) for i, e in enumerate(picked)]
         return wanted

@@ -13,9 +13,15 @@ from .map_policy import Expect, ExpertMapPolicy
 from .map_store import ExpertMapStore
 from .next_gate import NextGatePrefetch
 from .popularity import PopularityPrefetch
+from .pre_gated import PreGatedPrefetch
+from .random_guess import RandomPrefetch
+from .speculative import SpeculativePrefetch
 from .stride import Predictor, StridePrefetch
 
-PREFETCH = ("none", "next-gate", "expert-map", "popularity", "activation-matrix", "stride", "layerwise")
+PREFETCH = (
+    "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "popularity", "activation-matrix",
+    "stride", "layerwise",
+)  # fmt: skip
 _WIDTH = 512  # of a stored embedding, as `MatcherOptions.width` has it
 
 
@@ -53,6 +59,12 @@ def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
             return None
         case "next-gate":
             return NextGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
+        case "speculative":
+            return SpeculativePrefetch(o.layers, o.experts, o.top, o.synchronous)
+        case "pre-gated":
+            return PreGatedPrefetch(o.layers, o.experts, o.top, o.synchronous)
+        case "random":
+            return RandomPrefetch(o.layers, o.experts, o.top, o.synchronous)
         case "expert-map":
             store = ExpertMapStore(o.layers, o.experts, min(o.hidden, _WIDTH), o.distance, o.capacity)
             return ExpertMapPolicy(ExpertMapPrefetch(store, o.hidden, o.top, o.semantic, o.dynamic), o.hidden, o.expect)

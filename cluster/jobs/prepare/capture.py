@@ -50,7 +50,7 @@ def inputs_name(layer: int) -> str:
     return f"inputs-{layer:03d}.safetensors"
 
 
-def checked_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
+def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> list[MoeBlock]:
     """The model's MoE layers.
 
     Raises:
@@ -60,19 +60,19 @@ def checked_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
     blocks = find_blocks(model, manifest)
     if any(block.activation is None or block.post is not None for block in blocks):
         raise UnsupportedModelError(
-            f"the experts of {manifest.architecture} gate in a way of their own", "use it without replicas"
+            f"the experts of {manifest.architecture} gate in a way of their own", f"use it without {what}"
         )
     return blocks
 
 
-def load_model(store: Path, manifest: Manifest) -> tuple[Any, list[MoeBlock]]:
-    """The store's model with its dense part in float32, and its MoE layers.
+def load_model(store: Path, manifest: Manifest, what: str = "replicas") -> tuple[Any, list[MoeBlock]]:
+    """The store's model with its dense part in float32, and its MoE layers. what: is to be made, for messages.
 
     Raises:
         UnsupportedModelError, StoreError: as `checked_blocks` and `build_model`.
     """
     model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
-    return model, checked_blocks(model, manifest)
+    return model, checked_blocks(model, manifest, what)
 
 
 def capture(

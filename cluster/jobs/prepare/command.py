@@ -33,6 +33,13 @@ def prepare_command(
         Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Layers ahead that they predict. (3)")] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="Add each layer's sensitivity, for adaptive gating, measured on this text.", metavar="TEXT"),
+    ] = None,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
@@ -46,9 +53,13 @@ def prepare_command(
         if text is None:
             raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
         read_texts(text)  # refused before anything is computed
+    for measured in (gates, sensitivity):
+        if measured is not None:
+            read_texts(measured)
     if is_store(model):
-        if (options is None and predictors is None) or out is not None or cache_dir is not None or force:
-            remedy = "give its checkpoint, or only --bits or --predictors to add replicas or predictors"
+        adds = options is not None or any(added is not None for added in (predictors, gates, sensitivity))
+        if not adds or out is not None or cache_dir is not None or force:
+            remedy = "give its checkpoint, or only what adds to a store: --bits, --predictors, --gates, --sensitivity"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
@@ -59,6 +70,14 @@ def prepare_command(
         from .predictors import add_predictors
 
         add_predictors(store, predictors, 3 if stride is None else stride)
+    if gates is not None:
+        from .gates import add_gates
+
+        add_gates(store, model, gates)
+    if sensitivity is not None:
+        from .sensitivity import add_sensitivity
+
+        add_sensitivity(store, model, sensitivity)
     typer.echo(store)
 
 

@@ -86,10 +86,9 @@ class Capture:
         next_ids = np.zeros((rows, self._distances, self._top_k), np.int64)
         next_probabilities = np.zeros((rows, self._distances, self._top_k), np.float32)
         for d in range(1, self._distances + 1):
-            if index + d < len(self._layers):
-                later = self._probabilities(index + d, hidden)
-                picked = np.argsort(-later, axis=1, kind="stable")[:, : self._top_k]
-                next_ids[:, d - 1], next_probabilities[:, d - 1] = picked, np.take_along_axis(later, picked, axis=1)
+            later = self._probabilities((index + d) % len(self._layers), hidden)  # past the last: of the next forward
+            picked = np.argsort(-later, axis=1, kind="stable")[:, : self._top_k]
+            next_ids[:, d - 1], next_probabilities[:, d - 1] = picked, np.take_along_axis(later, picked, axis=1)
         chosen = ids.cpu().numpy()
         self._parts.append(
             (self._probabilities(index, hidden), chosen, weights.float().cpu().numpy(), next_ids, next_probabilities)

@@ -1,0 +1,187 @@
+"""What `tiermoe prepare` measures and trains for policies: sensitivity, gates, and the files that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serving
+import torch
+from tiny_models import VOCAB, save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tiermoe.actors.engine.model import build_model, find_blocks
+from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.gate_file import GATES_NAME, encode_gates, gates_of
+from tiermoe.actors.policies.prefetch.pre_gated import PreGate
+from tiermoe.actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity, sensitivity_of
+from tiermoe.actors.store_format import read_manifest
+from tiermoe.cluster.cli import app
+from tiermoe.cluster.jobs.prepare.calibration import Windows
+from tiermoe.cluster.jobs.prepare.gates import Following, recall, train_gate
+from tiermoe.cluster.jobs.prepare.sensitivity import measure
+from tiermoe.errors import StoreError
+
+TOKENS = 12
+
+
+def transcription(checkpoint: Path, windows: np.ndarray, normalised: bool) -> list[float]:
+    """The formulas of `prepare.sensitivity` on transformers' own model, expert by expert."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.set_experts_implementation("eager")
+    model.requires_grad_(False)
+    squares: dict[str, list[torch.Tensor]] = {}
+    changes: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+
+    def watch(name: str) -> Any:
+        def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            forward, top_k = plain[name], ids.shape[1]
+            one = torch.ones(1, 1)
+            for t in range(len(hidden)):
+                each = [forward(hidden[t : t + 1], ids[t : t + 1, k : k + 1], one)[0].detach() for k in range(top_k)]
+                order = sorted(range(top_k), key=lambda k, t=t: -float(weights[t, k]))  # type: ignore[misc]
+                keep, drop = order[: top_k - top_k // 2], order[top_k - top_k // 2 :]
+
+                def mean(places: list[int], each: list[Any] = each, t: int = t) -> torch.Tensor:
+                    return sum(weights[t, k] * each[k] for k in places) / sum(weights[t, k] for k in places)
+
+                change = mean(drop) - (mean(keep) if normalised else 0)
+                changes.setdefault(name, []).append(change**2)
+            out = forward(hidden, ids, weights)
+            shift = torch.zeros_like(out, requires_grad=True)
+            outputs[name] = shift
+            return out + shift
+
+        return run
+
+    names = [name for name, module in model.named_modules() if name.endswith("experts") and hasattr(module, "act_fn")]
+    for name in names:
+        module = model.get_submodule(name)
+        plain[name] = module.forward
+        module.forward = watch(name)
+    for row in windows:
+        ids = torch.from_numpy(row)[None]
+        logits = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
+        (-logits[range(len(row) - 1), ids[0, 1:]].sum()).backward()
+        for name in names:
+            grad = outputs[name].grad
+            assert grad is not None
+            squares.setdefault(name, []).extend(grad**2)
+    return [
+        0.5 * float((torch.stack(squares[name]).mean(0) * torch.stack(changes[name]).mean(0)).sum()) for name in names
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe", "mixtral"])
+def test_sensitivity_follows_the_formulas(model_type: str, tmp_path: Path) -> None:
+    top_k = {} if model_type == "mixtral" else {"num_experts_per_tok": 3}
+    checkpoint = save_tiny_checkpoint(model_type, tmp_path / "model", **top_k)
+    opened = serving.prepared(checkpoint, tmp_path / "store")
+    windows = np.random.default_rng(0).integers(3, VOCAB, (2, TOKENS))
+    model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
+    blocks, tensors = find_blocks(model, opened.manifest), [w.tensors for w in host_weights(opened.layers)]
+    assert blocks[0].normalised == (model_type != "olmoe")
+    found = measure(model, blocks, tensors, Windows(windows), lambda tokens: None)
+    assert min(found) > 0
+    np.testing.assert_allclose(found, transcription(checkpoint, windows, blocks[0].normalised), rtol=1e-3)
+    again = measure(model, blocks, tensors, Windows(windows), lambda tokens: None)
+    np.testing.assert_array_equal(found, again)
+
+
+def test_a_gate_learns_what_it_is_shown() -> None:
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(1500, 12)).astype(np.float32)
+    true = rng.normal(size=(8, 12)).astype(np.float32)
+    ids = np.argsort(-(hidden @ true.T), axis=1)[:, :2]
+    turn = np.linalg.qr(rng.normal(size=(12, 12)) * 0.3 + np.eye(12))[0].astype(np.float32)
+    routes = torch.from_numpy(true @ turn)  # the next layer's input is this one's, turned
+
+    def router(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ routes.T
+
+    following = Following(router, hidden @ turn)
+    learned = train_gate(hidden, ids, 8, following)
+    held = np.arange(1350, 1500)  # the tenth block of 150 rows
+    assert learned.next_gate == pytest.approx(recall(hidden[held] @ routes.numpy().T, ids[held]))
+    assert learned.next_gate < learned.recall
+    assert learned.recall == pytest.approx(recall(learned.gate(hidden[held]), ids[held]))
+    again = train_gate(hidden, ids, 8, following)
+    np.testing.assert_array_equal(again.gate.weight, learned.gate.weight)
+    alone = train_gate(hidden, ids, 8)
+    assert np.isnan(alone.next_gate)
+    assert alone.recall > 2 / 8
+    with pytest.raises(ValueError, match="cannot train"):
+        train_gate(hidden, ids[:5], 8)
+
+
+def test_recall_is_the_share_of_true_experts_named() -> None:
+    scores = np.array([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    assert recall(scores, np.array([[0, 3], [2, 3]])) == 0.75
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measures")
+    serving.prepared(save_tiny_checkpoint("qwen3_moe", folder / "model"), folder / "store")
+    return folder / "store"
+
+
+def test_sensitivities_are_kept_and_damaged_ones_refused(store: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(store)
+    path = store / SENSITIVITY_NAME
+
+    def refused(data: bytes, why: str) -> None:
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match=why) as raised:
+            sensitivity_of(store, manifest)
+        assert "tiermoe prepare MODEL --sensitivity TEXT" in str(raised.value)
+
+    good = encode_sensitivity((0.5, 2.0), manifest, 100)
+    path.write_bytes(good)
+    assert sensitivity_of(store, manifest) == (0.5, 2.0)
+    refused(good[:40], "holds no sensitivities")
+    refused(b"", "holds no sensitivities")
+    refused(encode_sensitivity((0.5,), manifest, 100), "not one number")
+    refused(encode_sensitivity((0.5, float("nan")), manifest, 100), "not finite")
+    refused(encode_sensitivity((0.5, -1.0), manifest, 100), "negative")
+    other = manifest.model_copy(update={"source": ()})
+    refused(encode_sensitivity((0.5, 2.0), other, 100), "another model")
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        sensitivity_of(store, manifest)
+
+
+def test_gates_are_kept_and_damaged_ones_refused(store: Path) -> None:
+    manifest = read_manifest(store)
+    shape, path = manifest.experts, store / GATES_NAME
+    weight = np.ones((shape.num_experts, shape.hidden), np.float32)
+    good, bad = PreGate(weight, weight[:, 0]), PreGate(weight * np.float32("inf"), weight[:, 0])
+    path.write_bytes(encode_gates([good], manifest, 100))
+    (found,) = gates_of(store, manifest)
+    np.testing.assert_array_equal(found.weight, weight)
+    other = manifest.model_copy(update={"source": ()})
+    for data, why in (
+        (b"{}", "holds no gates"),
+        (encode_gates([], manifest, 100), "weight of layer 0"),
+        (encode_gates([PreGate(weight[:, 1:], weight[:, 0])], manifest, 100), "weight of layer 0"),
+        (encode_gates([bad], manifest, 100), "weight of layer 0"),
+        (encode_gates([good], other, 100), "another model"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match=why) as raised:
+            gates_of(store, manifest)
+        assert "tiermoe prepare MODEL --gates TEXT" in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["--gates", "--sensitivity"])
+def test_text_is_refused_before_anything_is_made(option: str, tmp_path: Path) -> None:
+    (tmp_path / "text.bin").write_text("x")
+    model = save_tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    result = CliRunner().invoke(app, ["prepare", str(model), str(tmp_path / "out"), option, str(tmp_path / "text.bin")])
+    assert result.exit_code != 0
+    assert not (tmp_path / "out").exists()
