@@ -178,6 +178,8 @@ class SplitSettings(Settings):
             raise ValueError(f"split is off: leave {', '.join(sorted(changed))} out, or give its kind")
         if self.kind == "fixed" and changed - {"theta", "buffer"}:
             raise ValueError(f"{', '.join(sorted(changed - {'theta', 'buffer'}))}: only an adaptive split has that")
+        if self.allocation == "dynamic-programming" and self.theta != 1:
+            raise ValueError("dynamic programming gives layers whole experts: say theta 1")
         return self
 
 
@@ -228,6 +230,8 @@ class PolicySettings(Settings):
         return self
 
     def _refuse_beside_split(self) -> None:
+        if self.split.kind == "adaptive" and self.eviction not in ("lcp", "lru", "lfu", "random"):
+            raise ValueError(f"hit rates of every cache size cannot be counted for eviction {self.eviction}")
         if self.uses_ndp:
             raise ValueError(f"placement {self.placement.kind} moves whole experts: leave split out")
         if self.preload != "none":

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
-# Pairs `start` to `stop` of the sorted pair list go through these neurons of the pool, counted over all slots: the first
-# and how many. The last says whether y holds the rows of the expert's other segment, to which these are added.
+# Pairs `start` to `stop` of the sorted pair list go through neurons of the pool, counted over all slots: the first and
+# how many. The last says whether y holds the rows of the expert's other segment, to which these are added.
 Group = tuple[int, int, int, int, bool]
 
 
@@ -32,8 +32,8 @@ class ExpertKernel(Protocol):
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         """y[pair] = FFN(hidden[pair // top_k]) over the group's neurons, for the pairs of each group; other rows of y
-        are left alone. Of an expert's two segments one is written and the other, summed apart, is added: in either order
-        the same bits.
+        are left alone. Of an expert's two segments one is written and the other, summed apart, is added: in either
+        order the same bits.
 
         Args:
             hidden: [T, H].

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.plan import LoadOnMiss
-from ..policies.pre_evict import PreEviction
 from ..policies.prefetch.stride import Predictor
+from ..policies.split.statistics import Order
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, PolicySettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
+from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
+from .make_pre_evicting import make_pre_evicting
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
@@ -36,7 +37,7 @@ from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
-from .stats import EngineStats, LayerResidency, LayerStats
+from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
@@ -109,6 +110,7 @@ class ExpertEngine:
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
         self.pre_evicting: PreEvicting | None = None
+        self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         try:
             planner = LoadOnMiss()
@@ -123,7 +125,8 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
-            self.pre_evicting = self._make_pre_evicting(policy, blocks)
+            self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
+            self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
             if policy.preload == "all":
@@ -167,6 +170,8 @@ class ExpertEngine:
             self.shards.begin_forward()
         if self._placer is not None:
             self._placer.begin_forward(sequences)
+        if self.configuring is not None:
+            self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
         if self.pre_evicting is not None:
@@ -201,6 +206,7 @@ class ExpertEngine:
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
             )  # fmt: skip
+            layer.configuring = self.configuring
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
@@ -222,23 +228,20 @@ class ExpertEngine:
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
 
-    def _make_pre_evicting(self, policy: PolicySettings, blocks: Sequence[MoeBlock]) -> PreEvicting | None:
-        options = policy.pre_evict
-        if options.kind == "off":
+    def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
+        """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
+        policy = settings.policy
+        if policy.split.kind != "adaptive":
             return None
-        for layer, block in enumerate(blocks):
-            if block.router is None:
-                raise ConfigError(
-                    f"policy '{policy.name}' asks routers ahead of time, and MoE layer {layer} exposes none",
-                    "choose a policy without pre_evict, such as on-demand",
-                )
-
-        def score(layer: int, hidden: torch.Tensor) -> NDArray[np.floating] | None:
-            router = blocks[layer].router
-            return None if router is None else router(hidden).float().cpu().numpy()
-
-        decide = PreEviction(self.top_k, options.tau, options.r_max)
-        return PreEvicting(decide, self.cache, len(blocks), self.experts, score)
+        ahead = policy.prefetch
+        top = self.top_k if ahead.top is None else ahead.top
+        found = Configuring(
+            self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
+            0 if ahead.kind == "none" else top, self.slot_bytes,
+        )  # fmt: skip
+        if self.prefetching is not None:
+            self.prefetching.on_predicted = found.predicted
+        return found
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
@@ -285,6 +288,8 @@ class ExpertEngine:
 
     def close(self) -> None:
         """Stop the loader, hang up and forget the layers. Safe to call twice."""
+        if self.configuring is not None:
+            self.configuring.close()
         if self.ndp is not None:
             self.ndp.close()
         if self.shards is not None:

@@ -9,6 +9,7 @@ import torch
 from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LoadOnMiss
 from .cache import ExpertCache
+from .configuring import Configuring
 from .dispatch import Dispatcher
 from .placer import Placer
 from .pre_evicting import PreEvicting
@@ -36,6 +37,7 @@ class MoeLayer:
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
+        configuring: told of every pass; None where the cut of the cache does not adapt.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class MoeLayer:
         self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
         self._pre_evicting = pre_evicting
         self.observe: Observer | None = None
+        self.configuring: Configuring | None = None
 
     @property
     def stats(self) -> LayerStats:
@@ -86,6 +89,8 @@ class MoeLayer:
         needed = cache.segments(keys)
         cache.drop_stale(self.index, needed)
         cache.eviction.routed(keys, routing.counts, routing.tokens)
+        if self.configuring is not None:
+            self.configuring.routed(self.index, routing)
         if self._shards is not None:
             self._shards.at(self.index)
         if self._placer is None:
@@ -109,6 +114,8 @@ class MoeLayer:
             self._placer.displaced()
         stats.io_path_s += max(stats.blocked_io_s - blocked_s, *(e.blocked_s for e in errands), 0.0)
         stats.link_path_s += max(stats.link_s - busy_s, *(e.link_s for e in errands), 0.0)
+        if self.configuring is not None:
+            self.configuring.ran(self.index)
         if self._check:
             cache.check_integrity()
         return out

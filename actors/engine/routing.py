@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,7 @@ class Routing:
     def counts(self) -> list[int]:
         """Pairs of each expert: the tokens that picked it."""
         starts = self.starts
-        return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        return [stop - start for start, stop in itertools.pairwise(starts)]
 
     @staticmethod
     def of(ids: torch.Tensor) -> Routing:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -178,7 +179,7 @@ class ShardEngine:
         experts, starts = batch.experts.tolist(), batch.starts.tolist()
         keys = [base + e for e in experts]
         cache.drop_stale(layer, keys)
-        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
         cache.eviction.routed(keys, counts, len(batch.hidden))  # of the forward's rows, those with an expert here
         plan = self._runner.start(layer, keys, self._keep)
         hidden = _tensor(batch.hidden).to(device=device, dtype=self._dtype)  # [T, H]

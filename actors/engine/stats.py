@@ -125,6 +125,23 @@ class LayerResidency:
 
 
 @dataclass
+class ConfiguratorStats:
+    """What the cache configurator did since the counters were reset. Expected seconds are of a token, by its model."""
+
+    configurations: int = 0  # times that it looked for a better cut
+    reconfigurations: int = 0  # times that a better one was applied
+    expected_before_s: float = 0.0  # what loading was expected to add, before the last of these
+    expected_after_s: float = 0.0
+    attention_s: float = 0.0  # T_att, T_moe, T_head and T_load, as measured last
+    moe_s: float = 0.0
+    head_s: float = 0.0
+    load_s: float = 0.0
+    record_s: float = 0.0  # seconds of forwards that went into recording
+    configure_s: float = 0.0  # seconds of its own thread
+    problem: str | None = None  # why it could not look for one, the last time
+
+
+@dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""
 
@@ -139,6 +156,7 @@ class EngineStats:
     prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
     prefetch_sources: dict[str, SourceStats] = field(default_factory=dict)  # by name, such as "next-gate"
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None where no matcher takes part
+    configurator: ConfiguratorStats | None = None  # None where the cut is fixed
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # times that an NDP worker was lost

@@ -24,6 +24,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         ("loaded", f"{size(result['bytes_loaded'])}, of it prefetched {size(result['bytes_loaded_prefetch'])}, "
                    f"wasted {size(result['bytes_wasted'])}"),
         *prefetch_rows(result),
+        *configurator_rows(result),
         ("link busy", f"{seconds(result['total_io_s'])}, compute blocked by it {seconds(result['blocked_io_s'])}"),
         *_ndp(result),
         ("expert memory", f"peak {size(result['expert_bytes_peak'])} of {size(result['expert_budget_bytes'])}"),
@@ -54,6 +55,23 @@ def prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
                         f"layers{cost}{now}")
         )  # fmt: skip
     return rows
+
+
+def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How often experts were cut anew, and what that was expected to gain; nothing where no configurator runs."""
+    found = counters.get("configurator")
+    if not found:
+        return []
+    gain = ""
+    if found["reconfigurations"]:
+        before, after = seconds(found["expected_before_s"]), seconds(found["expected_after_s"])
+        gain = f"; the last was expected to bring what loading adds to a token from {before} to {after}"
+    trouble = f"; it failed: {found['problem']}" if found["problem"] else ""
+    cost = f"recording took {seconds(found['record_s'])} of the forwards"
+    return [
+        ("cache split", f"cut anew {found['reconfigurations']} times in {found['configurations']} configurations{gain}; "
+                        f"{cost}{trouble}"),
+    ]  # fmt: skip
 
 
 def _ndp(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ trace). Everything that decides or counts is the code that serves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -179,7 +180,7 @@ class SimulatedEngine:
         keys = [base + e for e in experts]
         needed = cache.segments(keys)
         cache.drop_stale(layer, needed)
-        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
         cache.eviction.routed(keys, counts, len(ids))
         plan = self._planner.plan(needed, cache.residency, cache.eviction)
         cache.begin(layer, plan)

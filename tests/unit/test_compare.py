@@ -15,8 +15,9 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.jobs.bench import command
-from tiermoe.cluster.jobs.bench.compare.kept import Kept, partial_file
+from tiermoe.cluster.jobs.bench.compare.kept import Kept
 from tiermoe.cluster.jobs.bench.compare.measures import added, counters
+from tiermoe.cluster.jobs.bench.compare.partial import partial_file
 from tiermoe.cluster.jobs.bench.compare.report import compare
 from tiermoe.cluster.jobs.bench.compare.sweep import Group, Sweep
 from tiermoe.cluster.jobs.bench.serving import run_config

@@ -6,15 +6,14 @@ random routing, and an adversary loads, evicts and prefetches other experts betw
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_case
 from torch import nn
 
 from tiermoe.actors.budget import budget_bytes
@@ -22,98 +21,10 @@ from tiermoe.actors.engine import operator
 from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model import MoeBlock
-from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.settings import EngineSettings, LinkSettings, PolicySettings, PrefetchSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.settings import EngineSettings, LinkSettings, PolicySettings
 from tiermoe.errors import BudgetError, RuntimeFailure
-
-HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
-
-
-@dataclass
-class Case:
-    """A tiny MoE stack and what is asked of it."""
-
-    layers: int
-    experts: int
-    top_k: int
-    shape: ExpertShape
-    dtype: torch.dtype
-    weights: list[LayerWeights]
-    routers: list[torch.Tensor]
-    native: bool  # an activation that the C++ kernel has
-
-    @property
-    def total_bytes(self) -> int:
-        return self.layers * self.experts * self.shape.nbytes(self.dtype.itemsize)
-
-
-def gate(x: torch.Tensor) -> torch.Tensor:
-    pairs = x.view(x.shape[0], -1, 2)
-    return nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
-
-
-def make_case(seed: int, layers: int, experts: int, top_k: int, native: bool, dtype: torch.dtype) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    shape = ExpertShape(num_experts=experts, hidden=HIDDEN, intermediate=16, gates=2, has_bias=not native)
-    weights = [
-        LayerWeights(tuple(torch.randn(s, generator=generator).bfloat16() for s in shape.stacked().values()))
-        for _ in range(layers)
-    ]
-    routers = [torch.randn(experts, HIDDEN, generator=generator) for _ in range(layers)]
-    return Case(layers, experts, top_k, shape, dtype, weights, routers, native)
-
-
-@contextlib.contextmanager
-def engine_for(case: Case, budget: float | int, prefetch: str = "none", distance: int = 1) -> Iterator[ExpertEngine]:
-    policy = PolicySettings(
-        name="test", lossless=True, prefetch=PrefetchSettings(kind=prefetch, distance=distance, min_useful=0.0)
-    )
-    blocks = [
-        MoeBlock(nn.Module(), gate, "silu" if case.native else None, None, lambda h, r=router: h.float() @ r.t())
-        for router in case.routers
-    ]
-    engine = ExpertEngine(
-        EngineSettings(policy=policy, budget=budget, device="cpu", integrity_checks=True),
-        case.shape, case.weights, blocks, case.top_k, CpuDevice(LinkSettings()), case.dtype,
-    )  # fmt: skip
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-@dataclass
-class Call:
-    """One layer's input and what the adversary does before it: (key to load, by eviction) and prefetches."""
-
-    layer: int
-    hidden: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    swaps: list[tuple[int, int]]
-    prefetches: list[int]
-
-
-def calls_of(case: Case, draw: st.DrawFn, forwards: int) -> list[Call]:
-    calls = []
-    key = st.integers(0, case.layers * case.experts - 1)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    for _ in range(forwards):
-        tokens = draw(st.sampled_from([1, 2, 5, 12, 17, 40]))
-        hidden = torch.randn(tokens, HIDDEN, generator=generator).to(case.dtype)
-        skew = draw(st.sampled_from([0.0, 3.0]))  # some experts get most tokens: both kernels in one layer
-        for layer in range(case.layers):
-            scores = torch.rand(tokens, case.experts, generator=generator)
-            scores += skew * torch.rand(case.experts, generator=generator)
-            ids = scores.topk(case.top_k).indices
-            weights = torch.rand(tokens, case.top_k, generator=generator).to(case.dtype)
-            swaps = draw(st.lists(st.tuples(key, key), max_size=3))
-            prefetches = draw(st.lists(key, unique=True, max_size=4))
-            calls.append(Call(layer, hidden, ids, weights, swaps, prefetches))
-    return calls
 
 
 def disturb(engine: ExpertEngine, call: Call) -> None:
@@ -140,29 +51,6 @@ def outputs(engine: ExpertEngine, calls: Sequence[Call], disturbed: bool) -> lis
         out.append(engine.layers[call.layer].forward(call.hidden, call.ids, call.weights))
         assert not any(engine.cache.residency.pinned(key) for key in engine.cache.residency.held())
     return out
-
-
-def dense(case: Case, call: Call) -> torch.Tensor:
-    """Every expert on every token, in float64, from the stored weights."""
-    tensors = [tensor.double() for tensor in case.weights[call.layer].tensors]
-    gate_up, down = tensors[:2]
-    x = call.hidden.double()
-    pre = torch.einsum("th,eigh->etig", x, gate_up)
-    if len(tensors) == 4:
-        pre += tensors[2].unsqueeze(1)
-    each = torch.einsum("eti,eih->eth", nn.functional.silu(pre[..., 0]) * pre[..., 1], down)
-    if len(tensors) == 4:
-        each += tensors[3].unsqueeze(1)
-    mix = torch.zeros(x.shape[0], case.experts, dtype=torch.float64).scatter_add(1, call.ids, call.weights.double())
-    return torch.einsum("te,eth->th", mix, each)
-
-
-def agrees(case: Case, calls: Sequence[Call], found: Sequence[torch.Tensor]) -> None:
-    tolerance = 1e-4 if case.dtype == torch.float32 else 0.05
-    for call, out in zip(calls, found, strict=True):
-        expected = dense(case, call)
-        assert out.dtype == case.dtype
-        assert (out.double() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

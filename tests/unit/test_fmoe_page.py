@@ -11,6 +11,8 @@ import pytest
 import traces
 
 from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench import page_parts
+from tiermoe.cluster.jobs.bench.figures import paired, per_token
 from tiermoe.cluster.jobs.bench.fmoe import job, maps, page
 from tiermoe.cluster.jobs.bench.fmoe.findings import (
     ablation,
@@ -20,15 +22,13 @@ from tiermoe.cluster.jobs.bench.fmoe.findings import (
     of_correlation,
     of_matcher,
     of_resting,
-    paired,
-    per_token,
     waited_hits,
 )
 from tiermoe.cluster.jobs.bench.fmoe.job import FmoeReport, Workload
-from tiermoe.cluster.jobs.bench.fmoe.split import split_prompts
 from tiermoe.cluster.jobs.bench.harness import Spread
+from tiermoe.cluster.jobs.bench.prompt_split import split_prompts
+from tiermoe.cluster.jobs.bench.recorded import Recorded, read_split
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
-from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import CheckpointError, ConfigError
 
 
@@ -136,15 +136,13 @@ def test_a_correlation_without_variance_has_no_figure() -> None:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> maps.Recorded:
+def recorded(tmp_path: Path) -> Recorded:
     traces.write(tmp_path / "t", traces.header(layers=5), [(1, 2), (3,), (4, 5), (1, 2)], decodes=4)
-    trace = Trace(tmp_path / "t")
-    found = list(trace.requests())
-    return maps.Recorded(trace.header, found[:3], found[3:])
+    return read_split(tmp_path / "t", 3)
 
 
-def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: maps.Recorded) -> None:
-    known = maps.Recorded(recorded.header, recorded.measure, recorded.measure)
+def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: Recorded) -> None:
+    known = Recorded(recorded.header, recorded.measure, recorded.measure)
     table = {(c.search, c.layer): c for c in maps.correlations(known, 1, 50, learns=False)}
     for layer in range(1, 3):  # of two layers on, the trajectory tells iterations of random routing apart
         assert table["trajectory", layer].mean_hit == 1.0
@@ -159,7 +157,7 @@ def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: maps.Recorded
     assert best["expert-map, 1000 maps", 1] > best["popularity", 1]
 
 
-def test_hit_rates_by_distance_and_capacity(recorded: maps.Recorded) -> None:
+def test_hit_rates_by_distance_and_capacity(recorded: Recorded) -> None:
     steps: list[int] = []
     rows = maps.hit_rates(recorded, (1, 2, 9), (2, 8), 0.5, 1.0, lambda: steps.append(1))
     assert [(r["varied"], r["distance"], r["capacity"]) for r in rows] == [
@@ -170,16 +168,16 @@ def test_hit_rates_by_distance_and_capacity(recorded: maps.Recorded) -> None:
     assert all(0 < r["hit_rate"] < 1 for r in rows)
 
 
-def test_balance_of_even_and_of_constant_routing(recorded: maps.Recorded) -> None:
+def test_balance_of_even_and_of_constant_routing(recorded: Recorded) -> None:
     found = maps.balance(recorded)
     assert 0 < found["persistence"] < 1
     assert found["top_share"] >= 2 / 6
     assert 0 < found["entropy"] <= 1
 
 
-def test_the_page_has_every_table_and_its_data_beside_it(recorded: maps.Recorded, tmp_path: Path) -> None:
+def test_the_page_has_every_table_and_its_data_beside_it(recorded: Recorded, tmp_path: Path) -> None:
     work = Workload(capacities=(2, 8))
-    figures = job._rounded(job._simulated(recorded, work, None))
+    figures = page_parts.rounded(job._simulated(recorded, work, None))
     rows = [_row(policy, [5.0 + i, 6.0 + i]) for i, policy in enumerate(job.OFFLINE)]
     rows += [_row(policy, [5.0 + i, 6.0 + i], "online") for i, policy in enumerate(job.ONLINE)]
     settings = {
@@ -200,7 +198,7 @@ def test_the_page_has_every_table_and_its_data_beside_it(recorded: maps.Recorded
 
 
 def test_too_few_measured_prompts_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_record", lambda *a: pytest.fail("recorded"))
+    monkeypatch.setattr(job, "record_split", lambda *a: pytest.fail("recorded"))
     with pytest.raises(ConfigError, match="3 measured prompts do not go into 5 parts"):
         job.bench_fmoe(None, 5, Workload(prompts=10), None, None)
     with pytest.raises(ConfigError, match="--max-tokens is 0"):

@@ -149,7 +149,8 @@ class TestLcp:
                     policy.admitted(key)
                     held.add(key)
                 accesses += top
-        assert evictions > 1000 and len(held) == slots
+        assert evictions > 1000
+        assert len(held) == slots
         assert policy.looked_at <= 2 * (accesses + evictions)
         assert policy.looked_at < evictions * slots / 100
 

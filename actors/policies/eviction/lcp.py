@@ -14,13 +14,13 @@ RHO, OMEGA = 0.25, 128
 class Lcp(EvictionPolicy):
     """Evicts the expert with the lowest priority P = mu * rho^(nu / omega) (MoEpic section 3.3, equation 4).
 
-    State: of every expert, held or not, mu, the tokens that picked it so far, and the token of its layer at which it was
-    last picked; nu is how many tokens of its layer have passed since. All tokens of a forward are taken as one moment.
+    State: of every expert, held or not, mu, the tokens that picked it so far, and the token of its layer at which it
+    was last picked; nu is how many tokens of its layer have passed since. All tokens of a forward are one moment.
 
     Rule: every P falls by the same factor from token to token, so the experts are ordered by
     log mu + last * log(1 / rho) / omega, which no token changes unless it picks the expert, and then it rises. An
-    expert that was admitted as a guess counts as picked by one token at that moment, or every guess would be the first to
-    go. Equal ones: the one that was admitted first.
+    expert that was admitted as a guess counts as picked by one token at that moment, or every guess would be the first
+    to go. Equal ones: the one that was admitted first.
 
     All layers of a forward carry the same tokens, so one count of them serves all: a forward begins with a layer that
     does not come after the one before it.

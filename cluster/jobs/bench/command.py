@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,7 +21,8 @@ from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
 from . import compare_command
-from .compare.kept import Kept, partial_file
+from .compare.kept import Kept
+from .compare.partial import partial_file
 from .harness import Report, print_report
 from .json_option import JsonCommand
 
@@ -33,7 +34,15 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar doe
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
 
+PageReport = TypeVar("PageReport", bound=Report)
+
 bench_app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Discarded(Protocol):
+    """What is kept of an unfinished benchmark."""
+
+    def discard(self) -> None: ...
 
 
 @bench_app.callback()
@@ -178,26 +187,57 @@ def fmoe(
     check: Check = False,
 ) -> None:
     """fMoE against its baselines: hit rate, TTFT, TPOT, bytes; expert maps by distance and capacity."""
-    from .fmoe.job import OWN_KEYS, Workload, bench_fmoe, sweep_files
+    from .fmoe.job import OWN_KEYS, FmoeReport, Workload, bench_fmoe, sweep_files
     from .fmoe.page import write_page
 
     _say_overridden(config, OWN_KEYS)
-    file, folder = _file_or_folder(out)
     work = Workload(prompts, prompt_tokens, max_tokens, trace_tokens=trace_tokens)
-    kept: list[Kept] = []
-    beside = folder if folder is not None else file.parent if file is not None else None
 
-    def measure(progress: Progress) -> Report:
-        report, found = bench_fmoe(model, repeats, work, beside, progress, config)
-        if folder is not None:
-            write_page(report, folder)
-        kept.extend(found)
-        return report
+    def measure(beside: Path | None, progress: Progress) -> tuple[FmoeReport, Sequence[Discarded]]:
+        return bench_fmoe(model, repeats, work, beside, progress, config)
 
-    with _telling_what_is_kept([] if beside is None else sweep_files(beside)):
-        _finish(measure, as_json, check, file)
-    for part in kept:
-        part.discard()
+    _finish_page(measure, write_page, sweep_files, out, as_json, check)
+
+
+@bench_app.command(cls=JsonCommand)
+def moepic(
+    model: Model = None,
+    repeats: Repeats = 5,
+    budgets: compare_command.Budgets = "0.125,0.25,0.5,0.75",
+    ratios: Annotated[
+        str, typer.Option(help="Of each emulated link: loading over computing. The first is that of ablation etc.")
+    ] = "2.5,1",
+    links: Annotated[str, typer.Option(help="Emulated links in 1e9 bytes per second, in place of --ratios.")] = "",
+    prompts: Annotated[int, typer.Option(help="Held-out prompts of a repetition, each met once.")] = 2,
+    warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 6,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
+    max_tokens: compare_command.MaxTokens = 20,
+    tau: Annotated[int, typer.Option(help="Tokens between two cache configurations.")] = 240,
+    trace_tokens: Annotated[int, typer.Option(help="Generated after each prompt of the recorded trace.")] = 64,
+    quality_documents: compare_command.QualityDocuments = 2,
+    config: Config = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """MoEpic against its baselines: TTFT and TPOT by budget and link, ablation, sensitivity, hit rates, memory."""
+    from .moepic.job import OWN_KEYS, bench_moepic
+    from .moepic.page import write_page
+    from .moepic.report import MoepicReport
+    from .moepic.sweeps import sweep_files
+    from .moepic.work import Workload
+
+    _say_overridden(config, OWN_KEYS)
+    work = Workload(
+        compare_command.parts(budgets), compare_command.numbers("ratios", ratios),
+        compare_command.numbers("links", links), prompt_tokens, max_tokens, warm, prompts, tau,
+        trace_tokens=trace_tokens, quality_documents=quality_documents,
+    )  # fmt: skip
+
+    def measure(beside: Path | None, progress: Progress) -> tuple[MoepicReport, Sequence[Discarded]]:
+        return bench_moepic(model, repeats, work, beside, progress, config)
+
+    _finish_page(measure, write_page, sweep_files, out, as_json, check)
 
 
 @bench_app.command(cls=JsonCommand)
@@ -248,6 +288,39 @@ def matcher(repeats: Repeats = 5, out: Out = None, as_json: Json = False, check:
     _finish(lambda progress: bench_matcher(repeats, progress), as_json, check, out)
 
 
+def _finish_page(
+    measure: Callable[[Path | None, Progress], tuple[PageReport, Sequence[Discarded]]],
+    write_page: Callable[[PageReport, Path], None],
+    kept_beside: Callable[[Path], Sequence[Path]],
+    out: Path | None,
+    as_json: bool,
+    check: bool,
+) -> None:
+    """Of a benchmark with a page, that goes on where it was interrupted.
+
+    Args:
+        measure: with the folder where it keeps what is finished; the report, and what is kept until it is written.
+        kept_beside: the results in a folder beside which something is kept.
+    """
+    file, folder = _file_or_folder(out)
+    beside = folder if folder is not None else file.parent if file is not None else None
+    kept: list[Discarded] = []
+
+    def run(progress: Progress) -> Report:
+        report, found = measure(beside, progress)
+        if folder is not None:
+            write_page(report, folder)
+        kept.extend(found)
+        return report
+
+    def discard() -> None:
+        for part in kept:
+            part.discard()
+
+    with _telling_what_is_kept([] if beside is None else kept_beside(beside)):
+        _finish(run, as_json, check, file, discard)
+
+
 def _file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
     """What `--out` names: a file for the object, or a folder for a page, which is refused here if it cannot be had."""
     if out is None or out.suffix == ".json":
@@ -293,8 +366,8 @@ def _finish(
     print_report(report, console)
     if out is not None:
         write_json(out, report.as_dict())
-        if written is not None:
-            written()
+    if written is not None:
+        written()
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:

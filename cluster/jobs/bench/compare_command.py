@@ -55,7 +55,7 @@ def sweep_of(
         return found
 
     return Sweep(
-        base, _parts(policies), _parts(budgets), tuple(_link(part) for part in _parts(links)), read(prompts),
+        base, parts(policies), parts(budgets), tuple(_link(part) for part in parts(links)), read(prompts),
         read(warm), repeats, max_tokens, batch, fresh, quality_documents,
     )  # fmt: skip
 
@@ -73,8 +73,21 @@ def measure(
     return compare(sweep, out, progress)
 
 
-def _parts(text: str) -> tuple[str, ...]:
+def parts(text: str) -> tuple[str, ...]:
+    """What an option names, separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """The numbers of an option, separated by commas.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    try:
+        return tuple(float(part) for part in parts(text))
+    except ValueError:
+        raise ConfigError(f"--{option} has '{text}'", "give numbers separated by commas") from None
 
 
 def _link(text: str) -> float | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .....errors import ConfigError
-from ....report.json_file import write_json
 from ..harness import Measures
+from .partial import Partial
 from .sweep import Group
-
-_FORMAT = 1
 
 
 @dataclass
@@ -54,12 +50,12 @@ class Kept:
     """
 
     def __init__(self, out: Path | None, fingerprint: dict[str, Any]) -> None:
-        self.path = None if out is None else partial_file(out)
-        self._fingerprint = json.loads(json.dumps(fingerprint))  # as it comes back from a file
+        self._partial = Partial(out, fingerprint)
         self.finished: list[Finished] = []
         self.tokens: dict[int, list[int]] = {}
-        if self.path is not None and self.path.exists():
-            self._read(self.path)
+        found = self._partial.read(_parse)
+        if found is not None:
+            self.finished, self.tokens = found
 
     def find(self, group: Group) -> Finished | None:
         """What was measured of a group."""
@@ -72,40 +68,15 @@ class Kept:
             ConfigError: the file cannot be written.
         """
         self.finished.append(finished)
-        if self.path is not None:
-            record = {
-                "format": _FORMAT, "fingerprint": self._fingerprint, "tokens": self.tokens,
-                "groups": [asdict(found) for found in self.finished],
-            }  # fmt: skip
-            write_json(self.path, record)
+        self._partial.write({"tokens": self.tokens, "groups": [asdict(found) for found in self.finished]})
 
     def discard(self) -> None:
         """The result is written: nothing is left to go on with."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _read(self, path: Path) -> None:
-        remedy = f"delete '{path}' to begin again"
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if record["format"] != _FORMAT:
-                raise ValueError(f"format {record['format']}")
-            found = record["fingerprint"]
-            groups = [
-                Finished(Group(**entry["group"]), [Cell(**cell) for cell in entry["cells"]])
-                for entry in record["groups"]
-            ]
-            tokens = {int(index): list(ids) for index, ids in record["tokens"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"'{path}' holds no part of a comparison: {error}", remedy) from error
-        if changed := [name for name in self._fingerprint if found.get(name) != self._fingerprint[name]]:
-            raise ConfigError(
-                f"'{path}' is of a comparison with other {', '.join(changed)}",
-                f"run it with those settings to go on with it, or {remedy}",
-            )
-        self.finished, self.tokens = groups, tokens
+        self._partial.discard()
 
 
-def partial_file(out: Path) -> Path:
-    """Where the unfinished part of a result is kept."""
-    return out.with_name(f"{out.stem}.partial.json")
+def _parse(record: dict[str, Any]) -> tuple[list[Finished], dict[int, list[int]]]:
+    groups = [
+        Finished(Group(**entry["group"]), [Cell(**cell) for cell in entry["cells"]]) for entry in record["groups"]
+    ]
+    return groups, {int(index): list(ids) for index, ids in record["tokens"].items()}

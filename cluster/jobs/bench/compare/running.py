@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rich.progress import Progress
 
 from .....errors import ConfigError, RuntimeFailure
-from ....config import RunConfig, load_policy
+from ....config import RunConfig
 from ..harness import Measures
 from ..serving import serve, start_worker
 from .kept import Cell, Finished, Kept
@@ -65,7 +65,7 @@ def _measure_group(
     sweep: Sweep, group: Group, kept: Kept, advanced: Callable[[], None], start: Start, score: Scorer,
     progress: Progress | None,
 ) -> list[Cell]:  # fmt: skip
-    presets = {policy: load_policy(policy) for policy in sweep.policies}
+    presets = {policy: sweep.preset(policy) for policy in sweep.policies}
     cells: dict[str, Cell] = {}
     with ExitStack() as stack:  # a worker that is not closed keeps the process alive
         workers: dict[str, Any] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .....actors.settings import LinkSettings
+from .....actors.settings import LinkSettings, PolicySettings
 from .....errors import ConfigError
 from ....config import RunConfig, engine_settings, load_policy
 from ....versions import versions
@@ -46,6 +46,7 @@ class Sweep:
         repeats: counted repetitions. max_tokens: generated for each prompt. batch: prompts in flight together.
         fresh: each repetition takes its own share of the prompts, so that a policy which learns meets none twice.
         quality_documents: held-out documents on which policies that are not lossless are scored.
+        files: YAML files of those policies that go by another name than that of a preset or a file.
 
     Raises:
         ConfigError: a list is empty or names something twice, a number is out of range, there are fewer prompts than
@@ -63,6 +64,7 @@ class Sweep:
     batch: int = 1
     fresh: bool = False
     quality_documents: int = 6
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lists: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -95,7 +97,12 @@ class Sweep:
     def config(self, policy: str, group: Group) -> RunConfig:
         """How one cell runs."""
         link = LinkSettings(gbps=group.gbps, latency_us=self.base.link.latency_us if group.gbps is not None else 0.0)
+        policy = self.files.get(policy, policy)
         return self.base.model_copy(update={"policy": policy, "budget": group.budget, "link": link})
+
+    def preset(self, policy: str) -> PolicySettings:
+        """Of one of the policies."""
+        return load_policy(self.files.get(policy, policy))
 
     def round(self, number: int) -> range:
         """Indices of the prompts of a repetition; shares of one sweep have the same size."""
@@ -127,17 +134,25 @@ class Sweep:
         matcher = self.base.matcher.warm
         return {
             **self.settings(),
-            "prompts": _digest(self.prompts),
-            "warm": _digest(self.warm),
-            "presets": {name: load_policy(name).model_dump(mode="json") for name in self.policies},
-            "config": self.base.model_dump(mode="json", exclude={"policy", "budget", "ray", "store"}),
-            "checkpoint": _digest((self.base.model_dir / "config.json").read_text(encoding="utf-8")),
+            "prompts": digest(self.prompts),
+            "warm": digest(self.warm),
+            "presets": {name: self.preset(name).model_dump(mode="json") for name in self.policies},
             "maps": None if matcher is None else hashlib.sha256(Path(matcher).read_bytes()).hexdigest(),
             "quality_documents": self.quality_documents,
-            "hardware": cpu(),
-            "versions": versions(),
+            **surroundings(self.base),
         }
 
 
-def _digest(value: Any) -> str:
+def surroundings(base: RunConfig) -> dict[str, Any]:
+    """What changes figures of any benchmark, by name: settings besides policy and budget, checkpoint, machine."""
+    return {
+        "config": base.model_dump(mode="json", exclude={"policy", "budget", "ray", "store"}),
+        "checkpoint": digest((base.model_dir / "config.json").read_text(encoding="utf-8")),
+        "hardware": cpu(),
+        "versions": versions(),
+    }
+
+
+def digest(value: Any) -> str:
+    """Of plain values."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

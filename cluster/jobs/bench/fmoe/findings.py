@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean, median
-from typing import Any
+from statistics import mean
+
+from ..figures import Row, cells, median_of, paired, per_token
 
 OWN = "fmoe"
 # Section 6.2: the part of each baseline's TPOT that fMoE saves, mean over the paper's models and data sets.
 PAPER_SAVES = {"deepspeed-inference": 0.70, "mixtral-offloading": 0.61, "promoe": 0.55, "moe-infinity": 0.48}
 PAPER_HITS = ("fmoe", "mixtral-offloading", "promoe", "moe-infinity", "deepspeed-inference")  # best first
 _SOURCES = ("expert-map", "next-gate")
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class PerToken:
-    """Of one cell, for each generated token; what its prompts cost is in it.
-
-    loaded_mb: bytes that copies brought. wasted: part of the prefetched bytes that left unused. late: part of the
-    misses whose prefetch was on its way. blocked_ms: the compute waited for copies. rest_ms: what TPOT has besides.
-    """
-
-    hit_rate: float
-    tpot_ms: float
-    loaded_mb: float
-    wasted: float
-    late: float
-    blocked_ms: float
-    rest_ms: float
-
-
-def per_token(row: Row, tokens: int) -> PerToken:
-    """Medians of a cell over its repetitions of `tokens` generated tokens each."""
-    prefetched, misses = _median(row, "bytes_loaded_prefetch"), _median(row, "misses")
-    blocked_ms = 1e3 * _median(row, "blocked_io_s") / tokens
-    return PerToken(
-        row["hit_rate"], row["tpot_ms"], _median(row, "bytes_loaded") / 1e6 / tokens,
-        _median(row, "bytes_wasted") / prefetched if prefetched else 0.0,
-        _median(row, "late_prefetches") / misses if misses else 0.0,
-        blocked_ms, row["tpot_ms"] - blocked_ms,
-    )  # fmt: skip
-
-
-def paired(row: Row, other: Row, measure: str) -> float:
-    """Median over repetitions of row / other, both in the same repetition; not a number where other is zero."""
-    pairs = zip(row["spread"][measure]["values"], other["spread"][measure]["values"], strict=True)
-    ratios = [a / b for a, b in pairs if b]
-    return median(ratios) if ratios else float("nan")
-
-
-def cells(rows: Sequence[Row], setting: str) -> dict[tuple[str, float], dict[str, Row]]:
-    """By budget and link, by policy."""
-    found: dict[tuple[str, float], dict[str, Row]] = {}
-    for row in rows:
-        if row["setting"] == setting:
-            found.setdefault((row["budget"], row["link_gbps"]), {})[row["policy"]] = row
-    return found
 
 
 def against_baselines(rows: Sequence[Row], setting: str, tokens: int) -> Iterator[str]:
@@ -118,14 +72,14 @@ def waited_hits(rows: Sequence[Row], setting: str, tokens: int) -> str | None:
 def of_matcher(rows: Sequence[Row], setting: str, layers: int) -> str | None:
     """Whether the matcher's commands came in time, mean over fmoe's cells; None where no matcher took part."""
     mine = [row for row in rows if (row["setting"], row["policy"]) == (setting, OWN)]
-    found = [row for row in mine if _median(row, "matcher.lag_us_p50")]
+    found = [row for row in mine if median_of(row, "matcher.lag_us_p50")]
     if not found:
         return None
-    lag_ms = mean(_median(row, "matcher.lag_us_p50") for row in found) / 1e3
+    lag_ms = mean(median_of(row, "matcher.lag_us_p50") for row in found) / 1e3
     layer_ms = mean(row["tpot_ms"] for row in found) / layers
-    commands = sum(_median(row, "matcher.commands") for row in found)
-    late = sum(_median(row, "matcher.late") for row in found)
-    queued = {name: sum(_median(row, f"prefetch_sources.{name}.queued") for row in found) for name in _SOURCES}
+    commands = sum(median_of(row, "matcher.commands") for row in found)
+    late = sum(median_of(row, "matcher.late") for row in found)
+    queued = {name: sum(median_of(row, f"prefetch_sources.{name}.queued") for row in found) for name in _SOURCES}
     fallen = queued["next-gate"] / sum(queued.values()) if sum(queued.values()) else 0.0
     return (
         f"The matcher's commands reached fmoe's forward {lag_ms:.1f} ms after the context was published (median), "
@@ -266,7 +220,3 @@ def _moves(points: float) -> str:
 def _strength(r: float) -> str:
     size = "hardly any" if abs(r) < 0.1 else "a weak" if abs(r) < 0.3 else "a moderate" if abs(r) < 0.6 else "a strong"
     return f"{size} {'positive' if r >= 0 else 'negative'} correlation"
-
-
-def _median(row: Row, measure: str) -> float:
-    return float(row["spread"][measure]["median"]) if measure in row["spread"] else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,20 +10,18 @@ from typing import Any
 
 from rich.progress import Progress
 
-from .....actors.requests import SamplingParams
-from .....actors.settings import LinkSettings
 from .....errors import ConfigError
-from ....config import RunConfig, engine_settings
-from ....simulate.trace import Trace
+from ....config import RunConfig
 from ...prepare.predictors import add_predictors
-from ...record.job import record
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.sweep import Sweep
 from ..harness import Report
-from ..serving import prepared_store, run_config
-from .maps import CAPACITIES, DISTANCE, DISTANCES, Recorded, balance, correlations, hit_rates, recalls
-from .split import Split, split_prompts
+from ..page_parts import rounded
+from ..prompt_split import Split, split_prompts
+from ..recorded import Recorded, own_store, read_split, record_split
+from ..serving import run_config
+from .maps import CAPACITIES, DISTANCE, DISTANCES, balance, correlations, hit_rates, recalls
 
 PAPER = ("fmoe", "moe-infinity", "promoe", "mixtral-offloading", "deepspeed-inference")  # by TPOT there, best first
 OFFLINE = ("on-demand", "next-gate", *reversed(PAPER[1:]), "fmoe-t", "fmoe-ts", "fmoe", "fmoe-blend")
@@ -66,7 +63,7 @@ class FmoeReport(Report):
     expert_maps: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return _rounded(super().as_dict() | {"expert_maps": self.expert_maps})
+        return rounded(super().as_dict() | {"expert_maps": self.expert_maps})
 
 
 def bench_fmoe(
@@ -93,13 +90,13 @@ def bench_fmoe(
         raise ConfigError(f"{len(split.measure)} measured prompts do not go into {repeats} parts", "raise --prompts")
     traced = passages if work.trace_prompts is None else passages.first(work.trace_prompts)
     with tempfile.TemporaryDirectory(prefix="tiermoe-fmoe-") as scratch:
-        trace = _record(base, traced, work.trace_tokens, Path(scratch), progress)
-        store = _store_with_predictors(base, trace, len(traced.learn), Path(scratch))
+        distances = min(6, max(DISTANCES))
+        trace = record_split(base, traced, work.trace_tokens, distances, Path(scratch) / "trace", progress)
+        store = own_store(base, Path(scratch))
+        add_predictors(store, trace, DISTANCE, len(traced.learn))  # the stride policy knows only what is learnt
         config = base.model_copy(update={"store": str(store)})
         kept = [_sweep(config, split, repeats, work, folder, progress, online) for online in (False, True)]
-        found = list(Trace(trace).requests())
-        recorded = Recorded(Trace(trace).header, found[: len(traced.learn)], found[len(traced.learn) :])
-        simulated = _simulated(recorded, work, progress)
+        simulated = _simulated(read_split(trace, len(traced.learn)), work, progress)
     (offline, _), (online, _) = kept
     rows = [{"setting": "7:3"} | row for row in offline.rows] + [{"setting": "online"} | row for row in online.rows]
     settings = offline.settings | {
@@ -127,30 +124,6 @@ def sweep_files(folder: Path) -> tuple[Path, Path]:
     return folder / "fmoe-7-3.json", folder / "fmoe-online.json"
 
 
-def _record(base: RunConfig, split: Split, tokens: int, scratch: Path, progress: Progress | None) -> Path:
-    """A trace of all prompts, those to learn from first."""
-    out = scratch / "trace"
-    config = base.model_copy(update={"policy": "on-demand", "budget": "1.0", "link": LinkSettings()})
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    record(config, (*split.learn, *split.measure), out, sampling, min(6, max(DISTANCES)), progress)
-    return out
-
-
-def _store_with_predictors(base: RunConfig, trace: Path, learned: int, scratch: Path) -> Path:
-    """The prepared store as a folder of its own, with predictors of the stride policy that know only `learned`."""
-    source, store = prepared_store(base, engine_settings(base)), scratch / "store"
-    shutil.copytree(source, store, copy_function=_link_or_copy)
-    add_predictors(store, trace, DISTANCE, learned)
-    return store
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy2(source, target)
-
-
 def _simulated(recorded: Recorded, work: Workload, progress: Progress | None) -> dict[str, Any]:
     steps = len(DISTANCES) * 7 + len(work.capacities)
     task = progress.add_task("expert maps on the trace", total=steps) if progress is not None else None
@@ -172,13 +145,3 @@ def _simulated(recorded: Recorded, work: Workload, progress: Progress | None) ->
         "correlations": [asdict(found) for learns in (True, False) for found in correlations(recorded, learns=learns)],
         "balance": balance(recorded),
     }  # fmt: skip
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits: a page's data need no more, and it keeps the file small."""
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-

@@ -29,20 +29,12 @@ from ....simulate.recall import Recall, recall
 from ....simulate.replay import serve
 from ....simulate.trace import Iteration, Request
 from ....simulate.trace_format import TraceHeader
+from ..recorded import Recorded
 
 DISTANCES = (1, 2, 3, 4, 5, 6)
 CAPACITIES = (16, 64, 256, 1024, 4096)
 DISTANCE, CAPACITY = 3, 1000  # the preset's and the matcher's own
 Stepped = Callable[[], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """A trace in memory: what is learnt from and what is measured."""
-
-    header: TraceHeader
-    learn: Sequence[Request]
-    measure: Sequence[Request]
 
 
 @dataclass(frozen=True)

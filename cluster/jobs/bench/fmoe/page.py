@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .....errors import ConfigError
+from ..figures import Row, cells, paired
+from ..page_parts import paragraphs, table, write_record
+from ..plots import plot_runs
 from .findings import (
-    Row,
     ablation,
     against_baselines,
     best_policies,
     by_distance_and_capacity,
-    cells,
     hit_rate_order,
     of_balance,
     of_correlation,
     of_matcher,
     of_recall,
     of_resting,
-    paired,
     waited_hits,
 )
 from .job import FmoeReport
-from .plots import plot_maps, plot_runs
-
-_CONSTANT = ("experts", "slots", "expert_budget_bytes", "expert_bytes_peak")  # of a cell
+from .plots import colour, plot_maps
 
 
 def write_page(report: FmoeReport, folder: Path) -> None:
@@ -37,13 +33,9 @@ def write_page(report: FmoeReport, folder: Path) -> None:
         ConfigError: the folder cannot be written, or matplotlib is missing.
     """
     record = report.as_dict()
-    try:
-        (folder / "fmoe.json").write_text(json.dumps(_small(record)) + "\n", encoding="utf-8")
-        (folder / "fmoe.md").write_text(page(record), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error
-    plot_runs(folder / "fmoe-tpot.png", record["rows"], "tpot_s", "TPOT (s)")
-    plot_runs(folder / "fmoe-hits.png", record["rows"], "hit_rate", "expert hit rate")
+    write_record(folder, "fmoe", record, page(record))
+    plot_runs(folder / "fmoe-tpot.png", record["rows"], "7:3", "tpot_s", "TPOT (s)", colour)
+    plot_runs(folder / "fmoe-hits.png", record["rows"], "7:3", "hit_rate", "expert hit rate", colour)
     plot_maps(folder / "fmoe-maps.png", record["expert_maps"])
 
 
@@ -103,7 +95,7 @@ def _sweep(rows: list[dict[str, Any]], setting: str, tokens: int, layers: int) -
         "",
         hit_rate_order(rows, setting),
         "",
-        *_paragraphs(waited_hits(rows, setting, tokens), of_matcher(rows, setting, layers), of_resting(rows, setting)),
+        *paragraphs(waited_hits(rows, setting, tokens), of_matcher(rows, setting, layers), of_resting(rows, setting)),
     ]
 
 
@@ -125,7 +117,7 @@ def _on_a_trace(settings: dict[str, Any], maps: dict[str, Any]) -> list[str]:
         f"(at distance 3), budget {maps['hit_rates'][0]['budget']}, {maps['hit_rates'][0]['link_gbps']:g} GB/s. A "
         "map's distance counts from the layer that runs when the answer comes, so distance d is d + 1 above.",
         "",
-        *_table(
+        *table(
             ("varied", "distance", "capacity", "maps held", "hit rate", "TPOT (ms)", "wasted (MB)"),
             ((f["varied"], f["distance"], f["capacity"], f["maps"], f"{f['hit_rate']:.1%}", f"{f['tpot_ms']:.2f}",
               f"{f['bytes_wasted'] / 1e6:.0f}") for f in maps["hit_rates"]),
@@ -137,7 +129,7 @@ def _on_a_trace(settings: dict[str, Any], maps: dict[str, Any]) -> list[str]:
         "",
         "## Similarity against hit rate",
         "",
-        *_table(
+        *table(
             ("search", "store", "layers seen", "Pearson's r", "mean similarity", "mean hit rate", "matches"),
             ((c["search"], "learns" if c["learns"] else "stays", "-" if c["search"] == "semantic" else
               "all" if c["layer"] is None else c["layer"] + 1,
@@ -158,20 +150,6 @@ def _command(settings: dict[str, Any]) -> str:
     )
 
 
-def _small(record: dict[str, Any]) -> dict[str, Any]:
-    """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
-    rows = [
-        {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
-        | {"values": {name: spread["values"] for name, spread in row["spread"].items() if name not in _CONSTANT}}
-        for row in record["rows"]
-    ]
-    return record | {"rows": rows}
-
-
-def _paragraphs(*texts: str | None) -> list[str]:
-    return [line for text in texts if text is not None for line in (text, "")]
-
-
 def _runs(rows: Sequence[Row], setting: str) -> list[str]:
     head = ("budget", "GB/s", "policy", "hit rate", "TTFT (ms)", "TPOT (ms)", "over fmoe", "blocked I/O (s)",
             "loaded (MB)", "wasted (MB)")  # fmt: skip
@@ -185,7 +163,7 @@ def _runs(rows: Sequence[Row], setting: str) -> list[str]:
                 f"{row['tpot_ms']:.2f} ({1e3 * tpot['minimum']:.2f} to {1e3 * tpot['maximum']:.2f})", over,
                 f"{row['blocked_io_s']:.3f}", f"{row['mb_loaded']:.0f}", f"{row['mb_wasted']:.0f}",
             ))  # fmt: skip
-    return _table(head, body)
+    return table(head, body)
 
 
 def _ablation(rows: Sequence[Row]) -> list[str]:
@@ -195,21 +173,15 @@ def _ablation(rows: Sequence[Row]) -> list[str]:
         found = [f"{of[name]['hit_rate']:.1%}, {of[name]['tpot_ms']:.2f} ms" for name in names if name in of]
         if len(found) == len(names):
             body.append((budget, f"{gbps:g}", *found))
-    return _table(("budget", "GB/s", "T", "T+S", "T+S+delta"), body)
+    return table(("budget", "GB/s", "T", "T+S", "T+S+delta"), body)
 
 
 def _recall(found: Sequence[Row]) -> list[str]:
     distances = sorted({row["distance"] for row in found})
     by = {(row["source"], row["distance"]): f"{row['recall']:.3f}" for row in found}
     sources = dict.fromkeys(row["source"] for row in found)
-    return _table(("source", *distances), ((s, *(by.get((s, d), "-") for d in distances)) for s in sources))
+    return table(("source", *distances), ((s, *(by.get((s, d), "-") for d in distances)) for s in sources))
 
 
 def _most(figures: Sequence[Row]) -> int:
     return max(int(row["capacity"]) for row in figures)
-
-
-def _table(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [head, *body]
-    shown = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return [shown[0], "|" + "---|" * len(head), *shown[1:]]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from .....errors import CheckpointError
-from ...evaluate.text import HeldOut, Passage, load_heldout
+from ....errors import CheckpointError
+from ..evaluate.text import HeldOut, Passage, load_heldout
 
 Prompt = tuple[int, ...]
 _MEASURED = frozenset({2, 5, 8})  # of ten documents, spread so that all kinds of text are on both sides
@@ -28,11 +28,18 @@ class Split:
             CheckpointError: there are not as many.
         """
         learn = round(LEARNED_SHARE * prompts)
-        measure = prompts - learn
+        return self.take(learn, prompts - learn)
+
+    def take(self, learn: int, measure: int) -> Split:
+        """The first so many of each side.
+
+        Raises:
+            CheckpointError: there are not as many.
+        """
         if len(self.learn) < learn or len(self.measure) < measure:
             there = f"{len(self.learn)} and {len(self.measure)}"
             what = f"the held-out text gives {there} prompts, not {learn} and {measure}"
-            raise CheckpointError(what, "lower --prompts, or use the default model")
+            raise CheckpointError(what, "ask for fewer prompts, or use the default model")
         return Split(self.learn[:learn], self.measure[:measure])
 
 

@@ -1,0 +1,41 @@
+"""What the baselines predict from, in the prepared store: trained gates, and the layers' sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from .....actors.gate_file import GATES_NAME
+from .....actors.sensitivity_file import SENSITIVITY_NAME
+from .....actors.settings import PolicySettings
+from ....config import RunConfig, engine_settings
+from ...prepare.gates import add_gates
+from ...prepare.sensitivity import add_sensitivity
+from ..serving import prepared_store
+
+CALIBRATION = "calibration"  # folder of a checkpoint with text that is neither trained nor measured on
+_Add = Callable[[Path, Path, Path, Console], Path]
+
+
+def ensure_predictors(base: RunConfig, presets: Iterable[PolicySettings], progress: Progress | None) -> None:
+    """Add to the prepared store what these presets need; what it has already is not made again.
+
+    Raises:
+        ConfigError: something is needed, and the checkpoint ships no calibration text.
+    """
+    store, wanted = prepared_store(base, engine_settings(base)), list(presets)
+    needed: list[tuple[str, _Add, bool]] = [
+        (GATES_NAME, add_gates, any(preset.prefetch.kind == "pre-gated" for preset in wanted)),
+        (SENSITIVITY_NAME, add_sensitivity, any(preset.routing.kind == "adaptive" for preset in wanted)),
+    ]
+    missing = [add for name, add, is_needed in needed if is_needed and not (store / name).exists()]
+    task = None
+    if progress is not None and missing:
+        task = progress.add_task("gates and sensitivity of the baselines", total=len(missing))
+    for add in missing:
+        add(store, base.model_dir, base.model_dir / CALIBRATION, Console(quiet=True))
+        if progress is not None and task is not None:
+            progress.advance(task)

@@ -1,0 +1,42 @@
+"""Presets with other values, as YAML files: a configuration file of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .....actors.settings import PolicySettings
+from ....config import load_policy
+from ....yaml_file import explain
+
+
+def write_variant(folder: Path, name: str, preset: str, changes: Mapping[str, Any]) -> str:
+    """A preset with other values in a file of this folder; the file's path, for `Sweep.files`.
+
+    Args:
+        name: of the variant. changes: nested as in the preset.
+
+    Raises:
+        ConfigError: the changed preset is refused.
+    """
+    values = _merged(load_policy(preset).model_dump(mode="json"), {**changes, "name": name})
+    try:
+        PolicySettings(**values)
+    except ValidationError as error:
+        raise explain(error, PolicySettings, f"{name} of preset {preset}") from error
+    path = folder / f"{name.replace(' ', '-')}.yaml"
+    path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+    return str(path)
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` over `base`, sections joined key by key."""
+    out = dict(base)
+    for key, value in top.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return out

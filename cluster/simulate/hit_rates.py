@@ -1,0 +1,147 @@
+"""Hit rates of eviction policies at per-layer cache sizes, from recorded routing: eviction alone, without prefetch.
+
+The form of MoEpic's Table 1, with Belady's optimum beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...actors.policies.eviction import LAYER_EVICTION, EvictionPolicy
+from .trace import Request
+from .trace_format import TraceHeader
+
+Ids = NDArray[np.integer]
+Make = Callable[[Ids], EvictionPolicy]  # ids [n, K] of one layer, all of them -> a policy for it
+POLICIES = ("random", "lfu", "lru", "lcp", "belady")
+
+
+class Belady(EvictionPolicy):
+    """Evicts the expert that is needed again last of all: no policy that loads on demand has more hits (Belady, 1966).
+
+    State: of each expert the steps that will need it, latest first, and which are held. `routed` O(K), `victims`
+    O(C log C).
+
+    Args:
+        ids: the routing of one layer that is going to be played [n, K].
+    """
+
+    def __init__(self, ids: Ids) -> None:
+        self._end = len(ids)
+        self._later: dict[int, list[int]] = {}
+        for step in range(len(ids) - 1, -1, -1):
+            for key in ids[step].tolist():
+                self._later.setdefault(key, []).append(step)
+        self._held: set[int] = set()
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        for key in keys:
+            self._later[key].pop()
+
+    def admitted(self, key: int) -> None:
+        self._held.add(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        return None
+
+    def removed(self, key: int) -> None:
+        self._held.remove(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        going = sorted((key for key in self._held if evictable(key)), key=lambda key: (-self._next(key), key))
+        return going[: max(0, count)]
+
+    def _next(self, key: int) -> int:
+        later = self._later.get(key)
+        return later[-1] if later else self._end
+
+
+@dataclass(frozen=True, eq=False)
+class HitRates:
+    """Of one policy at one cache size.
+
+    per_layer: share of the counted needs that were held when the routing became known [L]. overall: over all layers.
+    """
+
+    policy: str
+    size: int
+    overall: float
+    per_layer: tuple[float, ...]
+
+
+def policies(names: Sequence[str] = POLICIES) -> dict[str, Make]:
+    """Makers of the engine's own policies, and of `belady`.
+
+    Raises:
+        KeyError: there is no such policy for a cache of one layer.
+    """
+    made: dict[str, Make] = {}
+    for name in names:
+        made[name] = Belady if name == "belady" else _maker(LAYER_EVICTION[name])
+    return made
+
+
+def token_ids(header: TraceHeader, requests: Iterable[Request]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Every token of a trace on its own, in recorded order: ids [L, n, K], and which are of a decode [n]."""
+    parts = [(step.ids, step.decode) for request in requests for step in request.iterations]
+    rows = [ids.transpose(1, 0, 2) for ids, _ in parts]
+    empty = np.empty((header.layers, 0, header.top_k), np.int64)
+    decode = [np.full(len(ids), decode) for ids, decode in parts]
+    return np.concatenate([empty, *rows], axis=1).astype(np.int64), np.concatenate([np.empty(0, bool), *decode])
+
+
+def hit_rates(
+    ids: Ids,
+    sizes: Sequence[int],
+    makers: Mapping[str, Make],
+    counted: NDArray[np.bool_] | None = None,
+    advanced: Callable[[], None] | None = None,
+) -> list[HitRates]:
+    """Play each layer's tokens one by one through a cache of its own, for each policy and size.
+
+    What is missing is loaded on demand. A cache smaller than a token's experts loads them one after the other.
+
+    Args:
+        ids: experts that each token picks, of each layer [L, n, K]. sizes: slots of each layer.
+        counted: tokens whose needs count [n]; None: all. advanced: called after each policy and size.
+    """
+    mask = np.ones(ids.shape[1], bool) if counted is None else counted
+    needs = int(mask.sum()) * ids.shape[2]
+    table = []
+    for name, make in makers.items():
+        for size in sizes:
+            hits = [_hits(layer, size, make(layer), mask) for layer in ids]
+            rates = tuple(h / needs if needs else 0.0 for h in hits)
+            table.append(HitRates(name, size, sum(rates) / len(rates) if rates else 0.0, rates))
+            if advanced is not None:
+                advanced()
+    return table
+
+
+def _maker(make: Callable[[], EvictionPolicy]) -> Make:
+    return lambda ids: make()
+
+
+def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_]) -> int:
+    held: set[int] = set()
+    hits, ones = 0, [1] * ids.shape[1]
+    for keys, counts in zip(ids.tolist(), counted.tolist(), strict=True):
+        missing = [key for key in keys if key not in held]
+        hits += (len(keys) - len(missing)) if counts else 0
+        policy.routed(keys, ones, 1)
+        for place, key in enumerate(missing):
+            if len(held) == size:
+                needed = set(keys)
+                victims = policy.victims(1, lambda k, needed=needed: k not in needed)
+                done = missing[:place] + [k for k in keys if k in held]
+                victim = victims[0] if victims else next(k for k in done if k in held)
+                policy.removed(victim)
+                held.remove(victim)
+            policy.admitted(key)
+            held.add(key)
+        policy.used([key for key in keys if key in held])
+    return hits
