@@ -9,11 +9,11 @@ import torch
 
 from ...errors import BudgetError, ConfigError
 from ..budget import budget_bytes
-from ..policies.eviction import EVICTION, LAYER_EVICTION, EvictionPolicy, ImportanceEviction, SplitEviction
+from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
 from ..policies.split.cut import CacheCut, buffer_for
-from ..settings import EngineSettings, PolicySettings, SplitSettings
+from ..settings import EngineSettings, SplitSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
@@ -68,27 +68,16 @@ def make_cache(
         weights,
         device,
         Residency(keys, slots, slot_bytes),
-        make_eviction(policy, layers, shape.num_experts, split=cut is not None),
+        make_eviction(
+            policy.eviction, layers, shape.num_experts, cut is not None, alpha=policy.pre_evict.alpha,
+            gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+        ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
         cut=cut,
         writeback=policy.evict_writeback,
     )
-
-
-def make_eviction(policy: PolicySettings, layers: int, experts: int, split: bool = False) -> EvictionPolicy:
-    """What `policy.eviction` names, for a model of so many MoE layers and experts in each.
-
-    Args:
-        split: the cache is cut, so that the tops of each layer have an order of their own.
-    """
-    if split:
-        return SplitEviction(LAYER_EVICTION[policy.eviction], layers, experts)
-    if policy.eviction == "importance":
-        options = policy.pre_evict
-        return ImportanceEviction(layers, experts, options.alpha, options.gamma, options.window)
-    return EVICTION[policy.eviction]()
 
 
 def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from serving import policy
 
-from tiermoe.actors.engine.allocate import make_eviction
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
@@ -42,6 +41,7 @@ from tiermoe.actors.store_format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.of_policy import engine_of, eviction_of
 from tiermoe.cluster.simulate.replay import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
@@ -215,12 +215,8 @@ class TestWriteback:
 
 def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStats, float]:
     chosen, header = load_policy(preset), trace.header
-    engine = SimulatedEngine(
-        header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3), budget,
-        make_eviction(chosen, header.layers, header.experts), check=True,
-        pre_evict=PreEviction(header.top_k, chosen.pre_evict.tau, chosen.pre_evict.r_max),
-        rerouting=BudgetAwareTopK() if chosen.reroutes else None,
-    )  # fmt: skip
+    step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
+    engine = engine_of(chosen, header, step, budget, eviction_of(chosen, header), None)
     return engine.stats, serve(engine, trace.requests()).tpot_s
 
 
