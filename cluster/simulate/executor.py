@@ -162,6 +162,8 @@ class SimulatedEngine:
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
         self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
+        self.stats.prefetch_sources = {}
+        self.stats.substitutions = self.stats.dropped = 0
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
