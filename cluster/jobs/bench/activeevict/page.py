@@ -55,8 +55,8 @@ def page(record: dict[str, Any]) -> str:
         *paragraphs(
             f"Written by `tiermoe bench activeevict` on {record['hardware']['model']}, at a load average of "
             f"{settings['load_average']:.1f} when it began. *{record['executor'].capitalize()}*: the engine's cache "
-            f"and policies on a virtual clock, on the routing of {settings['model']} recorded with held-out prompts; what "
-            "computing takes was measured while recording. All data: [activeevict.json](activeevict.json).",
+            f"and policies on a virtual clock, on the routing of {settings['model']} recorded with held-out prompts; "
+            "what computing takes was measured while recording. All data: [activeevict.json](activeevict.json).",
             f"Prompt tokens: {contexts}; {settings['max_tokens']} generated after each; {settings['learn']} prompts "
             f"served first and not counted, then {settings['measure']}. A link's ratio: loading the experts of a token "
             "and layer over computing it.",
