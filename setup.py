@@ -8,6 +8,8 @@ setup(
             "tiermoe.kernels._cpu",
             sources=[
                 "kernels/cpu/expert_ffn.cpp",
+                "kernels/cpu/link.cpp",
+                "kernels/cpu/link_module.cpp",
                 "kernels/cpu/measure_module.cpp",
                 "kernels/cpu/module.cpp",
                 "kernels/cpu/neuron_avx2.cpp",
@@ -20,6 +22,7 @@ setup(
             depends=[
                 "kernels/cpu/bindings.hpp",
                 "kernels/cpu/expert_ffn.hpp",
+                "kernels/cpu/link.hpp",
                 "kernels/cpu/neuron_body.hpp",
                 "kernels/cpu/neuron_ffn.hpp",
                 "kernels/cpu/threads.hpp",

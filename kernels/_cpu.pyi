@@ -11,6 +11,14 @@ RowGroup = tuple[int, int, int]  # expert, start, stop
 class Pool:
     """A pool of threads: an opaque capsule, which ends them when it goes."""
 
+class Link:
+    """A throttled link and its thread: an opaque capsule, which ends it when it goes."""
+
+class Copy:
+    """One copy: an opaque capsule."""
+
+Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
+
 def expert_ffn(
     hidden: int,
     gate_up: int,
@@ -82,3 +90,18 @@ def dot_rows(
     function: int, n: int, rows: int, matrix: int, row_bytes: int, y: int, out: int, /
 ) -> None:
     """out[i] = function(row i of matrix, y), with ggml's `ggml_vec_dot_t`; for the benchmark alone."""
+
+def link(bytes_per_s: float, latency_s: float, /) -> Link:
+    """A rate of 0 is as fast as memory. Raises ValueError: a negative number; OSError: no thread can be started."""
+
+def link_submit(link: Link, copies: list[tuple[Piece, ...]], prefetch: bool, /) -> list[Copy] | None:
+    """Queue copies, demand before prefetch; None: the link is closed. The caller keeps the buffers alive."""
+
+def link_promote(link: Link, copy: Copy, /) -> None: ...
+def link_cancel(link: Link, copy: Copy, /) -> bool: ...
+def link_wait(link: Link, copy: Copy, /) -> None: ...
+def link_pending(link: Link, /) -> int: ...
+def link_close(link: Link, /) -> None: ...
+def copy_ended(copy: Copy, /) -> bool: ...
+def copy_times(copy: Copy, /) -> tuple[float, float, float] | None:
+    """start_s, end_s and link_s of a copy that is done; None: it was cancelled."""

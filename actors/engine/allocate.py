@@ -17,6 +17,7 @@ from ..settings import EngineSettings, SplitSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
+from .link_queue import copy_queue
 from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
@@ -63,8 +64,9 @@ def make_cache(
         experts=keys,
         executor=device.executor,
     )
+    pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
     return ExpertCache(
-        SlotPool.allocate(shape, slots, dtype, device.torch_device),
+        pool,
         weights,
         device,
         Residency(keys, slots, slot_bytes),
@@ -75,6 +77,7 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
+        copy_queue(device, pool, weights),
         cut=cut,
         writeback=policy.evict_writeback,
     )

@@ -455,7 +455,7 @@ class ExpertCache:
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key
-        if job.writeback and not job.started and self._unwritten is not None:
+        if job.writeback and job.cancelled and self._unwritten is not None:
             self._unwritten.add(job.reservation.slot)
         del self._jobs[key]
         self._unused_prefetches.pop(key, None)

@@ -72,7 +72,7 @@ class CpuDevice:
     executor: Literal["real", "emulated"] = "emulated"
 
     def __init__(self, link: LinkSettings) -> None:
-        self.torch_device = torch.device("cpu")
+        self.torch_device, self.link = torch.device("cpu"), link
         self._latency_s = link.latency_us * 1e-6
         self._bytes_per_s = link.gbps * 1e9 if link.gbps is not None else None
         self._link_free_s = 0.0

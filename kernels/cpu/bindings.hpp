@@ -29,5 +29,6 @@ inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
 // Each ends with a null entry.
 extern PyMethodDef neuron_methods[];   // neuron_module.cpp
 extern PyMethodDef measure_methods[];  // measure_module.cpp
+extern PyMethodDef link_methods[];     // link_module.cpp
 
 }  // namespace tiermoe::bindings

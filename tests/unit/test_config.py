@@ -118,7 +118,7 @@ def test_a_bad_option_is_named_as_the_option() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no policy 'magic'; choose one of all-resident, .*next-gate, on-demand"):
+    with pytest.raises(ConfigError, match=r"no policy 'magic'; choose one of activeevict, .*next-gate, on-demand"):
         load_policy("magic")
     with pytest.raises(ConfigError, match=r"no configuration file 'moon'.*laptop, .*one-gpu"):
         load_run_config("moon")

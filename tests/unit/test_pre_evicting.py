@@ -16,6 +16,8 @@ from serving import policy
 
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.link_queue import LinkQueue
+from tiermoe.actors.engine.loader import CopyQueue
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.reroute_view import reroute_view
@@ -57,7 +59,9 @@ Make = Callable[..., ExpertCache]
 def make() -> Iterator[Make]:
     made: list[ExpertCache] = []
 
-    def cache(slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False) -> ExpertCache:
+    def cache(
+        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, loader: CopyQueue | None = None
+    ) -> ExpertCache:
         weights = [
             LayerWeights(tuple(torch.full(shape, float(layer + 1)) for shape in SHAPE.stacked().values()))
             for layer in range(LAYERS)
@@ -65,7 +69,8 @@ def make() -> Iterator[Make]:
         found = ExpertCache(
             SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), weights, CpuDevice(LinkSettings()),
             Residency(LAYERS * EXPERTS, slots, BYTES), eviction or Lru(), PrefetchGovernor(0.0),
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), writeback=writeback,
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), loader,
+            writeback=writeback,
         )  # fmt: skip
         made.append(found)
         return found
@@ -187,8 +192,9 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
 
 
 class TestWriteback:
-    def test_each_reuse_of_a_slot_is_counted_once(self, make: Make) -> None:
-        cache = make(2, writeback=True)
+    @pytest.mark.parametrize("native", [False, True])
+    def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
+        cache = make(2, writeback=True, loader=LinkQueue(LinkSettings(gbps=1.0)) if native else None)
         forward(cache, 0, 0, 1)
         assert cache.stats.total().bytes_written_back == 0  # nobody was in the slots
         forward(cache, 1, 0, 1)
@@ -200,6 +206,9 @@ class TestWriteback:
         assert cache.stats.layers[0].bytes_written_back == BYTES
         slot = cache.pool.slot(cache.residency.slot(3))
         assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
+        if native:
+            total = cache.stats.total()
+            assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
 
     def test_the_link_is_busy_both_ways(self) -> None:
         """A replay's copies take twice the time once slots are used again."""

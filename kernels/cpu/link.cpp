@@ -1,0 +1,161 @@
+#include "link.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+
+#if defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+namespace tiermoe {
+namespace {
+
+constexpr double kNap = 15e-6, kLook = 4e-3;  // seconds: between looks for work, and of looking
+
+double now_s() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
+}
+
+void sleep_until(double end_s) {
+    for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s()) {
+        timespec span;
+        span.tv_sec = static_cast<time_t>(left_s);
+        span.tv_nsec = static_cast<long>(1e9 * (left_s - static_cast<double>(span.tv_sec)));
+        nanosleep(&span, nullptr);
+    }
+}
+
+// bfloat16 is the upper half of a float.
+void widen(const std::uint16_t* from, std::uint32_t* to, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<std::uint32_t>(from[i]) << 16;
+}
+
+}  // namespace
+
+Link::Link(double bytes_per_s, double latency_s) : bytes_per_s_(bytes_per_s), latency_s_(latency_s) {
+    thread_ = std::thread([this] { run(); });
+}
+
+Link::~Link() { close(); }
+
+bool Link::submit(const std::vector<std::shared_ptr<Copy>>& copies) {
+    const double asked_s = now_s();
+    bool wake;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (closed_) {
+            for (const auto& copy : copies) copy->state = Copy::cancelled;
+            return false;
+        }
+        for (const auto& copy : copies) {
+            copy->asked_s = asked_s;
+            (copy->prefetch ? prefetch_ : demand_).push_back(copy);
+        }
+        wake = idle_;  // a busy thread looks at the queues by itself: waking it costs the forward a system call
+    }
+    if (wake) wake_.notify_one();
+    return true;
+}
+
+void Link::promote(const std::shared_ptr<Copy>& copy) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find(prefetch_.begin(), prefetch_.end(), copy);
+    if (found == prefetch_.end()) return;
+    prefetch_.erase(found);
+    demand_.push_back(copy);
+}
+
+bool Link::cancel(const std::shared_ptr<Copy>& copy) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (copy->state != Copy::queued) return copy->state == Copy::cancelled;
+    for (auto* queue : {&demand_, &prefetch_})
+        queue->erase(std::remove(queue->begin(), queue->end(), copy), queue->end());
+    copy->state = Copy::cancelled;
+    ended_.notify_all();
+    return true;
+}
+
+void Link::wait(const Copy& copy) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++waiting_;
+    ended_.wait(lock, [&] { return copy.state >= Copy::done; });
+    --waiting_;
+}
+
+std::int64_t Link::pending() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<std::int64_t>(demand_.size() + prefetch_.size()) + busy_;
+}
+
+void Link::close() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        closed_ = true;
+        for (auto* queue : {&demand_, &prefetch_}) {
+            for (const auto& copy : *queue) copy->state = Copy::cancelled;
+            queue->clear();
+        }
+    }
+    wake_.notify_all();
+    ended_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+void Link::run() {
+#if defined(__linux__)
+    prctl(PR_SET_TIMERSLACK, 1);  // nanoseconds; the default of 50 us would be added to every copy
+#endif
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        await_work(lock);
+        if (closed_) return;
+        auto& queue = demand_.empty() ? prefetch_ : demand_;
+        const std::shared_ptr<Copy> next = queue.front();
+        queue.pop_front();
+        next->state = Copy::started;
+        busy_ = true;
+        lock.unlock();
+        copy(*next);
+        lock.lock();
+        busy_ = false;
+        next->state = Copy::done;
+        if (waiting_) ended_.notify_all();
+    }
+}
+
+// To wake a sleeping thread costs the forward a system call, tens of microseconds on a virtual machine. So for some time
+// after the last copy this thread looks by itself, and sleeps for good only where nothing has come since.
+void Link::await_work(std::unique_lock<std::mutex>& lock) {
+    const auto anything = [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); };
+    for (const double end_s = now_s() + kLook; !anything() && now_s() < end_s;) {
+        lock.unlock();
+        sleep_until(now_s() + kNap);
+        lock.lock();
+    }
+    idle_ = true;
+    wake_.wait(lock, anything);
+    idle_ = false;
+}
+
+// Copies follow each other without a gap where one was asked for before the link was free, however late this thread
+// woke: lateness of the machine is not added up.
+void Link::copy(Copy& copy) {
+    copy.start_s = std::max(copy.asked_s, free_s_);
+    copy.link_s = latency_s_;
+    for (const Piece& piece : copy.pieces) {
+        if (piece.kind == Piece::Kind::bytes)
+            std::memcpy(piece.target, piece.source, static_cast<std::size_t>(piece.count));
+        else
+            widen(static_cast<const std::uint16_t*>(piece.source), static_cast<std::uint32_t*>(piece.target),
+                  piece.count);
+        if (bytes_per_s_ > 0) copy.link_s += static_cast<double>(piece.bytes_written()) / bytes_per_s_;
+    }
+    copy.end_s = std::max(copy.start_s + copy.link_s, now_s());
+    free_s_ = copy.end_s;
+    sleep_until(copy.end_s);
+}
+
+}  // namespace tiermoe
