@@ -16,7 +16,7 @@ PrefetchKind = Literal[
     "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "blend", "activation-matrix", "stride",
     "layerwise", "popularity",
 ]
-EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random"]
+EvictionKind = Literal["lru", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "lcp", "random", "importance"]
 
 
 class Settings(BaseModel):
@@ -75,6 +75,20 @@ class PrefetchSettings(Settings):
         return self.kind in ("expert-map", "blend")
 
 
+class PreEvictSettings(Settings):
+    """Slots that are freed before the next layer's router runs (ActiveEvict). Who gives one up is `eviction`'s affair.
+
+    release-target: as many as `policies.pre_evict.PreEviction` says. alpha, gamma, window: of eviction importance.
+    """
+
+    kind: Literal["off", "release-target"] = "off"
+    tau: float = Field(default=0.02, ge=0, le=1, description="gap between two probabilities that makes them uncertain")
+    r_max: int = Field(default=2, ge=0, le=64, description="slots freed for uncertainty at most")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of recent use against the predicted probability")
+    gamma: float = Field(default=0.97, gt=0, le=1, description="what a use counts after one further token")
+    window: int = Field(default=128, ge=1, le=1 << 16, description="tokens of a layer after which a use is forgotten")
+
+
 class PlacementSettings(Settings):
     """Which experts belong to the GPUs and which to the NDP workers.
 
@@ -122,9 +136,11 @@ class RoutingSettings(Settings):
     """How many of the experts that the router picks a token uses.
 
     exact: all. adaptive: without the least important ones, as far as the layer's sensitivity allows (AdapMoE).
+    budget-aware: as many as are here or fit into free slots (ActiveEvict).
     """
 
-    kind: Literal["exact", "adaptive"] = "exact"
+    kind: Literal["exact", "adaptive", "budget-aware"] = "exact"
+    narrowest: int = Field(default=1, ge=1, description="of budget-aware: experts that every token keeps")
     threshold: float | None = Field(
         default=None, ge=0, description="of adaptive: nats that a layer may cost a token, by its sensitivity"
     )
@@ -241,6 +257,10 @@ class PolicySettings(Settings):
     on_miss: Literal["load", "substitute", "random", "drop"] = "load"
     substitution: SubstitutionSettings = SubstitutionSettings()
     preload: Literal["none", "all"] = "none"
+    pre_evict: PreEvictSettings = PreEvictSettings()
+    evict_writeback: bool = Field(
+        default=False, description="copy an evicted expert back to the host before its slot is used again"
+    )
     placement: PlacementSettings = PlacementSettings()
     precision: PrecisionSettings = PrecisionSettings()
     split: SplitSettings = SplitSettings()
@@ -262,6 +282,12 @@ class PolicySettings(Settings):
             raise ValueError(f"on_miss {self.on_miss} does not use substitution's {', '.join(sorted(unused))}")
         if self.on_miss != "load" and self.routing.kind != "exact":
             raise ValueError(f"on_miss {self.on_miss} is for exact routing")
+        if self.pre_evict.kind == "off" and self.eviction == "importance":
+            raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
+        if self.pre_evict.kind != "off" and (self.uses_ndp or self.preload != "none"):
+            raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
+        if self.routing.kind == "budget-aware" and self.pre_evict.kind == "off":
+            raise ValueError("routing budget-aware goes by the slots that pre_evict frees: set pre_evict.kind")
         if self.reroutes:
             if self.lossless:
                 raise ValueError("a policy that changes the routing is not lossless")
@@ -278,6 +304,8 @@ class PolicySettings(Settings):
             raise ValueError(f"placement {self.placement.kind} moves whole experts: leave split out")
         if self.preload != "none":
             raise ValueError("split experts are never resident as a whole for good: leave preload out")
+        if self.pre_evict.kind != "off" or self.evict_writeback:
+            raise ValueError("pre_evict and evict_writeback go by whole experts: leave split out")
         if self.eviction.startswith("expert-map"):
             raise ValueError(f"eviction {self.eviction} weighs the experts of all layers, split those of each apart")
 
@@ -405,8 +433,14 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde or split experts.
+        ConfigError: several shards, and placement monde, split experts or pre-eviction.
     """
+    if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
+            f"{settings.shards.count} GPUs",
+            "use one shard, or a policy without pre_evict, such as next-gate",
+        )
     if settings.shards.count > 1 and settings.policy.split.kind != "off":
         raise ConfigError(
             f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",

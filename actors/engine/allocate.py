@@ -9,7 +9,7 @@ import torch
 
 from ...errors import BudgetError, ConfigError
 from ..budget import budget_bytes
-from ..policies.eviction import EVICTION, LAYER_EVICTION, SplitEviction
+from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
 from ..policies.split.cut import CacheCut, buffer_for
@@ -70,14 +70,16 @@ def make_cache(
         weights,
         device,
         Residency(keys, slots, slot_bytes),
-        EVICTION[policy.eviction]()
-        if cut is None
-        else SplitEviction(LAYER_EVICTION[policy.eviction], layers, shape.num_experts),
+        make_eviction(
+            policy.eviction, layers, shape.num_experts, cut is not None, alpha=policy.pre_evict.alpha,
+            gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+        ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
         copy_queue(device, pool, weights),
         cut=cut,
+        writeback=policy.evict_writeback,
     )
 
 

@@ -43,6 +43,8 @@ class ExpertCache:
         stats: counters, one `LayerStats` per MoE layer.
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
             The simulator gives both.
+        writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
+            for comparison, since nothing here ever changes a weight.
         cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
             with a cut can be cut anew.
 
@@ -63,6 +65,7 @@ class ExpertCache:
         loader: CopyQueue | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cut: CacheCut | None = None,
+        writeback: bool = False,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.stats, self.governor, self.timeline = stats, governor, timeline
@@ -73,6 +76,8 @@ class ExpertCache:
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
         self._unused_prefetches: dict[int, SourceStats] = {}
+        self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
+        self._vacated: set[int] = set()  # keys sent away by `vacate` since their layers last ran
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
         self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
@@ -100,7 +105,7 @@ class ExpertCache:
         segments = keys if shown is None else shown[base : base + self._experts]
         return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
 
-    def unused(self, layer: int) -> int:
+    def vacant(self, layer: int) -> int:
         """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
         shown, residency, key = self._map.shown(), self.residency, layer * self._experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
@@ -153,6 +158,8 @@ class ExpertCache:
         stats = self.stats.layers[layer]
         stats.forwards += 1
         stats.waves += plan.waves
+        if self._vacated:
+            self._count_premature(layer, plan)
         keys, resident = self._map.keys, plan.run[: plan.resident]
         if self.divided:
             self._count_segments(stats, plan)
@@ -252,6 +259,20 @@ class ExpertCache:
                 self._wait(job, layer)
                 self._land(segment)
 
+    def vacate(self, slots: int, layer: int) -> None:
+        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
+
+        For a cache of whole experts, whose slots serve all layers.
+        """
+        residency = self.residency
+        victims = self.eviction.victims(
+            slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
+        )
+        for victim in victims:
+            self._evict(victim, layer)
+        self._vacated.update(victims)
+        self.stats.layers[layer].vacated += len(victims)
+
     # -- around forwards ---------------------------------------------------------------------------------
 
     def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
@@ -319,6 +340,13 @@ class ExpertCache:
 
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _count_premature(self, layer: int, plan: LayerPlan) -> None:
+        first = layer * self._experts
+        mine = {key for key in self._vacated if first <= key < first + self._experts}
+        self._vacated -= mine
+        again = mine.intersection(plan.run[plan.resident + plan.arriving :])
+        self.stats.layers[layer].bytes_premature += sum(map(self.bytes_of, again))
+
     def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
         """Count the experts that are here as a whole, those of which something lacks, and those with their top."""
         keys = self._map.keys
@@ -358,7 +386,10 @@ class ExpertCache:
             layer=layer,
             cause=cause,
             done=self._loader.event(),
+            writeback=self._unwritten is not None and reservation.slot in self._unwritten,
         )
+        if job.writeback and self._unwritten is not None:
+            self._unwritten.remove(reservation.slot)
         return job
 
     def _land(self, key: int) -> bool:
@@ -376,6 +407,8 @@ class ExpertCache:
             stats.bytes_loaded_migration += self.bytes_of(key)
         else:
             stats.bytes_loaded_demand += self.bytes_of(key)
+        if job.writeback:
+            stats.bytes_written_back += self.bytes_of(key)
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
         if self.timeline.enabled:
@@ -431,6 +464,8 @@ class ExpertCache:
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key
+        if job.writeback and job.cancelled and self._unwritten is not None:
+            self._unwritten.add(job.reservation.slot)
         del self._jobs[key]
         self._unused_prefetches.pop(key, None)
         self.residency.release(job.reservation)
@@ -457,6 +492,8 @@ class ExpertCache:
             self._wait(job, layer)
             if not self._land(key):
                 return
+        if self._unwritten is not None:
+            self._unwritten.add(self.residency.slot(key))
         self.residency.evict(key)
         self.eviction.removed(key)
         if (source := self._unused_prefetches.pop(key, None)) is not None:

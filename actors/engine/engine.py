@@ -25,6 +25,7 @@ from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
+from .make_pre_evicting import make_pre_evicting
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
@@ -34,6 +35,7 @@ from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
 from .pool import ExpertSource, SlotPool
+from .pre_evicting import PreEvicting, last_rows
 from .prefetching import Prefetching
 from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
@@ -111,6 +113,7 @@ class ExpertEngine:
         self.shards: Shards | None = None
         self.matcher = matcher
         self.prefetching: Prefetching | None = None
+        self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         self._on_miss: MissRule | None = None
@@ -127,6 +130,7 @@ class ExpertEngine:
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
@@ -177,6 +181,8 @@ class ExpertEngine:
             self.prefetching.begin_forward(sequences)
         if self._on_miss is not None:
             meter(self._on_miss, self._stats)
+        if self.pre_evicting is not None:
+            self.pre_evicting.begin_forward(last_rows(sequences))
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -210,7 +216,7 @@ class ExpertEngine:
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
             )  # fmt: skip
             layer.configuring = self.configuring
             self.layers.append(layer)

@@ -12,6 +12,7 @@ from .cache import ExpertCache
 from .configuring import Configuring
 from .dispatch import Dispatcher
 from .placer import Placer
+from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
 from .rerouting import Rerouter
 from .routing import Routing
@@ -32,6 +33,7 @@ class MoeLayer:
         prefetching: asks for later layers' experts; None where nothing does.
         rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
             nothing does.
+        pre_evicting: frees slots for the next layer; None where nothing does.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -52,11 +54,13 @@ class MoeLayer:
         shards: Shards | None = None,
         prefetching: Prefetching | None = None,
         rerouter: Rerouter | None = None,
+        pre_evicting: PreEvicting | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
         self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
+        self._pre_evicting = pre_evicting
         self.observe: Observer | None = None
         self.configuring: Configuring | None = None
 
@@ -100,6 +104,8 @@ class MoeLayer:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:
                 self._prefetching.layer(self.index, hidden, picked)
+            if self._pre_evicting is not None:
+                self._pre_evicting.layer(self.index, hidden, picked.cpu().numpy())
             out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()

@@ -14,7 +14,7 @@ import torch
 from ...errors import RuntimeFailure
 from ...kernels import _cpu
 from ..settings import LinkSettings
-from .device import Copied, CpuDevice, Device
+from .device import Copied, CpuDevice, Device, Tensors
 from .loader import PREFETCH, CopyQueue, Loader, LoadJob
 from .pool import ExpertSource, LayerWeights, SlotPool
 
@@ -25,6 +25,8 @@ class LinkQueue:
     A copy occupies the link for latency + bytes / rate. Copies follow each other without overlap, and without a gap
     where one was asked for before the last had ended. `close` drops what is queued and joins the thread.
 
+    A slot whose last expert is to be copied back first is one copy of both, with the latency once.
+
     Args:
         link: rate (none: as fast as memory) and latency.
     """
@@ -34,6 +36,7 @@ class LinkQueue:
         self._link = _cpu.link(rate, link.latency_us * 1e-6)
         self._closed = False
         self._alive: deque[LoadJob] = deque()  # whose buffers the thread may still use
+        self._scratch: Tensors | None = None  # where experts that are copied back go; nobody needs them there
 
     @staticmethod
     def supports(pool: SlotPool, weights: Sequence[ExpertSource]) -> bool:
@@ -52,7 +55,7 @@ class LinkQueue:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         if not jobs:
             return
-        pieces = [_pieces(job) for job in jobs]
+        pieces = [self._pieces(job) for job in jobs]
         copies = None if self._closed else _cpu.link_submit(self._link, pieces, priority == PREFETCH)
         if copies is None:
             for job in jobs:
@@ -79,6 +82,14 @@ class LinkQueue:
     def pending(self) -> int:
         """Copies queued or under way."""
         return _cpu.link_pending(self._link)
+
+    def _pieces(self, job: LoadJob) -> tuple[_cpu.Piece, ...]:
+        if not job.writeback:
+            return _pieces(job)
+        if self._scratch is None:
+            self._scratch = tuple(torch.empty_like(d) for d in job.dst)
+        back = tuple((s.data_ptr(), d.data_ptr(), d.nbytes, False) for s, d in zip(self._scratch, job.dst, strict=True))
+        return back + _pieces(job)
 
     def close(self) -> None:
         """Stop after the copy under way; queued copies are dropped. Safe to call twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...errors import RuntimeFailure
@@ -45,6 +45,7 @@ class LoadJob:
     error: BaseException | None = None
     started: bool = False
     cancelled: bool = False
+    writeback: bool = False  # the expert that was in the slot is copied back to the host first
 
     @property
     def prefetch(self) -> bool:
@@ -81,6 +82,7 @@ class Loader:
         self._wake = threading.Condition()
         self._closed = False
         self._busy = False
+        self._scratch: Tensors | None = None  # of one expert, on the host
         self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
         self._thread.start()
 
@@ -143,10 +145,17 @@ class Loader:
         while (job := self._next()) is not None:
             try:
                 src = self._fetch(job.src) if isinstance(job.src, Promise) else job.src
-                job.copied = self._device.copy(job.dst, src, job.after)
+                written = self._write_back(job) if job.writeback else None
+                job.copied = _joined(written, self._device.copy(job.dst, src, job.after))
             except BaseException as error:  # handed to the cache, which drops a guess and fails a forward that waits
                 job.error = error
             job.done.set()
+
+    def _write_back(self, job: LoadJob) -> Copied:
+        """Copy what is in the slot to host memory, where nobody needs it: only what it takes matters."""
+        if self._scratch is None:
+            self._scratch = tuple(t.cpu().clone() for t in job.dst)
+        return self._device.copy(self._scratch, job.dst, job.after)
 
     def _fetch(self, promise: Promise) -> Tensors:
         promise.ask(self._promises())
@@ -172,3 +181,10 @@ class Loader:
             job.started = True
             self._busy = True
             return job
+
+
+def _joined(first: Copied | None, then: Copied) -> Copied:
+    """Two copies, one after the other, as one."""
+    if first is None:
+        return then
+    return replace(then, start_s=first.start_s, link_s=first.link_s + then.link_s)

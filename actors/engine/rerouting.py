@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ..policies.rerouting import RerouteView, Rerouting
-from ..policies.residency import State
 from ..policies.routing import AdaptiveGating
+from ..policies.routing_budget import BudgetAwareTopK
 from ..settings import PolicySettings
 from .cache import ExpertCache
 from .calibrated import Calibrated
 from .model import MoeBlock
+from .reroute_view import reroute_view
 
 _NOWHERE = np.zeros(0, np.bool_)
 
@@ -68,10 +69,7 @@ class Rerouter:
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
-        states, slots = self._cache.standing(layer)
-        available = np.array([state != State.ABSENT for state in states])
-        free = slots - int(np.count_nonzero(available))
-        return RerouteView(available, free, self._top_k, self._cache.unused(layer))
+        return reroute_view(self._cache, layer, self._top_k)
 
 
 def make_rerouting(
@@ -88,6 +86,8 @@ def make_rerouting(
     routing = policy.routing
     if routing.kind == "exact":
         return None
+    if routing.kind == "budget-aware":
+        return BudgetAwareTopK(normalised, routing.narrowest)
     sensitivity = calibrated.sensitivity
     if sensitivity is None or len(sensitivity) != layers:
         raise ConfigError(

@@ -33,6 +33,9 @@ class LayerStats:
     bytes_demanded_decode: int = 0  # asked for by forwards that held no row of any prompt
     failed_prefetches: int = 0  # prefetch copies that raised; demand loads those experts again
     bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
+    vacated: int = 0  # experts that pre-eviction sent away before this layer
+    bytes_premature: int = 0  # demanded again though pre-eviction had sent them away since their layer last ran
+    bytes_written_back: int = 0  # copied back to the host before their slots were used again
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
     total_io_s: float = 0.0  # seconds the link was busy
     link_s: float = 0.0  # the same by the link's own clock: on the stand-in without waits for a core

@@ -90,8 +90,8 @@ class MissRule(Rerouting):
     ) -> Rerouted:
         here = view.available
         if not self._full[layer]:
-            self._full[layer] = view.unused == 0
-            if view.unused:
+            self._full[layer] = view.vacant == 0
+            if view.vacant:
                 return Rerouted(ids, weights)
         if here[ids].all():
             if self._betas is not None:

@@ -30,13 +30,14 @@ class RerouteView:
 
     available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
     or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
-    of it giving way. top_k: experts per token that the model picks. unused: slots of the cache that hold nothing.
+    of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
+    occupies.
     """
 
     available: NDArray[np.bool_]
     free_slots: int
     top_k: int
-    unused: int = 0
+    vacant: int = 0
 
 
 @dataclass(frozen=True, slots=True)

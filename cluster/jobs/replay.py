@@ -15,14 +15,13 @@ from rich.table import Table
 
 from ...actors.policies.eviction import EVICTION, LAYER_EVICTION, EvictionPolicy, ExpertMapEviction, SplitEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
-from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
 from ...actors.settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget
 from ..report.progress import progress_on
-from ..simulate.executor import SimulatedEngine
 from ..simulate.machine import Machine, load_machine
+from ..simulate.of_policy import engine_of, eviction_of, replays_routing
 from ..simulate.predictors import load_predictors, train_predictors
 from ..simulate.recall import Recall, recall, split
 from ..simulate.replay import result, serve
@@ -99,7 +98,7 @@ def replay(
     """Counters and times of a policy on a trace.
 
     Args:
-        settings: eviction, preload and the governor's share are taken from it.
+        settings: all but prefetch is taken from it.
         prefetch, options: as for `make_prefetch`.
         first: requests that are run and not counted, to learn from.
 
@@ -110,14 +109,11 @@ def replay(
     header = trace.header
     settings = settings.model_copy(update={"prefetch": settings.prefetch.model_copy(update={"kind": prefetch})})
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
-    eviction = _eviction(settings, header)
+    eviction = eviction_of(settings, header)
     if isinstance(eviction, ExpertMapEviction):
         options = replace(options, expect=eviction.expect)
     policy = checked_prefetch(prefetch, options, header)
-    engine = SimulatedEngine(
-        header, machine, budget, eviction, policy, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
-        adaptive=settings if settings.split.kind == "adaptive" else None,
-    )  # fmt: skip
+    engine = engine_of(settings, header, machine, budget, eviction, policy, cut)
     if settings.preload == "all":
         if engine.stats.slots < engine.stats.experts:
             raise BudgetError(f"policy '{settings.name}' keeps all experts resident", "pass --budget 1.0")
@@ -179,7 +175,7 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
     settings = load_policy(name)
     if settings.uses_ndp:
         raise ConfigError(f"policy '{settings.name}' computes on an NDP worker", "replay one that only caches")
-    if settings.reroutes:
+    if settings.reroutes and not replays_routing(settings):
         raise ConfigError(
             f"policy '{settings.name}' changes the routing, and a trace holds what the model picked",
             "replay one with exact routing",

@@ -60,9 +60,9 @@ class VirtualLoader:
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
-    interrupted. A copy has the link for its latency and its bytes over its rate; the next one starts when it ends.
-    State is brought up to the clock whenever somebody asks; what happens at one instant happens in the order of the
-    calls.
+    interrupted. A copy has the link for its latency and its bytes over its rate, twice where a slot's last
+    expert is copied back first; the next one starts when it ends. State is brought up to the clock whenever somebody
+    asks; what happens at one instant happens in the order of the calls.
     """
 
     def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int | Callable[[int], int]) -> None:
@@ -140,7 +140,8 @@ class VirtualLoader:
             _, _, submitted_s, job = heapq.heappop(self._heap)
             job.started = True
             start_s = max(self._free_s, submitted_s)
-            self._current = (job, start_s, start_s + self._copy_s(job.reservation.key))
+            took_s = self._copy_s(job.reservation.key) * (2 if job.writeback else 1)
+            self._current = (job, start_s, start_s + took_s)
 
     def _copy_s(self, key: int) -> float:
         if self._link is None:

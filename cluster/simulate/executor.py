@@ -9,20 +9,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.budget import budget_bytes
 from ...actors.engine.cache import ExpertCache
+from ...actors.engine.pre_evicting import PreEvicting, last_rows
+from ...actors.engine.reroute_view import reroute_view
 from ...actors.engine.runner import ExpertRunner
 from ...actors.engine.stats import EngineStats, LayerStats
 from ...actors.engine.timeline import Timeline
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.plan import LoadOnMiss
+from ...actors.policies.pre_evict import PreEviction
 from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from ...actors.policies.prefetch.governor import PrefetchGovernor
+from ...actors.policies.rerouting import Rerouting
 from ...actors.policies.residency import Residency
 from ...actors.policies.split.cut import CacheCut
 from ...actors.settings import PolicySettings
@@ -92,6 +96,11 @@ class SimulatedEngine:
         budget: share (float) or bytes (int) of expert memory.
         eviction, prefetch, governor: policies; `prefetch` None: none.
         check: check the cache's invariants after each layer.
+        pre_evict: the release target; None: no slot is freed before it is needed. A trace holds a layer's prediction
+            for its top K only: the others share what is left, so that the redundancy is at its greatest.
+        rerouting: a rule that changes the recorded routing, of one layer at a time: later layers stay as recorded.
+            Only one that goes without probabilities.
+        writeback: see `ExpertCache`.
         cut: how the slots are divided, and then `eviction` is a `SplitEviction`; None: a slot is a whole expert.
         adaptive: policy by which the cut adapts; None: it does not.
 
@@ -108,6 +117,9 @@ class SimulatedEngine:
         prefetch: PrefetchPolicy | None = None,
         governor: PrefetchGovernor | None = None,
         check: bool = False,
+        pre_evict: PreEviction | None = None,
+        rerouting: Rerouting | None = None,
+        writeback: bool = False,
         cut: CacheCut | None = None,
         adaptive: PolicySettings | None = None,
     ) -> None:
@@ -124,13 +136,19 @@ class SimulatedEngine:
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut,
+            VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut, writeback,
         )  # fmt: skip
         self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
         self._configuring = (
             None if adaptive is None else SimulatedConfiguring(header, adaptive, self.cache, self.clock)
         )
         self._runner = ExpertRunner(self.cache, self._planner)
+        self._rerouting = rerouting
+        self._pre_evicting = (
+            None
+            if pre_evict is None
+            else PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
+        )
         self._kernel = cast(Any, _TimedKernel(self.clock, machine, neurons))
 
     def _bytes_of(self, segment: int) -> int:
@@ -144,6 +162,8 @@ class SimulatedEngine:
             self._configuring.begin_forward()
         if self._prefetch is not None:
             self._fetch(0, self._prefetch.begin_forward(spans), not self.cache.governor.resting)
+        if self._pre_evicting is not None:
+            self._pre_evicting.begin_forward(last_rows(spans))
         self.clock.advance(self.machine.forward_s)
         for layer in range(self.header.layers):
             self._layer(layer, spans, parts)
@@ -151,6 +171,8 @@ class SimulatedEngine:
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
         self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
+        self.stats.prefetch_sources = {}
+        self.stats.substitutions = self.stats.dropped = 0
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
@@ -161,11 +183,11 @@ class SimulatedEngine:
         """`MoeLayer.forward`, step by step."""
         cache, base = self.cache, layer * self.header.experts
         self.clock.advance(self.machine.dense(spans[-1].stop))
-        ids = _joined([part.ids[:, layer] for _, part in parts])
-        experts, starts = _grouped(ids)
+        picked = ids = _joined([part.ids[:, layer] for _, part in parts])
         stats = self.stats.layers[layer]
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         cache.poll()
+        experts, starts = _grouped(ids) if self._rerouting is None else self._rerouted(layer, ids, parts)
         keys = [base + e for e in experts]
         needed = cache.segments(keys)
         cache.drop_stale(layer, needed)
@@ -179,10 +201,12 @@ class SimulatedEngine:
         if plan.loads:
             cache.issue([load for load in plan.loads if not load.after])
         if self._prefetch is not None:
-            seen = layer_seen(layer, spans, ids, parts)
+            seen = layer_seen(layer, spans, picked, parts)
             self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
             if configuring is not None:
                 configuring.observed(layer, self._prefetch.predicted)
+        if self._pre_evicting is not None:
+            self._pre_evicting.layer(layer, _Recorded(layer, parts), picked)
         places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
         nothing = cast(Any, None)
         self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
@@ -192,6 +216,18 @@ class SimulatedEngine:
             configuring.ran(layer)
         if self._check:
             cache.check_integrity()
+
+    def _rerouted(
+        self, layer: int, ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
+    ) -> tuple[list[int], list[int]]:
+        """`_grouped`, of the pairs that the rule leaves."""
+        assert self._rerouting is not None  # the caller looked
+        weights = _joined([part.weights[:, layer] for _, part in parts]).astype(np.float32)
+        view = reroute_view(self.cache, layer, self.header.top_k)
+        found = self._rerouting.reroute(layer, ids.astype(np.int64), weights, None, view)
+        self.stats.substitutions += found.substituted
+        self.stats.dropped += found.dropped
+        return _grouped(found.ids, (found.weights != 0) | (weights == 0))
 
     def _fetch(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
         """As `engine.prefetching` does it."""
@@ -229,14 +265,43 @@ def layer_seen(
     return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
 
 
+class _Recorded(NamedTuple):
+    """What a trace says of a layer in place of its hidden states."""
+
+    layer: int
+    parts: Sequence[tuple[str, Iteration]]
+
+
+def _recorded_logits(layer: int, hidden: _Recorded) -> NDArray[np.floating] | None:
+    """Logits [T, E] of a layer's router on an earlier layer's input, or its own; None where they were not recorded."""
+    parts = [part for _, part in hidden.parts]
+    if layer == hidden.layer:
+        found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
+    else:
+        scores = [part.lookahead(hidden.layer, layer - hidden.layer) for part in parts]
+        if scores[0] is None:
+            return None
+        found = _joined([s for s in scores if s is not None])
+        known = np.isfinite(found)
+        found = np.where(known, np.maximum(found, 0.0), 0.0)
+        rest = np.maximum(1.0 - found.sum(axis=1, keepdims=True), 0.0)
+        found = np.where(known, found, rest / np.maximum((~known).sum(axis=1, keepdims=True), 1))
+    logits: NDArray[np.floating] = np.log(np.maximum(found, 1e-12))
+    return logits
+
+
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _grouped(ids: NDArray[Any]) -> tuple[list[int], list[int]]:
-    """The distinct experts of ids [T, K] and where each one's pairs start, in the order of `engine.routing.Routing`."""
+def _grouped(ids: NDArray[Any], kept: NDArray[np.bool_] | None = None) -> tuple[list[int], list[int]]:
+    """The distinct experts of ids [T, K] and where each one's pairs start, in the order of `engine.routing.Routing`.
+
+    kept: [T, K], the pairs that run; None: all.
+    """
     if len(ids) == 1:
-        return ids[0].tolist(), list(range(ids.shape[1] + 1))
-    counts = np.bincount(ids.ravel())
+        experts = (ids[0] if kept is None else ids[0][kept[0]]).tolist()
+        return experts, list(range(len(experts) + 1))
+    counts = np.bincount(ids.ravel() if kept is None else ids[kept])
     used = counts.nonzero()[0]
     return used.tolist(), [0, *counts[used].cumsum().tolist()]

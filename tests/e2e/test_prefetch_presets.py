@@ -23,7 +23,10 @@ from tiermoe.errors import TraceError
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 40, 24
 KV = KvSettings(page_size=32, num_blocks=32)
 MAPS = ("fmoe", "fmoe-blend", "fmoe-t", "fmoe-ts")
-OTHERS = ("deepspeed-inference", "mixtral-offloading", "moe-infinity")
+OTHERS = (
+    "deepspeed-inference", "mixtral-offloading", "mixtral-offloading-swap", "moe-apex", "moe-infinity",
+    "moe-offloading",
+)  # fmt: skip
 _PATIENCE_S = 30.0
 
 

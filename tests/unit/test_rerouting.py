@@ -152,7 +152,7 @@ class Cache:
     def standing(self, layer: int) -> tuple[list[State], int]:
         return self.residency.states()[layer * 4 : layer * 4 + 4], 5
 
-    def unused(self, layer: int) -> int:
+    def vacant(self, layer: int) -> int:
         return 0
 
 

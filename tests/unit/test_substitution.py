@@ -230,9 +230,9 @@ def test_the_rule_waits_until_the_cache_is_full() -> None:
     rule = MissRule([lists(e0=[5])], SubstitutionOptions())
     ids, weights = np.array([[0, 1]]), np.array([[0.5, 0.5]], np.float32)
     here = np.isin(np.arange(E), [1, 5])
-    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=1)).substituted == 0
-    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=0)).ids.tolist() == [[5, 1]]
-    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, unused=1)).substituted == 1  # it was full once
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=1)).substituted == 0
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=0)).ids.tolist() == [[5, 1]]
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=1)).substituted == 1  # it was full once
     assert ids.tolist() == [[0, 1]]
     nothing = rule.reroute(0, ids, weights, None, RerouteView(np.ones(E, bool), 0, 2))
     assert nothing.ids is ids

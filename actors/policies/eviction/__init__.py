@@ -7,6 +7,7 @@ from functools import partial
 
 from .base import EvictionPolicy
 from .expert_map import ExpertMapEviction
+from .importance import ImportanceEviction
 from .lcp import Lcp
 from .lfu import Lfu
 from .lru import Lru
@@ -15,8 +16,8 @@ from .random_order import RandomOrder
 from .split import SplitEviction
 
 __all__ = [
-    "EVICTION", "HALF_LIFE", "LAYER_EVICTION", "EvictionPolicy", "ExpertMapEviction", "Lcp", "Lfu", "Lru", "PerLayer",
-    "RandomOrder", "SplitEviction",
+    "EVICTION", "HALF_LIFE", "LAYER_EVICTION", "EvictionPolicy", "ExpertMapEviction", "ImportanceEviction", "Lcp",
+    "Lfu", "Lru", "PerLayer", "RandomOrder", "SplitEviction",
 ]  # fmt: skip
 
 HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers

@@ -241,6 +241,41 @@ def moepic(
 
 
 @bench_app.command(cls=JsonCommand)
+def activeevict(
+    model: Model = None,
+    budgets: compare_command.Budgets = "0.25,0.5",
+    ratios: Annotated[str, typer.Option(help="Of each simulated link: loading over computing.")] = "1,2.5",
+    short_tokens: Annotated[int, typer.Option(help="Of each prompt of short context.")] = 32,
+    long_tokens: Annotated[int, typer.Option(help="Of each prompt of long context.")] = 256,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts that are counted, of each context.")] = 8,
+    warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 4,
+    max_tokens: compare_command.MaxTokens = 48,
+    config: Config = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """ActiveEvict against its baselines, on recorded traces: blocking and total I/O, transfers, ablation."""
+    from .activeevict.job import OWN_KEYS, Workload, bench_activeevict
+    from .activeevict.page import write_page
+
+    _say_overridden(config, OWN_KEYS)
+    work = Workload(
+        (("short", short_tokens), ("long", long_tokens)), warm, prompts, max_tokens,
+        compare_command.numbers("budgets", budgets), ratios=compare_command.numbers("ratios", ratios),
+    )  # fmt: skip
+    file, folder = _file_or_folder(out)
+
+    def measure(progress: Progress) -> Report:
+        report = bench_activeevict(model, work, progress, config)
+        if folder is not None:
+            write_page(report, folder)
+        return report
+
+    _finish(measure, as_json, check, file)
+
+
+@bench_app.command(cls=JsonCommand)
 def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
     from .quantize import bench_quantize

@@ -1,0 +1,1 @@
+"""`tiermoe bench activeevict`: pre-eviction against prefetching baselines (ActiveEvict)."""

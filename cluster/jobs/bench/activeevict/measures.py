@@ -1,0 +1,51 @@
+"""What ActiveEvict's tables 2 and 3 show, from the engine's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Of one run, for each generated token; what its prompts cost is in it.
+
+    blocking_ms: the compute waited for copies (Table 3, blocking I/O). total_ms: the link was busy, by its own clock
+    (total I/O). loaded_mb: bytes brought to the device (transfer volume). written_back_mb: bytes copied back first.
+    redundant: of the bytes brought, the part that left unused or that pre-eviction had sent away since its layer last
+    ran (redundant transfer). precision: of the experts fetched before or after their gate, the part that was used
+    (Table 2). recall: of the experts that a layer needed and that were not there before, the part that the preset's own
+    way of fetching brought: by prefetch where it prefetches, by demand elsewhere. hit_rate: there when the routing
+    became known. dropped: (token, expert) pairs that did not run.
+    """
+
+    blocking_ms: float
+    total_ms: float
+    loaded_mb: float
+    written_back_mb: float
+    redundant: float
+    precision: float
+    recall: float
+    hit_rate: float
+    dropped: float
+
+
+def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
+    """From `EngineStats.as_dict()` after so many generated tokens."""
+    sources = counters["prefetch_sources"].values()
+    used = sum(s["hits"] + s["late"] for s in sources)
+    guessed = sum(s["queued"] - s["cancelled"] for s in sources)
+    demanded = counters["misses"] - counters["late_prefetches"]
+    loaded = counters["bytes_loaded"]
+    avoidable = counters["bytes_wasted"] + counters["bytes_premature"]
+    return Transfers(
+        1e3 * counters["blocked_io_s"] / tokens, 1e3 * counters["link_s"] / tokens, loaded / 1e6 / tokens,
+        counters["bytes_written_back"] / 1e6 / tokens, _share(avoidable, loaded, 0.0),
+        _share(used + demanded, guessed + demanded, 1.0), _share(used, used + demanded, 1.0) if guessed else 1.0,
+        counters["hit_rate"], counters["dropped"] / tokens,
+    )  # fmt: skip
+
+
+def _share(part: float, whole: float, empty: float) -> float:
+    return min(part / whole, 1.0) if whole else empty

@@ -1,0 +1,55 @@
+"""The simulated engine of a preset: everything that the preset decides, on a recorded trace."""
+
+from __future__ import annotations
+
+from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.eviction.make import make_eviction
+from ...actors.policies.pre_evict import PreEviction
+from ...actors.policies.prefetch.base import PrefetchPolicy
+from ...actors.policies.prefetch.governor import PrefetchGovernor
+from ...actors.policies.routing_budget import BudgetAwareTopK
+from ...actors.policies.split.cut import CacheCut
+from ...actors.settings import PolicySettings
+from .executor import SimulatedEngine
+from .machine import Machine
+from .trace_format import TraceHeader
+
+
+def eviction_of(settings: PolicySettings, header: TraceHeader, split: bool = False) -> EvictionPolicy:
+    """The preset's, in its first state; `split`: for a cut."""
+    options = settings.pre_evict
+    return make_eviction(
+        settings.eviction, header.layers, header.experts, split, alpha=options.alpha, gamma=options.gamma,
+        window=options.window,
+    )  # fmt: skip
+
+
+def engine_of(
+    settings: PolicySettings,
+    header: TraceHeader,
+    machine: Machine,
+    budget: float | int,
+    eviction: EvictionPolicy,
+    prefetch: PrefetchPolicy | None,
+    cut: CacheCut | None = None,
+) -> SimulatedEngine:
+    """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.
+
+    Args:
+        eviction, prefetch, cut: made from the preset; a policy may be shared with who taught it.
+
+    Raises:
+        BudgetError, ValueError: as `SimulatedEngine`.
+    """
+    options = settings.pre_evict
+    return SimulatedEngine(
+        header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
+        pre_evict=None if options.kind == "off" else PreEviction(header.top_k, options.tau, options.r_max),
+        rerouting=BudgetAwareTopK(narrowest=settings.routing.narrowest) if replays_routing(settings) else None,
+        writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,
+    )  # fmt: skip
+
+
+def replays_routing(settings: PolicySettings) -> bool:
+    """Whether the preset changes the routing by a rule that a trace has enough for."""
+    return settings.routing.kind == "budget-aware"

@@ -1,0 +1,297 @@
+"""Pre-eviction on the cache, evictions that are copied back, and both on the simulated executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import traces
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from serving import policy
+
+from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.link_queue import LinkQueue
+from tiermoe.actors.engine.loader import CopyQueue
+from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
+from tiermoe.actors.engine.reroute_view import reroute_view
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.policies.eviction import EvictionPolicy, ImportanceEviction, Lru
+from tiermoe.actors.policies.plan import LoadOnMiss
+from tiermoe.actors.policies.pre_evict import PreEviction
+from tiermoe.actors.policies.prefetch.base import Span
+from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.policies.routing_budget import BudgetAwareTopK
+from tiermoe.actors.settings import (
+    EngineSettings,
+    LinkSettings,
+    PolicySettings,
+    PreEvictSettings,
+    RoutingSettings,
+    ShardSettings,
+    check_combination,
+)
+from tiermoe.actors.store_format import ExpertShape
+from tiermoe.cluster.config import load_policy
+from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.of_policy import engine_of, eviction_of
+from tiermoe.cluster.simulate.replay import serve
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import ConfigError
+
+LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1
+SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=3, gates=2, has_bias=False)
+BYTES = SHAPE.nbytes(4)
+PRESETS = ("activeevict-lossless", "activeevict-prediction-only", "activeevict-hotness-only", "activeevict-lru")
+Make = Callable[..., ExpertCache]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[ExpertCache] = []
+
+    def cache(
+        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, loader: CopyQueue | None = None
+    ) -> ExpertCache:
+        weights = [
+            LayerWeights(tuple(torch.full(shape, float(layer + 1)) for shape in SHAPE.stacked().values()))
+            for layer in range(LAYERS)
+        ]
+        found = ExpertCache(
+            SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), weights, CpuDevice(LinkSettings()),
+            Residency(LAYERS * EXPERTS, slots, BYTES), eviction or Lru(), PrefetchGovernor(0.0),
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), loader,
+            writeback=writeback,
+        )  # fmt: skip
+        made.append(found)
+        return found
+
+    yield cache
+    for found in made:
+        found.close()
+
+
+def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
+    keys = [layer * EXPERTS + e for e in experts]
+    cache.poll()
+    cache.drop_stale(layer, keys)
+    plan = LoadOnMiss().plan(keys, cache.residency, cache.eviction)
+    cache.begin(layer, plan)
+    cache.issue([load for load in plan.loads if not load.after])
+    for i, key in enumerate(plan.run, start=1):
+        cache.await_expert(key, layer)
+        cache.ran([key])
+        cache.issue([load for load in plan.loads if load.after == i])
+    cache.check_integrity()
+
+
+def scores(*rows: Sequence[float]) -> Callable[[int, Any], NDArray[np.floating]]:
+    return lambda layer, hidden: np.array(rows)
+
+
+class TestVacate:
+    def test_frees_least_recent_ones_and_counts_what_comes_back(self, make: Make) -> None:
+        cache = make(4)
+        forward(cache, 0, 0, 1)
+        forward(cache, 1, 0, 1)
+        cache.vacate(2, 1)
+        assert cache.residency.free_slots == 2
+        cache.vacate(1, 1)  # two are free already
+        assert cache.stats.layers[1].vacated == 2
+        forward(cache, 1, 2, 3)  # lands in the free slots
+        assert set(cache.residency.held()) == {4, 5, 6, 7}
+        forward(cache, 0, 0, 2)
+        assert cache.stats.layers[0].bytes_premature == BYTES  # expert 0; 2 was never here
+        forward(cache, 0, 1)
+        assert cache.stats.layers[0].bytes_premature == BYTES  # layer 0 has run since 1 was sent away
+        assert cache.stats.total().bytes_written_back == 0
+
+    def test_leaves_what_the_forward_uses(self, make: Make) -> None:
+        cache = make(2)
+        forward(cache, 0, 0, 1)
+        cache.residency.pin(0)
+        cache.vacate(2, 1)
+        assert set(cache.residency.held()) == {0}
+        cache.abandon()
+
+
+class TestPreEvicting:
+    def test_the_least_important_experts_make_room_for_the_predicted_ones(self, make: Make) -> None:
+        eviction = ImportanceEviction(LAYERS, EXPERTS, alpha=0.5)
+        cache = make(4, eviction)
+        forward(cache, 0, 0, 1)
+        forward(cache, 1, 2, 3)
+        pre = PreEvicting(PreEviction(2, 0.0, 2), cache, LAYERS, EXPERTS, scores([5.0, 4.0, 0.0, 0.0]))
+        eviction.saw(0, np.array([[0, 1], [0, 1]]))
+        pre.layer(0, None, np.array([[0, 1]]))
+        assert cache.residency.free_slots == 2  # experts 0 and 1 of layer 1 are predicted, and not there
+        assert set(cache.residency.held()) == {0, 1}
+        forward(cache, 1, 0, 1)
+        assert set(cache.residency.held()) == {0, 1, 4, 5}
+
+    def test_never_frees_more_than_the_layer_lacks(self, make: Make) -> None:
+        cache = make(8)
+        forward(cache, 0, 0, 1, 2, 3)
+        forward(cache, 1, 0, 1, 2, 3)
+        pre = PreEvicting(PreEviction(2, 1.0, 8), cache, LAYERS, EXPERTS, scores([1.0, 1.0, 1.0, 1.0]))
+        pre.layer(0, None, np.array([[0, 1]]))
+        assert cache.residency.free_slots == 0
+        assert cache.stats.total().vacated == 0
+
+    def test_the_first_layer_goes_by_its_last_rows_of_the_forward_before(self, make: Make) -> None:
+        asked: list[int] = []
+
+        def score(layer: int, hidden: Any) -> NDArray[np.floating]:
+            asked.append(layer)
+            return np.array([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 8.0, 9.0]])
+
+        cache = make(4)
+        forward(cache, 0, 0, 1)
+        forward(cache, 1, 0, 1)
+        pre = PreEvicting(PreEviction(2, 0.0, 0), cache, LAYERS, EXPERTS, score)
+        pre.begin_forward(last_rows([Span("a", 0, 2, decode=False)]))
+        pre.layer(0, None, np.array([[0, 1], [2, 3]]))
+        freed = cache.residency.free_slots
+        pre.layer(1, None, np.array([[0, 1], [2, 3]]))
+        assert asked == [0, 1]
+        assert freed == 2  # of layer 1 all four are predicted, two are there
+        assert cache.residency.free_slots == 2  # of layer 0 the last row's 2 and 3, which are not there
+
+    def test_a_router_that_cannot_be_asked_frees_nothing(self, make: Make) -> None:
+        cache = make(2)
+        forward(cache, 0, 0, 1)
+        pre = PreEvicting(PreEviction(2), cache, LAYERS, EXPERTS, lambda layer, hidden: None)
+        for layer in range(LAYERS):
+            pre.layer(layer, None, np.array([[0, 1]]))
+        assert cache.residency.free_slots == 0
+
+
+def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
+    cache = make(3)
+    forward(cache, 0, 0, 1, 2)
+    cache.vacate(1, 1)
+    view = reroute_view(cache, 0, 3)
+    assert (view.vacant, view.free_slots, view.available.tolist()) == (1, 1, [False, True, True, False])
+    ids, weights = np.array([[1, 3, 0]]), np.array([[0.5, 0.3, 0.2]], np.float32)
+    found = BudgetAwareTopK().reroute(0, ids, weights, None, view)
+    assert found.ids.tolist() == [[1, 3, 1]]
+    assert found.weights[0].tolist() == pytest.approx([0.625, 0.375, 0.0])
+    assert found.dropped == 1
+    plain = BudgetAwareTopK(renormalise=False).reroute(0, ids, weights, None, view)
+    assert plain.weights[0].tolist() == pytest.approx([0.5, 0.3, 0.0])
+    assert BudgetAwareTopK(narrowest=3).reroute(0, ids, weights, None, view).dropped == 0
+
+
+class TestWriteback:
+    @pytest.mark.parametrize("native", [False, True])
+    def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
+        cache = make(2, writeback=True, loader=LinkQueue(LinkSettings(gbps=1.0)) if native else None)
+        forward(cache, 0, 0, 1)
+        assert cache.stats.total().bytes_written_back == 0  # nobody was in the slots
+        forward(cache, 1, 0, 1)
+        forward(cache, 1, 0, 1)
+        assert cache.stats.layers[1].bytes_written_back == 2 * BYTES
+        cache.vacate(2, 0)
+        assert cache.stats.total().bytes_written_back == 2 * BYTES  # freed, not used again yet
+        forward(cache, 0, 3)
+        assert cache.stats.layers[0].bytes_written_back == BYTES
+        slot = cache.pool.slot(cache.residency.slot(3))
+        assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
+        if native:
+            total = cache.stats.total()
+            assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
+
+    def test_the_link_is_busy_both_ways(self) -> None:
+        """A replay's copies take twice the time once slots are used again."""
+        header, step = traces.header(), Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
+        busy = []
+        for writeback in (False, True):
+            engine = SimulatedEngine(header, step, 0.3, Lru(), check=True, writeback=writeback)
+            engine.cache.preload(range(engine.stats.slots))
+            forward(engine.cache, 2, 0, 1)
+            busy.append(engine.stats.total().link_s)
+        assert busy[1] == pytest.approx(2 * busy[0])
+
+
+def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStats, float]:
+    chosen, header = load_policy(preset), trace.header
+    step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
+    engine = engine_of(chosen, header, step, budget, eviction_of(chosen, header), None)
+    return engine.stats, serve(engine, trace.requests()).tpot_s
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_replay_frees_slots_ahead_and_fetches_only_what_is_used(preset: str, tmp_path: Path) -> None:
+    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]])
+    stats, tpot_s = replayed(Trace(tmp_path / "t"), preset)
+    total = stats.total()
+    assert total.vacated > 0
+    assert total.bytes_loaded == total.bytes_loaded_demand
+    assert total.bytes_wasted == total.bytes_written_back == 0
+    assert total.bytes_premature <= total.bytes_loaded
+    assert stats.dropped == 0
+    again, _ = replayed(Trace(tmp_path / "t"), preset)
+    assert again == stats  # deterministic
+    assert tpot_s > 0
+
+
+def test_a_replay_with_dynamic_top_k_runs_fewer_experts(tmp_path: Path) -> None:
+    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]])
+    trace = Trace(tmp_path / "t")
+    exact, narrow = replayed(trace, "activeevict-lossless")[0], replayed(trace, "activeevict")[0]
+    assert narrow.dropped > 0
+    assert narrow.total().hits + narrow.total().misses < exact.total().hits + exact.total().misses
+
+
+def preset(**changes: Any) -> PolicySettings:
+    return PolicySettings.model_validate({"name": "test", "lossless": True} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eviction": "importance"}, "pre_evict"),
+        ({"lossless": False, "routing": {"kind": "budget-aware"}}, "pre_evict"),
+        ({"routing": {"kind": "budget-aware"}, "pre_evict": {"kind": "release-target"}}, "not lossless"),
+        ({"pre_evict": {"kind": "release-target"}, "preload": "all"}, "preload"),
+        ({"pre_evict": {"kind": "release-target"}, "split": {"kind": "fixed"}}, "split"),
+        ({"evict_writeback": True, "split": {"kind": "fixed"}}, "split"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        preset(**changes)
+
+
+def test_several_gpus_are_refused() -> None:
+    chosen = EngineSettings(policy=load_policy("activeevict-lossless"), budget=0.5, shards=ShardSettings(count=2))
+    with pytest.raises(ConfigError, match="one GPU"):
+        check_combination(chosen)
+    check_combination(chosen.model_copy(update={"policy": policy()}))
+
+
+def test_presets_say_what_the_issue_says() -> None:
+    for name in PRESETS:
+        found = load_policy(name)
+        assert found.lossless
+        assert found.prefetch.kind == "none"
+        assert found.pre_evict.kind == "release-target"
+        assert not found.evict_writeback
+    assert load_policy("activeevict-prediction-only").pre_evict.alpha == 0
+    assert load_policy("activeevict-hotness-only").pre_evict.alpha == 1
+    full = load_policy("activeevict")
+    assert not full.lossless
+    assert full.routing == RoutingSettings(kind="budget-aware")
+    assert full.pre_evict == PreEvictSettings(kind="release-target") == load_policy(PRESETS[0]).pre_evict
+    for name in ("moe-offloading", "moe-apex", "mixtral-offloading-swap"):
+        assert load_policy(name).evict_writeback
+    assert not load_policy("mixtral-offloading").evict_writeback
