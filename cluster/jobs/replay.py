@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...actors.policies.eviction import EVICTION, LAYER_EVICTION, EvictionPolicy, ExpertMapEviction, SplitEviction
+from ...actors.policies.eviction import EVICTION, ExpertMapEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
 from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
 from ...actors.settings import PolicySettings
@@ -208,17 +208,6 @@ def checked_prefetch(kind: str, options: PrefetchOptions, header: TraceHeader) -
         return make_prefetch(kind, options)
     except ValueError as error:
         raise ConfigError(str(error), "choose another --prefetch or --distance") from error
-
-
-def _eviction(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
-    if settings.split.kind == "off":
-        return EVICTION[settings.eviction]()
-    if settings.eviction not in LAYER_EVICTION:
-        raise ConfigError(
-            f"eviction {settings.eviction} has no order for the experts of one layer, which split needs",
-            f"give one of {', '.join(LAYER_EVICTION)}",
-        )
-    return SplitEviction(LAYER_EVICTION[settings.eviction], header.layers, header.experts)
 
 
 def _options(

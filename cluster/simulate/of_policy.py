@@ -15,12 +15,12 @@ from .machine import Machine
 from .trace_format import TraceHeader
 
 
-def eviction_of(settings: PolicySettings, header: TraceHeader, split: bool = False) -> EvictionPolicy:
-    """The preset's, in its first state; `split`: for a cut."""
+def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
+    """The preset's, in its first state: for a cut where the preset splits experts."""
     options = settings.pre_evict
     return make_eviction(
-        settings.eviction, header.layers, header.experts, split, alpha=options.alpha, gamma=options.gamma,
-        window=options.window,
+        settings.eviction, header.layers, header.experts, settings.split.kind != "off", alpha=options.alpha,
+        gamma=options.gamma, window=options.window,
     )  # fmt: skip
 
 
@@ -32,11 +32,13 @@ def engine_of(
     eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None,
     cut: CacheCut | None = None,
+    adapts: bool = True,
 ) -> SimulatedEngine:
     """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.
 
     Args:
         eviction, prefetch, cut: made from the preset; a policy may be shared with who taught it.
+        adapts: whether a preset that configures its cut does so; else the cut given stays.
 
     Raises:
         BudgetError, ValueError: as `SimulatedEngine`.
@@ -46,7 +48,7 @@ def engine_of(
         header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
         pre_evict=None if options.kind == "off" else PreEviction(header.top_k, options.tau, options.r_max),
         rerouting=BudgetAwareTopK(narrowest=settings.routing.narrowest) if replays_routing(settings) else None,
-        writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,
+        writeback=settings.evict_writeback, adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
     )  # fmt: skip
 
 

@@ -63,8 +63,15 @@ def _serving(store: ExpertStore, config: EngineSettings) -> Iterator[LocalWorker
 def test_all_presets_that_prefetch_are_tried() -> None:
     kinds = {name: load_policy(name).prefetch.kind for name in policy_names()}
     prefetching = {name for name, kind in kinds.items() if kind != "none"}
-    elsewhere = {"prefetch-only", "pre-gated"}  # test_split.py, test_speculative.py
-    assert prefetching == {*MAPS, *OTHERS, "next-gate", "promoe", *elsewhere}
+    elsewhere = {
+        "test_split.py": {"prefetch-only"},
+        "test_speculative.py": {"pre-gated"},
+        "test_configuring.py": {"moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca", "adapmoe"},
+        "test_active_evict.py": {"moe-offloading", "moe-apex", "mixtral-offloading-swap"},
+        "test_on_miss.py": {"buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop", "original"},
+    }
+    assert all(Path(__file__).with_name(file).exists() for file in elsewhere)
+    assert prefetching == {*MAPS, *OTHERS, "next-gate", "promoe"}.union(*elsewhere.values())
 
 
 @pytest.mark.parametrize("budget", [0.25, 0.03])

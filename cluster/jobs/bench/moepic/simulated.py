@@ -10,8 +10,6 @@ from rich.progress import Progress
 
 from .....actors.budget import budget_bytes
 from .....actors.policies.cost import Link, load_s
-from .....actors.policies.eviction import EVICTION, LAYER_EVICTION, SplitEviction
-from .....actors.policies.prefetch.governor import PrefetchGovernor
 from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
 from .....actors.policies.split.configure import Room, configure
 from .....actors.policies.split.cut import CacheCut, buffer_for
@@ -21,6 +19,7 @@ from .....actors.settings import PolicySettings
 from ....config import parse_budget
 from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import Machine, load_machine
+from ....simulate.of_policy import engine_of, eviction_of
 from ....simulate.replay import serve
 from ....simulate.trace import Request
 from ....simulate.trace_format import TraceHeader
@@ -99,13 +98,8 @@ def simulated_engine(
         header.layers, header.experts, wanted, prefetch.distance, prefetch.synchronous, hidden=header.hidden
     )
     cut = cut_of(preset, header, machine, budget, learn)
-    eviction = (
-        EVICTION[preset.eviction]()
-        if cut is None
-        else SplitEviction(LAYER_EVICTION[preset.eviction], header.layers, header.experts)
-    )
-    governor = PrefetchGovernor(prefetch.min_useful)
-    return SimulatedEngine(header, machine, budget, eviction, make_prefetch(prefetch.kind, options), governor, cut=cut)
+    policy = make_prefetch(prefetch.kind, options)
+    return engine_of(preset, header, machine, budget, eviction_of(preset, header), policy, cut, adapts=False)
 
 
 def replayed_tpot_s(engine: SimulatedEngine, learn: Sequence[Request], measure: Sequence[Request]) -> float:
