@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, prepared, serving, settings
+from serving import greedy, serving, settings
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
-from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.config import load_policy
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 40, 24
 KV = KvSettings(page_size=32, num_blocks=32)
@@ -21,21 +20,6 @@ LOSSLESS = [
     ("activeevict-hotness-only", 0.25),
     ("activeevict-lru", 0.25),
 ]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("active-evict") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _settings(preset: str, budget: float, **more: Any) -> EngineSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import default_model_greedy, greedy, prepared, serving, settings
+from serving import greedy, prepared, serving, settings
 
 from tiermoe.actors.engine.configurator import Configurator
 from tiermoe.actors.expert_store import ExpertStore
@@ -14,7 +14,6 @@ from tiermoe.actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store_format import read_manifest
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 3, 24, 32
 BUDGET, WAIT_S = 0.25, 120
@@ -25,16 +24,6 @@ LINK = LinkSettings(gbps=2.0, latency_us=10)
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     return prepared(default_model_dir(), tmp_path_factory.mktemp("configuring") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def preset(name: str, tau: int) -> EngineSettings:

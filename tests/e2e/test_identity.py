@@ -10,30 +10,13 @@ import torch
 from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from serving import default_model_greedy, greedy, prepared, serving, settings
+from serving import greedy, serving, settings
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import KvSettings, LinkSettings
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 20, 48, 64
 KV = KvSettings(page_size=32, num_blocks=128)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("identity") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])

@@ -9,24 +9,14 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, struck_greedy
+from serving import greedy, struck_greedy
 
-from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
+from tiermoe.cluster.config import engine_settings, load_run_config
+from tiermoe.cluster.jobs.bench.serving import prepared_store
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 48, 32
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _started(policy: str) -> LocalWorker:

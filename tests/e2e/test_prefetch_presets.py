@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, prepared, settings, struck_greedy
+from serving import greedy, settings, struck_greedy
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, MatcherOptions, ShardSettings
-from tiermoe.cluster.config import default_model_dir, load_policy, policy_names
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.config import load_policy, policy_names
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.errors import TraceError
 
@@ -28,21 +27,6 @@ OTHERS = (
     "moe-offloading",
 )  # fmt: skip
 _PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("presets") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _settings(preset: str, budget: float = 0.25, **more: Any) -> EngineSettings:

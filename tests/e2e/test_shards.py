@@ -9,32 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, prepared, settings, struck_greedy
+from serving import greedy, settings, struck_greedy
 from sharded import serving_group
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, ShardSettings
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.local import LocalWorker
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 48, 32
 BALANCE = {2: 1.1, 4: 1.3}  # most over least bytes loaded per GPU, of so few tokens: experts differ in popularity
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("shards") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _settings(count: int, budget: float, prefetch: str, **more: Any) -> EngineSettings:

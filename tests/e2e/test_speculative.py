@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, policy, prepared, serving, settings
+from serving import greedy, policy, prepared, serving, settings
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, SplitSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.gates import add_gates
 from tiermoe.errors import StoreError
 
@@ -32,16 +31,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     add_gates(folder / "store", default_model_dir(), folder / "text.jsonl")
     assert not [path for path in folder.iterdir() if path.name.startswith(".store.")]
     return opened
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _preset(name: str, budget: float = 0.25) -> EngineSettings:

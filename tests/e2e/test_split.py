@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from serving import default_model_greedy, greedy, prepared, serving, settings
+from serving import greedy, serving, settings
 
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.expert_store import ExpertStore
@@ -22,19 +22,9 @@ MIXED = CacheCut(NEURONS, (128, 96, 64, 0, 13, 51, 127, 1), (4, 6, 10, 0, 32, 8,
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("split") / "store")
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
     whole = heldout_prompts(default_model_dir(), len(LENGTHS), max(LENGTHS))
     return [tuple(prompt[:length]) for prompt, length in zip(whole, LENGTHS, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def split(theta: float, prefetch: str = "none", budget: float = 0.25, **options: Any) -> EngineSettings:

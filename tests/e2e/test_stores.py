@@ -9,8 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from serving import default_model_greedy, greedy, prepared, settings, struck_greedy
+from serving import greedy, settings, struck_greedy
 
 from tiermoe.actors.expert_store import ExpertStore, StoreView
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -18,27 +17,10 @@ from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, ShardSettings, StoreSettings
 from tiermoe.actors.shard_worker import ShardWorker
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 32, 24
 LAYERS = range(8)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(default_model_dir(), tmp_path_factory.mktemp("stores") / "store")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    return heldout_prompts(default_model_dir(), PROMPTS, PROMPT_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return default_model_greedy(prompts, TOKENS)
 
 
 def _elsewhere(store: ExpertStore) -> StoreView:
