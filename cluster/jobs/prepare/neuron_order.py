@@ -1,6 +1,6 @@
 """Puts those neurons of each expert first that contribute most on calibration text, in a store that is there.
 
-    measure every neuron -> write the layer files anew under other names -> replace `manifest.json` -> drop the old files
+    measure every neuron -> write the layers anew under other names -> replace `manifest.json` -> drop the old ones
 
 An expert's output is a sum over its neurons, so their order is free: outputs change by rounding only. What is
 unfinished lies in `OUT.order` with a journal. The manifest names the layer files, and one renaming replaces it: until
