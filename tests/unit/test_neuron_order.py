@@ -29,7 +29,7 @@ from tiermoe.actors.engine.sources import host_weights
 from tiermoe.actors.expert_store import ExpertStore, LayerArrays
 from tiermoe.actors.replica_format import REPLICAS_NAME
 from tiermoe.actors.replica_store import describe_replicas
-from tiermoe.actors.store_format import ExpertShape, encode_manifest, read_manifest
+from tiermoe.actors.store_format import MANIFEST_NAME, ExpertShape, encode_manifest, read_manifest
 from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_windows
 from tiermoe.cluster.jobs.prepare.command import prepare_command
@@ -210,12 +210,15 @@ def test_once_ordered_it_stays(store: Path, plain: Path, checkpoint: Path, text:
     assert ensure_prepared(checkpoint, store, progress=False) == store  # what `tiermoe run` asks for
     prepare(checkpoint, store, progress=False)
     assert files(store) == before
+    shutil.copytree(store, tmp_path / "forced")
+    assert read_manifest(prepare(checkpoint, tmp_path / "forced", force=True, progress=False)).neuron_order is None
     other = tmp_path / "other.txt"
     other.write_text(TEXT[::-1])
     with pytest.raises(ConfigError, match=r"by another text already.*--force --neuron-order"):
         order_neurons(store, store, other, QUIET)
     assert files(store) == before
-    prepare(checkpoint, store, force=True, progress=False)
+    (store / MANIFEST_NAME).unlink()  # damaged, and still known as a store: made anew
+    prepare(checkpoint, store, progress=False)
     assert read_manifest(store).neuron_order is None
     assert set(files(store)) == set(files(plain))
 
