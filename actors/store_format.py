@@ -18,7 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
 
 from ..errors import StoreError, TierMoeError
 from .checksummed import Checksummed
@@ -190,6 +198,21 @@ class ExpertShape(_Frozen):
         return {name: (self.num_experts, *shape) for name, shape in shapes.items() if shape is not None}
 
 
+class NeuronOrder(_Frozen):
+    """In which order the neurons of each expert lie, where it is not the checkpoint's.
+
+    Attributes:
+        by: "activation-norm": greatest mean |activation| * ||down row|| first, over the tokens of a calibration text
+            that the router sent to the expert; an expert that got none keeps its order.
+        sha256: of the token ids that were run, window by window.
+        tokens: how many.
+    """
+
+    by: Literal["activation-norm"]
+    sha256: Sha256
+    tokens: Count
+
+
 class Manifest(_Frozen):
     """What a store holds. Written last, so a folder without one is not a store.
 
@@ -200,6 +223,7 @@ class Manifest(_Frozen):
         transformers_version: the one whose conversion gave the tensor names.
         extras: configuration and tokenizer files.
         source: the checkpoint's files, to notice that it changed.
+        neuron_order: None: the checkpoint's; it is then not written, so that older stores keep their digest.
     """
 
     format_version: Literal[1]
@@ -212,6 +236,14 @@ class Manifest(_Frozen):
     dense: DenseFile
     extras: tuple[FileRecord, ...]
     source: tuple[SourceFile, ...]
+    neuron_order: NeuronOrder | None = None
+
+    @model_serializer(mode="wrap")
+    def _plain(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = dump(self)
+        if self.neuron_order is None:
+            body.pop("neuron_order", None)
+        return body
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

@@ -30,6 +30,13 @@ def prepare_command(
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="Quantize the strongest inputs first.")] = False,
+    neuron_order: Annotated[
+        Path | None,
+        typer.Option(
+            help="Put the neurons of each expert that contribute most on this text first, for split experts.",
+            metavar="TEXT",
+        ),
+    ] = None,
     predictors: Annotated[
         Path | None, typer.Option(help="Add predictors of later layers, trained on this trace.", metavar="TRACE")
     ] = None,
@@ -75,18 +82,22 @@ def prepare_command(
         if text is None:
             raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
         read_texts(text)  # refused before anything is computed
-    for measured in (gates, sensitivity):
+    for measured in (neuron_order, gates, sensitivity):
         if measured is not None:
             read_texts(measured)
     if is_store(model):
-        additions = (options, predictors, gates, sensitivity, profiling)
+        additions = (options, neuron_order, predictors, gates, sensitivity, profiling)
         if all(a is None for a in additions) or out is not None or cache_dir is not None or force:
-            adding = "--bits, --predictors, --gates, --sensitivity, --profile"
-            remedy = f"give its checkpoint, or only what adds to a store: {adding}"
+            adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
+            remedy = f"give its checkpoint, or only what is for a store: {adding}"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
+    if neuron_order is not None:  # before replicas, which are fitted to the order
+        from .neuron_order import order_neurons
+
+        order_neurons(store, model, neuron_order)
     if options is not None and text is not None:
         add_replicas(store, model, options, text)
     if predictors is not None:

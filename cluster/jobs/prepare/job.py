@@ -21,8 +21,9 @@ from .write import disk_errors, sync_folder
 _PARTIAL = ".partial"
 _OLD = ".old"
 REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
+ORDER_WORK = ".order"  # beside a store: its layers with their neurons in another order, unfinished
 _LOCK = ".lock"
-_SPARE_BYTES = 256 << 20  # left free on the disk beside the store itself
+SPARE_BYTES = 256 << 20  # left free on the disk beside the store itself
 
 
 def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
@@ -139,7 +140,8 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
         partial.rename(out)
         sync_folder(out.parent)
         discard(old)
-        discard(beside(out, REPLICA_WORK))  # of the store that was there
+        for work in (REPLICA_WORK, ORDER_WORK):  # of the store that was there
+            discard(beside(out, work))
 
 
 def _is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
@@ -165,7 +167,8 @@ def _refuse_foreign(out: Path) -> None:
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME, layer_name(0)))
+    first = layer_name(0).removesuffix(".safetensors")  # a store with ordered neurons adds to the name
+    marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME)) + any(out.glob(f"{first}*.safetensors"))
     if marks < 2:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
 
@@ -179,7 +182,7 @@ def _check_space(partial: Path, needed: int) -> None:
     with disk_errors(partial):
         done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if partial.exists() else 0
         free = shutil.disk_usage(partial.parent).free
-    if free + done < needed + _SPARE_BYTES:
+    if free + done < needed + SPARE_BYTES:
         raise StoreError(
             f"the store needs {needed / 1e9:.1f} GB, {partial.parent} has {free / 1e9:.1f} GB free",
             "free some space, or name a folder on another disk as OUT",
