@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
+from ..actors.base_settings import Settings
 from ..actors.policies.cost import NdpProfile
+from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
     EngineSettings,
     KvSettings,
     LinkSettings,
     MatcherOptions,
     NdpSettings,
-    PolicySettings,
-    Settings,
     ShardSettings,
     StoreSettings,
     check_combination,

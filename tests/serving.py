@@ -12,8 +12,9 @@ import torch
 
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
-from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, PolicySettings, PrefetchSettings
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.prepare import prepare
 

@@ -13,7 +13,8 @@ from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
 from ..policies.split.cut import CacheCut, buffer_for
-from ..settings import EngineSettings, SplitSettings
+from ..policy_settings import SplitSettings
+from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device

@@ -8,9 +8,9 @@ from pathlib import Path
 from ..gate_file import gates_of
 from ..policies.expert_profile import ExpertProfile
 from ..policies.prefetch.pre_gated import PreGate
+from ..policy_settings import PolicySettings
 from ..profile_file import read_profile
 from ..sensitivity_file import sensitivity_of
-from ..settings import PolicySettings
 from ..store_format import Manifest
 
 

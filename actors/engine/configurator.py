@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..policies.split.configure import Configured, Room, configure
 from ..policies.split.expert_split import Times
 from ..policies.split.statistics import LayerStatistics, Order, Picks, Priorities, observe
-from ..settings import SplitSettings
+from ..policy_settings import SplitSettings
 from .cache import ExpertCache
 from .stats import ConfiguratorStats
 

@@ -15,8 +15,9 @@ from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
 from ..policies.rerouting import Rerouting
 from ..policies.split.statistics import Order
+from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings, PolicySettings
+from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated

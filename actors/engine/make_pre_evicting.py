@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ..policies.pre_evict import PreEviction
-from ..settings import PolicySettings
+from ..policy_settings import PolicySettings
 from .cache import ExpertCache
 from .model import MoeBlock
 from .pre_evicting import PreEvicting

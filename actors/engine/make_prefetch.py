@@ -13,7 +13,7 @@ from ..policies.prefetch.blend import BlendPrefetch
 from ..policies.prefetch.next_gate import NextGatePrefetch
 from ..policies.prefetch.registry import PrefetchOptions, make_prefetch
 from ..policies.prefetch.stride import Predictor
-from ..settings import PolicySettings
+from ..policy_settings import PolicySettings
 from .calibrated import Calibrated
 from .map_prefetch import MatcherPrefetch
 from .matching import MatcherLink

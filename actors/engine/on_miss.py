@@ -11,7 +11,7 @@ from ..policies.expert_profile import ExpertProfile, OutputsMissing
 from ..policies.on_miss import MissRule, RandomRule, lists_of, no_buddies
 from ..policies.substitution import Buddies, SubstitutionOptions
 from ..policies.substitution_gates import AdaptiveBeta
-from ..settings import PolicySettings, SubstitutionSettings
+from ..policy_settings import PolicySettings, SubstitutionSettings
 from .stats import EngineStats
 
 _PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"

@@ -14,8 +14,9 @@ from ..policies.placement import HotSet, monde_split, static_hot
 from ..policies.places import Places
 from ..policies.plan import LoadOnMiss
 from ..policies.precision import prefix_split, uniform
+from ..policy_settings import PolicySettings, PrecisionSettings
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings, PolicySettings, PrecisionSettings
+from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .context_placer import Bits, ContextPlacer

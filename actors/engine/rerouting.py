@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ..policies.rerouting import RerouteView, Rerouting
 from ..policies.routing import AdaptiveGating
 from ..policies.routing_budget import BudgetAwareTopK
-from ..settings import PolicySettings
+from ..policy_settings import PolicySettings
 from .cache import ExpertCache
 from .calibrated import Calibrated
 from .model import MoeBlock

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ...actors.settings import Settings
+from ...actors.base_settings import Settings
 
 
 class LimitSettings(Settings):

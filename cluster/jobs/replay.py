@@ -16,7 +16,7 @@ from rich.table import Table
 from ...actors.policies.eviction import EVICTION, ExpertMapEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
 from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
-from ...actors.settings import PolicySettings
+from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget
 from ..report.progress import progress_on

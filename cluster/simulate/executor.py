@@ -29,7 +29,7 @@ from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.rerouting import Rerouting
 from ...actors.policies.residency import Residency
 from ...actors.policies.split.cut import CacheCut
-from ...actors.settings import PolicySettings
+from ...actors.policy_settings import PolicySettings
 from .clock import VirtualClock, VirtualLoader
 from .machine import Machine
 from .splitting import Routed, SimulatedConfiguring

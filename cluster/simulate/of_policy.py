@@ -9,7 +9,7 @@ from ...actors.policies.prefetch.base import PrefetchPolicy
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.routing_budget import BudgetAwareTopK
 from ...actors.policies.split.cut import CacheCut
-from ...actors.settings import PolicySettings
+from ...actors.policy_settings import PolicySettings
 from .executor import SimulatedEngine
 from .machine import Machine
 from .trace_format import TraceHeader

@@ -16,7 +16,7 @@ from ...actors.engine.configuring import Recorder
 from ...actors.policies.split.configure import Configured
 from ...actors.policies.split.cut import CacheCut, buffer_for
 from ...actors.policies.split.statistics import Order
-from ...actors.settings import PolicySettings
+from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, TraceError
 from .trace_format import TraceHeader
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...actors.settings import EngineSettings, PolicySettings
+from ...actors.policy_settings import PolicySettings
+from ...actors.settings import EngineSettings
 from .planner import STORE_CPUS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import psutil
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
-from ...actors.settings import Settings
+from ...actors.base_settings import Settings
 from ...errors import RuntimeFailure
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml

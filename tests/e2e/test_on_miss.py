@@ -13,6 +13,7 @@ from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.entropy import BINS, TEMPERATURES
 from tiermoe.actors.policies.expert_profile import ExpertProfile
+from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
 from tiermoe.actors.profile_file import (
     PROFILE_NAME,
     ProfileManifest,
@@ -20,7 +21,7 @@ from tiermoe.actors.profile_file import (
     encode_arrays,
     encode_profile,
 )
-from tiermoe.actors.settings import KvSettings, PolicySettings, PrefetchSettings, SubstitutionSettings
+from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store_format import model_fingerprint, read_manifest
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts

@@ -16,7 +16,7 @@ from tiermoe.actors.engine.configuring import Configuring, Recorder
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
 from tiermoe.actors.policies.eviction import LAYER_EVICTION, SplitEviction
 from tiermoe.actors.policies.prefetch.registry import PrefetchOptions
-from tiermoe.actors.settings import PolicySettings, PrefetchSettings, SplitSettings
+from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
 from tiermoe.cluster.report.summary import configurator_rows
 from tiermoe.cluster.simulate.executor import SimulatedEngine

@@ -14,7 +14,8 @@ from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
 from tiermoe.actors.policies.residency import Residency, ResidencyError
 from tiermoe.actors.policies.split.cut import CacheCut, buffer_for
 from tiermoe.actors.policies.split.segments import Segments
-from tiermoe.actors.settings import EngineSettings, PolicySettings, ShardSettings, SplitSettings, check_combination
+from tiermoe.actors.policy_settings import PolicySettings, SplitSettings
+from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.errors import ConfigError
 
 # Two layers of three experts of 8 neurons: tops of 2 and of 8; the bottoms of layer 0 have 6.

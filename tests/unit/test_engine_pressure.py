@@ -24,7 +24,8 @@ from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.settings import EngineSettings, LinkSettings, PolicySettings
+from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.errors import BudgetError, RuntimeFailure
 
 

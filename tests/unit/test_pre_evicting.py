@@ -30,15 +30,8 @@ from tiermoe.actors.policies.prefetch.base import Span
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.policies.routing_budget import BudgetAwareTopK
-from tiermoe.actors.settings import (
-    EngineSettings,
-    LinkSettings,
-    PolicySettings,
-    PreEvictSettings,
-    RoutingSettings,
-    ShardSettings,
-    check_combination,
-)
+from tiermoe.actors.policy_settings import PolicySettings, PreEvictSettings, RoutingSettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store_format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine

@@ -20,7 +20,7 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.routing import AdaptiveGating
-from tiermoe.actors.settings import PolicySettings, RoutingSettings
+from tiermoe.actors.policy_settings import PolicySettings, RoutingSettings
 from tiermoe.errors import ConfigError
 
 VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)

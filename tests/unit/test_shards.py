@@ -16,7 +16,8 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard
-from tiermoe.actors.settings import EngineSettings, LinkSettings, PlacementSettings, PolicySettings, ShardSettings
+from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, HealthRequest, PrefetchCommand

@@ -33,7 +33,7 @@ from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch, predict
 from tiermoe.actors.policies.prefetch.pre_gated import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.prefetch.random_guess import RandomPrefetch
 from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch, by_score
-from tiermoe.actors.settings import PolicySettings, PrefetchSettings
+from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.errors import ConfigError
 
 

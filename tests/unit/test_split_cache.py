@@ -24,7 +24,8 @@ from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
-from tiermoe.actors.settings import LinkSettings, SplitSettings
+from tiermoe.actors.policy_settings import SplitSettings
+from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store_format import ExpertShape
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine

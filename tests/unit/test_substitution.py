@@ -24,7 +24,7 @@ from tiermoe.actors.policies.substitution_gates import (
     replaceable,
     token_entropy,
 )
-from tiermoe.actors.settings import PolicySettings, SubstitutionSettings
+from tiermoe.actors.policy_settings import PolicySettings, SubstitutionSettings
 from tiermoe.cluster.config import load_policy
 
 E = 8

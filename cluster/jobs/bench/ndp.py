@@ -13,7 +13,8 @@ import torch
 from rich.progress import Progress
 
 from ....actors.engine.scoring import score_with
-from ....actors.settings import EngineSettings, PlacementSettings, PolicySettings, PrecisionSettings
+from ....actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
+from ....actors.settings import EngineSettings
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
 from ..evaluate.job import Evaluation

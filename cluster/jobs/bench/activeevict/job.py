@@ -12,7 +12,7 @@ from typing import Any
 from rich.progress import Progress
 
 from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
-from .....actors.settings import PolicySettings
+from .....actors.policy_settings import PolicySettings
 from .....errors import ConfigError
 from ....config import load_policy
 from ....simulate.machine import Machine, load_machine

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .....actors.settings import LinkSettings, PolicySettings
+from .....actors.policy_settings import PolicySettings
+from .....actors.settings import LinkSettings
 from .....errors import ConfigError
 from ....config import RunConfig, engine_settings, load_policy
 from ....versions import versions

@@ -15,7 +15,7 @@ from .....actors.policies.split.configure import Room, configure
 from .....actors.policies.split.cut import CacheCut, buffer_for
 from .....actors.policies.split.expert_split import Times
 from .....actors.policies.split.statistics import LayerStatistics, Picks, observe
-from .....actors.settings import PolicySettings
+from .....actors.policy_settings import PolicySettings
 from ....config import parse_budget
 from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import Machine, load_machine

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .....actors.gate_file import GATES_NAME
+from .....actors.policy_settings import PolicySettings
 from .....actors.sensitivity_file import SENSITIVITY_NAME
-from .....actors.settings import PolicySettings
 from ....config import RunConfig, engine_settings
 from ...prepare.gates import add_gates
 from ...prepare.sensitivity import add_sensitivity

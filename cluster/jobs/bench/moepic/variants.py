@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .....actors.settings import PolicySettings
+from .....actors.policy_settings import PolicySettings
 from ....config import load_policy
 from ....yaml_file import explain
 
