@@ -5,7 +5,8 @@
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
 #
-# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), PIP_ARGS (for `pip install`).
+# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), PIP_ARGS (for `pip install`),
+# JOBS (test files at a time).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,6 +18,7 @@ endef
 endif
 ARGS ?= --temperature 0.7 --top-p 0.9 --seed 1
 PIP_ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -32,7 +34,7 @@ run: $(VENV)/.installed
 	@$(BIN)/tiermoe run "$$PROMPT" $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes

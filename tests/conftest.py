@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 # before torch is imported anywhere; two busy cores are slower with two threads a process than with one
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -20,3 +22,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+_STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme")  # beside tests/cluster and tests/multinode
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
+
+    Tests of what Ray leaves behind look at the whole machine, and two clusters at once are more than two cores bear.
+    """
+    for item in items:
+        path = item.path
+        ray = path.parent.name in ("cluster", "multinode") or path.stem in _STARTS_RAY
+        item.add_marker(pytest.mark.xdist_group("ray" if ray else str(path)))
