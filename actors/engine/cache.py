@@ -69,7 +69,6 @@ class ExpertCache:
         writeback: bool = False,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
-        self._experts = residency.keys // len(weights)
         self._loader: CopyQueue = Loader(device) if loader is None else loader
         self._clock = clock
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
@@ -78,6 +77,7 @@ class ExpertCache:
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
         self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
+        self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
         self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided)
@@ -91,23 +91,6 @@ class ExpertCache:
     def cut(self) -> CacheCut | None:
         """The present division of the slots; None where a slot is a whole expert."""
         return self._map.cut
-
-    def states(self) -> list[State]:
-        """Of all experts at one moment, from any thread; under a cut those of their tops."""
-        shown, states = self._map.shown(), self.residency.states()
-        return states if shown is None else [states[segment] for segment in shown]
-
-    def standing(self, layer: int) -> tuple[list[State], int]:
-        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
-        shown, residency, base = self._map.shown(), self.residency, layer * self._experts
-        keys = range(base, base + self._experts)
-        segments = keys if shown is None else shown[base : base + self._experts]
-        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
-
-    def vacant(self, layer: int) -> int:
-        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
-        shown, residency, key = self._map.shown(), self.residency, layer * self._experts
-        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
@@ -126,10 +109,9 @@ class ExpertCache:
             self._release(segment)
         self.flush()
         self._map.divide(cut)
-        residency, loads = self.residency, list[int]()
-        room = list(residency.class_slots)
+        room, loads = list(self.residency.class_slots), list[int]()
         for key in dict.fromkeys(fill):
-            layer = key // self._experts
+            layer = self._layer_of(key)
             if room[layer]:
                 room[layer] -= 1
                 loads.append(key)
@@ -328,14 +310,13 @@ class ExpertCache:
 
     def _new_job(self, reservation: Reservation, cause: Cause) -> LoadJob:
         key = reservation.key
-        layer = self._layer_of(key)
         dst, src = self._map.copy_of(reservation)
         job = self._jobs[key] = LoadJob(
             reservation=reservation,
             dst=dst,
             src=src,
             after=self.device.mark_use(),
-            layer=layer,
+            layer=self._layer_of(key),
             cause=cause,
             done=self._loader.event(),
             writeback=self._unwritten is not None and reservation.slot in self._unwritten,

@@ -141,7 +141,7 @@ class CacheLedger:
             source.cancelled += 1
 
     def forget(self, key: int) -> None:
-        """Its load failed under a forward that needs it: neither used nor wasted."""
+        """Its load was given up: what is still on the books counts as neither used nor wasted."""
         self._unused_prefetches.pop(key, None)
 
     def vacated(self, layer: int, keys: Sequence[int]) -> None:
