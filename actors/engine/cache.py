@@ -1,4 +1,4 @@
-"""The expert cache: residency, slot tensors, loads and their counters, joined.
+"""The expert cache: residency, slot tensors and loads, joined. What became of them, `ledger` counts.
 
 An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
 one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
@@ -20,9 +20,10 @@ from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Reservation, Residency, ResidencyError, State
 from ..policies.split.cut import CacheCut
+from .ledger import CacheLedger
 from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
 from .slot_map import SlotMap
-from .stats import EngineStats, LayerStats, SourceStats
+from .stats import EngineStats
 from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -68,21 +69,19 @@ class ExpertCache:
         writeback: bool = False,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
-        self.stats, self.governor, self.timeline = stats, governor, timeline
-        self._experts = residency.keys // len(weights)
         self._loader: CopyQueue = Loader(device) if loader is None else loader
         self._clock = clock
-        self.uses = [0] * residency.keys  # forwards that ran each expert here, since the counters were reset
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
-        self._unused_prefetches: dict[int, SourceStats] = {}
         self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
-        self._vacated: set[int] = set()  # keys sent away by `vacate` since their layers last ran
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
         self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
+        self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
+        self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided)
+        self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.ledger.uses
         if cut is not None:
             self._map.divide(cut)
 
@@ -92,23 +91,6 @@ class ExpertCache:
     def cut(self) -> CacheCut | None:
         """The present division of the slots; None where a slot is a whole expert."""
         return self._map.cut
-
-    def states(self) -> list[State]:
-        """Of all experts at one moment, from any thread; under a cut those of their tops."""
-        shown, states = self._map.shown(), self.residency.states()
-        return states if shown is None else [states[segment] for segment in shown]
-
-    def standing(self, layer: int) -> tuple[list[State], int]:
-        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
-        shown, residency, base = self._map.shown(), self.residency, layer * self._experts
-        keys = range(base, base + self._experts)
-        segments = keys if shown is None else shown[base : base + self._experts]
-        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
-
-    def vacant(self, layer: int) -> int:
-        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
-        shown, residency, key = self._map.shown(), self.residency, layer * self._experts
-        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
@@ -127,10 +109,9 @@ class ExpertCache:
             self._release(segment)
         self.flush()
         self._map.divide(cut)
-        residency, loads = self.residency, list[int]()
-        room = list(residency.class_slots)
+        room, loads = list(self.residency.class_slots), list[int]()
         for key in dict.fromkeys(fill):
-            layer = key // self._experts
+            layer = self._layer_of(key)
             if room[layer]:
                 room[layer] -= 1
                 loads.append(key)
@@ -155,42 +136,17 @@ class ExpertCache:
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
-        stats = self.stats.layers[layer]
-        stats.forwards += 1
-        stats.waves += plan.waves
-        if self._vacated:
-            self._count_premature(layer, plan)
-        keys, resident = self._map.keys, plan.run[: plan.resident]
-        if self.divided:
-            self._count_segments(stats, plan)
-        else:
-            stats.hits += plan.resident
-            stats.misses += len(plan.run) - plan.resident
+        self.ledger.begin(layer, plan)
         for key in plan.run[: plan.resident + plan.arriving]:
             self.residency.pin(key)
-        if self._unused_prefetches:
-            lacking = {key % keys for key in plan.run[plan.resident :]}  # experts, of which a segment may be there
-            guessed: set[int] = set()
-            for key in resident:
-                if (source := self._unused_prefetches.pop(key, None)) is not None:
-                    self.governor.used()
-                    guessed.add(key % keys)
-                    source.hits += 1
-            stats.prefetched_hits += len(guessed - lacking)
         if not plan.arriving:
             return
-        late: set[int] = set()
-        for key in plan.run[plan.resident : plan.resident + plan.arriving]:
+        arriving = plan.run[plan.resident : plan.resident + plan.arriving]
+        self.ledger.arriving(layer, arriving, self._jobs)
+        for key in arriving:
             job = self._jobs[key]
-            if job.prefetch:
-                late.add(key % keys)
-                if (source := self._unused_prefetches.pop(key, None)) is not None:
-                    source.late += 1
-                self.governor.used()
+            if job.prefetch or (self.divided and job.cause == "migration"):  # a new cut's loads come after demand, too
                 self._loader.promote(job)
-            elif job.cause == "migration" and self.divided:
-                self._loader.promote(job)  # what a new cut brings in comes after demand
-        stats.late_prefetches += len(late)
 
     def issue(self, loads: Sequence[Load]) -> None:
         """Evict, reserve and queue these demand loads; each key is pinned."""
@@ -201,8 +157,7 @@ class ExpertCache:
         for load in loads:
             self.residency.pin(load.key)
         if self.decode_only and loads:
-            layer = self._layer_of(loads[0].key)
-            self.stats.layers[layer].bytes_demanded_decode += sum(self.bytes_of(load.key) for load in loads)
+            self.ledger.demanded(loads)
         self._loader.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
@@ -224,8 +179,7 @@ class ExpertCache:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
         for key in keys:
             self.residency.unpin(key)
-        for key in self._map.experts_of(keys) if self.divided else keys:
-            self.uses[key] += 1
+        self.ledger.ran(self._map.experts_of(keys) if self.divided else keys)
         self.eviction.used(keys)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
@@ -245,9 +199,7 @@ class ExpertCache:
             return k % experts not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
 
         absent = self._make_room(absent, may_go)
-        counters = self.stats.source(source)
-        counters.queued += len(absent)
-        self._unused_prefetches.update(dict.fromkeys(absent, counters))
+        self.ledger.guessed(absent, source)
         self._loader.submit([self._reserve(k, "prefetch") for k in absent], PREFETCH)
         return len(absent)
 
@@ -270,8 +222,7 @@ class ExpertCache:
         )
         for victim in victims:
             self._evict(victim, layer)
-        self._vacated.update(victims)
-        self.stats.layers[layer].vacated += len(victims)
+        self.ledger.vacated(layer, victims)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -303,7 +254,7 @@ class ExpertCache:
             if job.copied is None:
                 self._fail(job)
             self._publish(job, job.copied)
-        self.stats.bytes_preloaded += sum(self.bytes_of(job.reservation.key) for job in jobs)
+        self.ledger.preloaded(jobs)
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
@@ -327,8 +278,7 @@ class ExpertCache:
             raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(self._jobs)}")
         if held != set(self.eviction.victims(residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
-        if not self._unused_prefetches.keys() <= held:
-            raise ResidencyError(f"unused prefetches {sorted(self._unused_prefetches)} are not all held")
+        self.ledger.check_integrity(held)
 
     @property
     def loads_in_flight(self) -> int:
@@ -339,22 +289,6 @@ class ExpertCache:
         self._loader.close()
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _count_premature(self, layer: int, plan: LayerPlan) -> None:
-        first = layer * self._experts
-        mine = {key for key in self._vacated if first <= key < first + self._experts}
-        self._vacated -= mine
-        again = mine.intersection(plan.run[plan.resident + plan.arriving :])
-        self.stats.layers[layer].bytes_premature += sum(map(self.bytes_of, again))
-
-    def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
-        """Count the experts that are here as a whole, those of which something lacks, and those with their top."""
-        keys = self._map.keys
-        lacking = {segment % keys for segment in plan.run[plan.resident :]}
-        resident = plan.run[: plan.resident]
-        stats.hits += len({segment % keys for segment in resident} - lacking)
-        stats.misses += len(lacking)
-        stats.top_hits += sum(segment in lacking for segment in resident)  # a top's number is its expert's
 
     def _make_room(self, absent: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
         """Evict for these absent ones; those of them that have room now, in the same order."""
@@ -376,14 +310,13 @@ class ExpertCache:
 
     def _new_job(self, reservation: Reservation, cause: Cause) -> LoadJob:
         key = reservation.key
-        layer = self._layer_of(key)
         dst, src = self._map.copy_of(reservation)
         job = self._jobs[key] = LoadJob(
             reservation=reservation,
             dst=dst,
             src=src,
             after=self.device.mark_use(),
-            layer=layer,
+            layer=self._layer_of(key),
             cause=cause,
             done=self._loader.event(),
             writeback=self._unwritten is not None and reservation.slot in self._unwritten,
@@ -400,20 +333,7 @@ class ExpertCache:
             self._drop_failed(job)
             return False
         self._publish(job, copied)
-        stats = self.stats.layers[job.layer]
-        if job.cause == "prefetch":
-            stats.bytes_loaded_prefetch += self.bytes_of(key)
-        elif job.cause == "migration":
-            stats.bytes_loaded_migration += self.bytes_of(key)
-        else:
-            stats.bytes_loaded_demand += self.bytes_of(key)
-        if job.writeback:
-            stats.bytes_written_back += self.bytes_of(key)
-        stats.total_io_s += copied.end_s - copied.start_s
-        stats.link_s += copied.link_s
-        if self.timeline.enabled:
-            track = "prefetch" if job.prefetch else "copy"
-            self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)
+        self.ledger.landed(job, copied)
         return True
 
     def _publish(self, job: LoadJob, copied: Copied) -> None:
@@ -424,8 +344,8 @@ class ExpertCache:
     def _load_again(self, job: LoadJob, layer: int) -> None:
         """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
         if job.cause != "demand" and job.error is not None:
-            self._count_failed(job)
-            self._unused_prefetches.pop(job.reservation.key, None)
+            self.ledger.failed(job)
+            self.ledger.forget(job.reservation.key)
             job = self._new_job(job.reservation, "demand")
             self._loader.submit([job], DEMAND)
             self._wait(job, layer)
@@ -436,12 +356,8 @@ class ExpertCache:
         """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
         if job.error is None:
             self._fail(job)
-        self._count_failed(job)
+        self.ledger.failed(job)
         self._release(job.reservation.key)
-
-    def _count_failed(self, job: LoadJob) -> None:
-        if job.prefetch:
-            self.stats.layers[job.layer].failed_prefetches += 1
 
     def _fail(self, job: LoadJob) -> NoReturn:
         """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""
@@ -457,9 +373,7 @@ class ExpertCache:
 
     def _release(self, key: int) -> None:
         """Undo the reservation of a load that was cancelled or failed; its bytes count nowhere."""
-        if (source := self._unused_prefetches.get(key)) is not None:
-            self.governor.wasted()
-            source.cancelled += 1
+        self.ledger.cancelled(key)
         self._forget(self._jobs[key])
 
     def _forget(self, job: LoadJob) -> None:
@@ -467,7 +381,7 @@ class ExpertCache:
         if job.writeback and job.cancelled and self._unwritten is not None:
             self._unwritten.add(job.reservation.slot)
         del self._jobs[key]
-        self._unused_prefetches.pop(key, None)
+        self.ledger.forget(key)
         self.residency.release(job.reservation)
         self.eviction.removed(key)
 
@@ -477,10 +391,7 @@ class ExpertCache:
             return
         start_s = self._clock()
         job.done.wait()
-        end_s = self._clock()
-        self.stats.layers[layer].blocked_io_s += end_s - start_s
-        if self.timeline.enabled:
-            self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
+        self.ledger.waited(layer, start_s, self._clock())
 
     def _evict(self, key: int, layer: int) -> None:
         """Free a slot, for the forward of `layer`; a copy under way into it is waited for."""
@@ -496,7 +407,4 @@ class ExpertCache:
             self._unwritten.add(self.residency.slot(key))
         self.residency.evict(key)
         self.eviction.removed(key)
-        if (source := self._unused_prefetches.pop(key, None)) is not None:
-            self.governor.wasted()
-            source.wasted += 1
-            self.stats.layers[self._layer_of(key)].bytes_wasted += self.bytes_of(key)
+        self.ledger.evicted(key)

@@ -1,4 +1,4 @@
-"""Where experts lie in the pool, whole or cut in two, and which bytes go there."""
+"""Where experts lie in the pool, whole or cut in two, which bytes go there, and which are there now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..policies.residency import Reservation, Residency
+from ..policies.residency import Reservation, Residency, State
 from ..policies.split.cut import CacheCut
 from ..policies.split.segments import Segments
 from .promise import Promise, PromisedSegment, Shared, neuron_slice
@@ -80,6 +80,23 @@ class SlotMap:
     def shown(self) -> Sequence[int] | None:
         """The segment that stands for each expert; None where each stands for itself."""
         return None if self._segments is None else self._segments.shown
+
+    def states(self) -> list[State]:
+        """Of all experts at one moment, from any thread; under a cut those of their tops."""
+        shown, states = self.shown(), self._residency.states()
+        return states if shown is None else [states[segment] for segment in shown]
+
+    def standing(self, layer: int) -> tuple[list[State], int]:
+        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
+        shown, residency, base = self.shown(), self._residency, layer * self.experts
+        keys = range(base, base + self.experts)
+        segments = keys if shown is None else shown[base : base + self.experts]
+        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
+
+    def vacant(self, layer: int) -> int:
+        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
+        shown, residency, key = self.shown(), self._residency, layer * self.experts
+        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
     def bytes_of(self, segment: int) -> int:
         """Bytes that its load moves."""
