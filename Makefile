@@ -1,5 +1,6 @@
 # make run     set up .venv where there is none, then generate text with the default model
-# make test    the test suite but for
+# make test    the test suite, two files at a time, but for what the next two run
+# make test-slow    real runs of many presets, of benchmarks and of replicas
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make lint    ruff and mypy
 # make proto   write proto/generated again after a change of a .proto file
@@ -27,7 +28,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-nodes lint proto clean
+.PHONY: run test test-slow test-nodes lint proto clean
 export PROMPT
 
 run: $(VENV)/.installed
@@ -35,6 +36,9 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow
 
 test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes

@@ -11,6 +11,8 @@ from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.cluster.config import load_policy
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 40, 24
 KV = KvSettings(page_size=32, num_blocks=32)
 LOSSLESS = [

@@ -12,6 +12,8 @@ import pytest
 
 from tiermoe.cluster.config import default_model_dir
 
+pytestmark = pytest.mark.slow
+
 _MAIN = "from tiermoe.cluster.cli import main; main()"
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tiermoe.cluster.jobs.bench.activeevict.job import ABLATION, PRESETS, Workload, bench_activeevict
 from tiermoe.cluster.jobs.bench.activeevict.page import write_page
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_page_is_made_from_replays(tmp_path: Path) -> None:

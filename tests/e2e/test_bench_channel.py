@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _MAIN = "from tiermoe.cluster.cli import main; main()"
 
 

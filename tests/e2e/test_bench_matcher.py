@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from tiermoe.cluster.jobs.bench import command, matcher
 
+pytestmark = pytest.mark.slow
+
 
 def test_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = matcher.model_shapes()

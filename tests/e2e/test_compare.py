@@ -12,6 +12,8 @@ import pytest
 from tiermoe.cluster.jobs.bench.fmoe import job
 from tiermoe.cluster.jobs.bench.fmoe.page import write_page
 
+pytestmark = pytest.mark.slow
+
 _MAIN = "from tiermoe.cluster.cli import main; main()"
 
 

@@ -18,6 +18,8 @@ from tiermoe.actors.engine.scoring import score_with
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
 
+pytestmark = pytest.mark.slow
+
 _MAIN = "from tiermoe.cluster.cli import main; main()"
 
 

@@ -10,12 +10,15 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, iteration
 from numpy.typing import NDArray
 
 from tiermoe.actors.engine.matching import MatcherLink
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
+
+pytestmark = pytest.mark.slow
 
 _PATIENCE_S = 30.0
 

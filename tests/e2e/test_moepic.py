@@ -11,6 +11,8 @@ from tiermoe.cluster.jobs.bench.moepic import findings, job, simulated, why
 from tiermoe.cluster.jobs.bench.moepic.page import write_page
 from tiermoe.cluster.jobs.bench.moepic.work import Workload
 
+pytestmark = pytest.mark.slow
+
 _WORK = Workload(
     ("0.25",), ratios=(2.5,), prompt_tokens=16, max_tokens=5, warm=3, prompts=1, tau=40, trace_prompts=(2, 2),
     trace_tokens=4, policies=("mixtral-offloading", "moepic"), ablation=("moepic",),

@@ -15,6 +15,8 @@ from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.bench.serving import prepared_store
 from tiermoe.cluster.local import LocalWorker
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 48, 48
 
 

@@ -16,6 +16,8 @@ from tiermoe.cluster.jobs.bench.serving import prepared_store
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 48, 32
 
 

@@ -27,6 +27,8 @@ from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.errors import StoreError
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 1, 24, 12
 KV = KvSettings(page_size=32, num_blocks=32)
 BUDGET = 0.5

@@ -19,6 +19,8 @@ from tiermoe.cluster.config import load_policy, policy_names
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.errors import TraceError
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 40, 24
 KV = KvSettings(page_size=32, num_blocks=32)
 MAPS = ("fmoe", "fmoe-blend", "fmoe-t", "fmoe-ts")

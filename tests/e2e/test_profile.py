@@ -28,6 +28,8 @@ from tiermoe.cluster.jobs.profile.substitutes import (
 from tiermoe.cluster.jobs.profile.trial import DROP, rules, trial
 from tiermoe.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = EvaluationOptions(documents=1, prefix=16, continuation=32, resamples=50)
 
 

@@ -16,6 +16,8 @@ from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.prepare.gates import add_gates
 from tiermoe.errors import StoreError
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, PROMPT_TOKENS, TOKENS = 3, 24, 12
 KV = KvSettings(page_size=32, num_blocks=32)
 

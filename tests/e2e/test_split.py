@@ -16,6 +16,8 @@ from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 
+pytestmark = pytest.mark.slow
+
 LENGTHS, TOKENS = (5, 12, 24, 33), 24
 KV = KvSettings(page_size=32, num_blocks=64)
 LAYERS, NEURONS = 8, 128
