@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.eviction import LAYER_EVICTION, EvictionPolicy
 from ...actors.policies.eviction.make import make_eviction
 from ...actors.policies.pre_evict import PreEviction
 from ...actors.policies.prefetch.base import PrefetchPolicy
@@ -10,14 +10,24 @@ from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.routing_budget import BudgetAwareTopK
 from ...actors.policies.split.cut import CacheCut
 from ...actors.policy_settings import PolicySettings
+from ...errors import ConfigError
 from .executor import SimulatedEngine
 from .machine import Machine
 from .trace_format import TraceHeader
 
 
 def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
-    """The preset's, in its first state: for a cut where the preset splits experts."""
+    """The preset's, in its first state: for a cut where the preset splits experts.
+
+    Raises:
+        ConfigError: its eviction has no order for the experts of one layer, which a cut needs.
+    """
     options = settings.pre_evict
+    if settings.split.kind != "off" and settings.eviction not in LAYER_EVICTION:
+        raise ConfigError(
+            f"eviction {settings.eviction} has no order for the experts of one layer, which split needs",
+            f"give one of {', '.join(LAYER_EVICTION)}",
+        )
     return make_eviction(
         settings.eviction, header.layers, header.experts, settings.split.kind != "off", alpha=options.alpha,
         gamma=options.gamma, window=options.window,

@@ -97,7 +97,7 @@ def test_two_runs_at_once_with_shards_and_ndp_workers() -> None:
     assert [run.returncode for run in runs] == [0, 0], said
     first, second = (json.loads(out) for out, _ in said)
     assert first["token_ids"] == second["token_ids"]
-    assert len(families) > 2 * 8  # Ray's servers, six actors, the helper
+    assert len(families) > 8  # Ray's servers, six actors, the helper; one run may be over when the other is seen
     _, alive = psutil.wait_procs(families, timeout=_GONE_WITHIN_S)
     assert not alive, [p.name() for p in alive]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(("plasma", "ray", "tiermoe"))]

@@ -46,7 +46,7 @@ def _refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 @pytest.mark.parametrize(
     ("options", "what", "remedy"),
     [
-        (["--policy", "magic"], "no policy 'magic'", "choose one of all-resident"),
+        (["--policy", "magic"], "no policy 'magic'", "choose one of activeevict, "),
         (["--budget", "0"], "budget '0'", "512MiB"),
         (["--budget", "1.5"], "budget '1.5'", "share"),
         (["--budget", "lots"], "budget 'lots'", "share"),

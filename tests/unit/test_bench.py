@@ -101,12 +101,15 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
     assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
 
 
+SERVING = {"overhead", "prefetch", "scale", "ndp", "compare", "fmoe", "moepic", "activeevict", "buddymoe"}
+
+
 def test_every_benchmark_that_serves_a_model_takes_the_common_options() -> None:
     commands = {info.name or info.callback.__name__: info for info in command.bench_app.registered_commands}
     for name, info in commands.items():
         options = set(inspect.signature(info.callback).parameters)
         assert {"out", "as_json", "check"} <= options, name
-        assert ("config" in options) == (name in {"overhead", "prefetch", "scale", "ndp", "compare", "fmoe"}), name
+        assert ("config" in options) == (name in SERVING), name
 
 
 def test_json_has_no_nan() -> None:
