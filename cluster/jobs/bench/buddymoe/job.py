@@ -29,7 +29,8 @@ from .work import Workload
 
 OWN_KEYS = ("policy", "budget", "link")
 _SHOWN = (
-    "policy", "budget", "link_gbps", "tpot_ms", "perplexity_ratio", "top1_agreement", "kl_nats", "mb_loaded", "hit_rate",
+    "policy", "budget", "link_gbps", "tpot_ms", "perplexity_ratio", "top1_agreement", "kl_nats", "mb_loaded",
+    "hit_rate",
 )  # fmt: skip
 _NAMES = ("runs", "parts")
 

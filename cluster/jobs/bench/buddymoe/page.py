@@ -80,10 +80,11 @@ def page(record: dict[str, Any]) -> str:
 
 def _methods(calibration: Calibration) -> str:
     text = (
-        f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the token's "
-        "other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, how many "
-        f"replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion (eta 10), "
-        "weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is measured here."
+        f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the "
+        "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, how "
+        f"many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion (eta "
+        "10), weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is measured "
+        "here."
     )
     if calibration.top_k <= 4:
         text += (
@@ -103,7 +104,9 @@ def _bars(found: Sequence[Mapping[str, Any]]) -> list[str]:
     for c in wanted:
         asked = "better" if c["wanted"] == "better" else "equal or fewer"
         said = "ok" if c["ok"] else "missed"
-        verdict = c["verdict"] if c["measure"] != BYTES else {"better": "fewer", "worse": "more"}.get(c["verdict"], "tie")
+        verdict = c["verdict"]
+        if c["measure"] == BYTES:
+            verdict = {"better": "fewer", "worse": "more"}.get(verdict, verdict)
         body.append((c["rate"], c["own"], c["other"], _name(c["measure"]), asked, _interval(c), verdict, said))
     return [
         f"The paper's buddy is to beat random replacement in every measure of quality at equal or fewer bytes, and to "
@@ -121,8 +124,9 @@ def _quality(of: Mapping[str, Row]) -> list[str]:
         q, tpot = row["quality"], row["spread"]["tpot_s"]
         body.append((
             name, f"{1 / tpot['median']:.1f} ({1 / tpot['maximum']:.1f} to {1 / tpot['minimum']:.1f})",
-            f"{q['perplexity']:.3f}", f"{q['top1_agreement']:.1%}", f"{q['kl_nats']:.4f}", f"{q['choice_accuracy']:.1%}",
-            f"{share(q, 'substitutions'):.1%}", f"{share(q, 'dropped'):.1%}", f"{q[BYTES] / 1e6:.2f}",
+            f"{q['perplexity']:.3f}", f"{q['top1_agreement']:.1%}", f"{q['kl_nats']:.4f}",
+            f"{q['choice_accuracy']:.1%}", f"{share(q, 'substitutions'):.1%}", f"{share(q, 'dropped'):.1%}",
+            f"{q[BYTES] / 1e6:.2f}",
         ))  # fmt: skip
     head = ("method", "tokens/s", "perplexity", "top-1 agreement", "KL (nats)", "choices", "replaced", "left out",
             "MB a token")  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from .....errors import ConfigError
 from ...evaluate.options import EvaluationOptions
 
+QUALITY = EvaluationOptions(documents=12, items=2, prefix=32, continuation=40, rows=1)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -28,7 +30,7 @@ class Workload:
     max_tokens: int = 24
     warm: int = 2
     prompts: int = 1
-    quality: EvaluationOptions = EvaluationOptions(documents=12, items=2, prefix=32, continuation=40, rows=1)
+    quality: EvaluationOptions = QUALITY
     methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

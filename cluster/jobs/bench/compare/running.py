@@ -54,7 +54,8 @@ def measure(
     for group in sweep.groups:
         found = kept.find(group)
         if found is None:
-            found = Finished(group, _measure_group(sweep, group, kept, advanced, start, score, score_lossless, progress))
+            cells = _measure_group(sweep, group, kept, advanced, start, score, score_lossless, progress)
+            found = Finished(group, cells)
             kept.add(found)
         else:
             advanced(visits)
