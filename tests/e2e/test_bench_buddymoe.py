@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.buddymoe import job
 from tiermoe.cluster.jobs.bench.buddymoe.methods import DROP, ORIGINAL, OWN, PAPER, RANDOM
 from tiermoe.cluster.jobs.bench.buddymoe.page import write_page
 from tiermoe.cluster.jobs.bench.buddymoe.work import Workload
+from tiermoe.cluster.jobs.bench.recorded import own_store
+from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.profile.job import profile_text
+from tiermoe.cluster.jobs.profile.options import ProfileOptions
 
 _METHODS = (ORIGINAL, RANDOM, DROP, PAPER, OWN)
 _WORK = Workload(
@@ -20,16 +25,26 @@ _WORK = Workload(
 )  # fmt: skip
 
 
+def _with_own_store(folder: Path) -> str:
+    """A configuration whose store is profiled on little text: the whole calibration text takes half a minute."""
+    store, text = own_store(run_config(None), folder), folder / "text.txt"
+    text.write_text((default_model_dir() / "calibration" / "prose.jsonl").read_text()[:6000])
+    profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=64), progress=False)
+    (folder / "config.yaml").write_text(f"store: {store}\n")
+    return str(folder / "config.yaml")
+
+
 def test_the_page_is_made_from_runs_and_an_interrupted_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, kept = job.bench_buddymoe(None, 1, _WORK, tmp_path, None)
+    config = _with_own_store(tmp_path)
+    report, kept = job.bench_buddymoe(None, 1, _WORK, tmp_path, None, config)
     write_page(report, tmp_path)
     beside = ["buddymoe-parts.partial.json", "buddymoe-runs.partial.json"]
     assert sorted(path.name for path in tmp_path.glob("*.partial.json")) == beside
     monkeypatch.setattr(job, "calibrate", lambda *a: pytest.fail("measured again"))
     monkeypatch.setattr(job.Scoring, "__call__", lambda *a: pytest.fail("scored again"))
-    again, _ = job.bench_buddymoe(None, 1, _WORK, tmp_path, None)
+    again, _ = job.bench_buddymoe(None, 1, _WORK, tmp_path, None, config)
     assert again.rows == report.rows
     for part in kept:
         part.discard()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..figures import Row, cells, median_of
+from ..figures import Row, cells, median_of, paired
 from ..moepic.calibration import REGIME, Calibration
 from ..page_parts import paragraphs, table, write_record
 from .findings import BYTES, QUALITY, SETTING
@@ -55,7 +55,7 @@ def page(record: dict[str, Any]) -> str:
             "the next layer's router; what it does with an expert that is neither here nor on its way is what differs.",
             f"Speed: {settings['warm_prompts']} prompts uncounted, then {settings['repeats']} repetitions of "
             f"{settings['prompts_of_a_repetition']} held-out prompts of {settings['prompt_tokens_each']} tokens with "
-            f"{settings['max_tokens']} generated; the methods take turns in each repetition. Medians with range.",
+            f"{settings['max_tokens']} generated; the methods take turns in each repetition. Medians with range; ratios are paired within repetitions.",
             f"Quality: the same workers on the same link afterwards. {scored['documents']} held-out documents, "
             f"{scored['tokens']} tokens that follow {quality['prefix']}, each in a forward of its own as a served "
             f"request's; {scored['items']} choices between four continuations, each candidate in one forward. KL and "
@@ -124,29 +124,30 @@ def _quality(of: Mapping[str, Row]) -> list[str]:
         q, tpot = row["quality"], row["spread"]["tpot_s"]
         body.append((
             name, f"{1 / tpot['median']:.1f} ({1 / tpot['maximum']:.1f} to {1 / tpot['minimum']:.1f})",
+            f"{1 / paired(row, of[ORIGINAL], 'tpot_s'):.2f}" if ORIGINAL in of else "-",
             f"{q['perplexity']:.3f}", f"{q['top1_agreement']:.1%}", f"{q['kl_nats']:.4f}",
             f"{q['choice_accuracy']:.1%}", f"{share(q, 'substitutions'):.1%}", f"{share(q, 'dropped'):.1%}",
             f"{q[BYTES] / 1e6:.2f}",
         ))  # fmt: skip
-    head = ("method", "tokens/s", "perplexity", "top-1 agreement", "KL (nats)", "choices", "replaced", "left out",
+    head = ("method", "tokens/s", "over original", "perplexity", "top-1 agreement", "KL (nats)", "choices", "replaced", "left out",
             "MB a token")  # fmt: skip
     return table(head, body)
 
 
 def _differences(rate: str, of: Mapping[str, Row], found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """KL and bytes of each method less those of random replacement and of drop."""
+    """KL and bytes of each method less those of random replacement, free and held to rho 3, and of drop."""
     by = {(c["own"], c["other"], c["measure"]): c for c in found if c["rate"] == rate}
-    others = [name for name in (RANDOM, DROP) if name in of]
-    measures = [(other, measure) for other in others for measure in ("kl_nats", BYTES)]
+    shown = ((RANDOM, "kl_nats"), (RANDOM, BYTES), (f"{RANDOM}, rho 3", "kl_nats"), (DROP, "kl_nats"), (DROP, BYTES))
+    measures = [(other, measure) for other, measure in shown if other in of]
     body = []
     for name in of:
         told = [by.get((name, *key)) for key in measures]
         if any(told):
             body.append((name, *("" if c is None else f"{_interval(c)}, {c['verdict']}" for c in told)))
     if body:
-        yield f"Less those of {' and '.join(others)}:"
+        yield "Differences, with what they are:"
         yield ""
-        yield from table(("method", *(f"{_name(measure)}, {other}" for other, measure in measures)), body)
+        yield from table(("method", *(f"{_name(measure)} less that of {other}" for other, measure in measures)), body)
 
 
 def _counters(rows: Sequence[Row]) -> list[str]:
