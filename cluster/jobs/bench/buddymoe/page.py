@@ -55,7 +55,8 @@ def page(record: dict[str, Any]) -> str:
             "the next layer's router; what it does with an expert that is neither here nor on its way is what differs.",
             f"Speed: {settings['warm_prompts']} prompts uncounted, then {settings['repeats']} repetitions of "
             f"{settings['prompts_of_a_repetition']} held-out prompts of {settings['prompt_tokens_each']} tokens with "
-            f"{settings['max_tokens']} generated; the methods take turns in each repetition. Medians with range; ratios are paired within repetitions.",
+            f"{settings['max_tokens']} generated; the methods take turns in each repetition. Medians with range; "
+            "ratios are paired within repetitions.",
             f"Quality: the same workers on the same link afterwards. {scored['documents']} held-out documents, "
             f"{scored['tokens']} tokens that follow {quality['prefix']}, each in a forward of its own as a served "
             f"request's; {scored['items']} choices between four continuations, each candidate in one forward. KL and "
@@ -81,8 +82,8 @@ def page(record: dict[str, Any]) -> str:
 def _methods(calibration: Calibration) -> str:
     text = (
         f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the "
-        "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, how "
-        f"many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion (eta "
+        "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, "
+        f"how many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion (eta "
         "10), weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is measured "
         "here."
     )
@@ -129,8 +130,8 @@ def _quality(of: Mapping[str, Row]) -> list[str]:
             f"{q['choice_accuracy']:.1%}", f"{share(q, 'substitutions'):.1%}", f"{share(q, 'dropped'):.1%}",
             f"{q[BYTES] / 1e6:.2f}",
         ))  # fmt: skip
-    head = ("method", "tokens/s", "over original", "perplexity", "top-1 agreement", "KL (nats)", "choices", "replaced", "left out",
-            "MB a token")  # fmt: skip
+    head = ("method", "tokens/s", "over original", "perplexity", "top-1 agreement", "KL (nats)", "choices", "replaced",
+            "left out", "MB a token")  # fmt: skip
     return table(head, body)
 
 
