@@ -110,7 +110,7 @@ def test_the_page_says_what_is_tied_and_what_is_missed(tmp_path: Path) -> None:
     assert f"**Cache rate 0.5, {OWN} against {DROP}.** Tied: perplexity over lossless, top-1 agreement, KL" in text
     assert f"{OWN} replaces 5.5% of the routers' picks and leaves out 0.0%, {DROP} 0.0% and 11.0%." in text
     assert "75% of its bytes are guesses" in text
-    assert "33% of the cases by coactivation and 27% by output" in text
+    assert "33% of the cases by coactivation and 27% of the cases by output" in text
     bar = f"| 0.5 | {PAPER} | {ORIGINAL} | bytes a token | better | -4.00 MB (-4.00 to -4.00) | fewer | ok |"
     assert bar in text
     kept = json.loads((tmp_path / "buddymoe.json").read_text())

@@ -83,9 +83,9 @@ def _methods(calibration: Calibration) -> str:
     text = (
         f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the "
         "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, "
-        f"how many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion (eta "
-        "10), weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is measured "
-        "here."
+        f"how many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion "
+        "(eta 10), weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is "
+        "measured here."
     )
     if calibration.top_k <= 4:
         text += (
