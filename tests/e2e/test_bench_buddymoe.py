@@ -65,7 +65,7 @@ def test_the_page_is_made_from_runs_and_an_interrupted_one_goes_on(
         assert quality["loaded_per_token"] > 0
         assert quality["picks"] > quality["substitutions"] + quality["dropped"]
         assert row["spread"]["tpot_s"]["median"] > 0
-    assert len(report.bars) == 10
+    assert len(report.bars) == 16
     record = json.loads((tmp_path / "buddymoe.json").read_text())
     assert len(record["profile"]["best_cosine"]) == 8
     assert {c["verdict"] for c in record["comparisons"]} <= {"better", "tie", "worse"}

@@ -72,10 +72,11 @@ def comparisons(rows: Sequence[Row], options: EvaluationOptions) -> list[Compari
 
 
 def _pairs(names: Sequence[str]) -> Iterator[tuple[str, str, str, Literal["better", "no worse"] | None]]:
-    wanted: dict[tuple[str, str, str], Literal["better", "no worse"]] = {
-        **{(PAPER, RANDOM, measure): "better" for measure in QUALITY}, (PAPER, RANDOM, BYTES): "no worse",
-        (PAPER, ORIGINAL, BYTES): "better", **{(OWN, DROP, measure): "better" for measure in QUALITY},
-    }  # fmt: skip
+    wanted: dict[tuple[str, str, str], Literal["better", "no worse"]] = {}
+    for own in (PAPER, OWN):
+        wanted |= {(own, RANDOM, measure): "better" for measure in QUALITY}
+        wanted |= {(own, RANDOM, BYTES): "no worse", (own, ORIGINAL, BYTES): "better"}
+    wanted |= {(OWN, DROP, measure): "better" for measure in QUALITY}
     for (own, other, measure), what in wanted.items():
         if own in names and other in names:
             yield own, other, measure, what

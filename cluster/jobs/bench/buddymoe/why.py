@@ -80,7 +80,7 @@ def _redundancy(profile: Mapping[str, Any]) -> str:
         "**The experts themselves.** A token that picks an expert has picked its best buddy already in "
         + " and ".join(f"{value:.0%} of the cases by {by}" for by, value in profile["taken"].items())
         + f", where it stands in for nothing; 95% of the co-activations of an expert take {profile['peers']:.0f} of "
-        f"{profile['experts'] - 1} peers, so that a list holds hardly more than chance."
+        f"{profile['experts'] - 1} peers, so that a short list says little."
     )
     if profile["best_cosine"]:
         text += (
