@@ -85,8 +85,8 @@ def _methods(calibration: Calibration) -> str:
         f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the "
         "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, "
         f"how many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion "
-        f"(eta {load_policy(OWN).substitution.eta:g}), weighed by the buddy's own routing weight; chosen on the calibration text, of which nothing is "
-        "measured here."
+        f"(eta {load_policy(OWN).substitution.eta:g}), weighed by the buddy's own routing weight; "
+        "chosen on the calibration text, of which nothing is measured here."
     )
     if calibration.top_k <= 4:
         text += (
@@ -112,8 +112,8 @@ def _bars(found: Sequence[Mapping[str, Any]]) -> list[str]:
         body.append((c["rate"], c["own"], c["other"], _name(c["measure"]), asked, _interval(c), verdict, said))
     return [
         f"The paper's buddy is to beat random replacement in every measure of quality at equal or fewer bytes, and to "
-        f"load fewer than {ORIGINAL}; so is the recommended one, which is to beat {DROP} too. Of {len(wanted)} comparisons {held} "
-        f"hold, {tied} are ties where better was asked for, and {len(wanted) - held - tied} go the other way.",
+        f"load fewer than {ORIGINAL}; so is the recommended one, which is to beat {DROP} too. Of {len(wanted)} "
+        f"comparisons {held} hold, {tied} are ties where better was asked for, and {len(wanted) - held - tied} go the other way.",
         "",
         *table(("cache rate", "method", "against", "measure", "asked", "difference", "is", ""), body),
         "",
