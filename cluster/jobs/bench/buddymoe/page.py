@@ -113,7 +113,8 @@ def _bars(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"The paper's buddy is to beat random replacement in every measure of quality at equal or fewer bytes, and to "
         f"load fewer than {ORIGINAL}; so is the recommended one, which is to beat {DROP} too. Of {len(wanted)} "
-        f"comparisons {held} hold, {tied} are ties where better was asked for, and {len(wanted) - held - tied} go the other way.",
+        f"comparisons {held} hold, {tied} are ties where better was asked for, and "
+        f"{len(wanted) - held - tied} go the other way.",
         "",
         *table(("cache rate", "method", "against", "measure", "asked", "difference", "is", ""), body),
         "",
