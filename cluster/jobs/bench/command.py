@@ -289,7 +289,7 @@ def buddymoe(
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
     max_tokens: compare_command.MaxTokens = 24,
     documents: Annotated[int, typer.Option(help="Held-out documents on which quality is scored.")] = 12,
-    items: Annotated[int, typer.Option(help="Choices of each document at most.")] = 2,
+    items: Annotated[int, typer.Option(help="Choices of each document at most.")] = 1,
     prefix: Annotated[int, typer.Option(help="Tokens of a document before those that are scored.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 40,
     config: Config = None,
