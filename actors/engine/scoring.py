@@ -5,6 +5,8 @@
 
 Causality makes one forward over many forced tokens equal to one forward for each, so a policy that fixes an expert
 placement when prefill ends, and treats later rows otherwise, is measured as it serves, at the speed of a prefill.
+What a policy does with what is on the device when a layer runs depends on the rows beside a token: `rows=1` gives every
+forced token a forward of its own, as one request at a time is served.
 Models with a recurrent state are the exception: transformers goes on from their state one token at a time only.
 """
 
@@ -25,7 +27,9 @@ _PAGED = "paged|"  # how transformers marks the attention that the continuous ba
 _numbers = itertools.count()
 
 
-def score(model: Any, engine: Any, ids: Sequence[int], prefix: int, attention: str, chunk: int) -> torch.Tensor:
+def score(
+    model: Any, engine: Any, ids: Sequence[int], prefix: int, attention: str, chunk: int, rows: int | None = None
+) -> torch.Tensor:
     """Log-probabilities [len(ids) - prefix, V], fp32 on the CPU, of what may stand at each place after the prefix.
 
     Args:
@@ -33,14 +37,14 @@ def score(model: Any, engine: Any, ids: Sequence[int], prefix: int, attention: s
         engine: the expert engine behind it; told which rows are prefill and which decode.
         ids: the tokens. prefix: how many of them are prefill; at least one, and one must be left.
         attention: an implementation that works with an ordinary cache, such as sdpa.
-        chunk: rows of one forward at most.
+        chunk: rows of one forward at most. rows: of one after the prefix at most; None: `chunk`.
 
     Raises:
         RequestError: the prefix leaves no token before it or after it.
     """
     if not 0 < prefix < len(ids):
         raise RequestError(f"a prefix of {prefix} of {len(ids)} tokens", "leave at least one token on either side")
-    return score_continuations(model, engine, ids[:prefix], [ids[prefix:]], attention, chunk)[0]
+    return score_continuations(model, engine, ids[:prefix], [ids[prefix:]], attention, chunk, rows)[0]
 
 
 @torch.no_grad()
@@ -51,6 +55,7 @@ def score_continuations(
     continuations: Sequence[Sequence[int]],
     attention: str,
     chunk: int,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Like `score` for several continuations of one prefix: [continuations, tokens, V]; the prefix is run once.
 
@@ -63,21 +68,21 @@ def score_continuations(
             f"a prefix of {len(prefix)} tokens and continuations of {sorted(lengths)}",
             "give at least one token of each, and continuations of one length",
         )
-    name = f"score-{next(_numbers)}"
+    name, decoded_rows = f"score-{next(_numbers)}", chunk if rows is None else min(rows, chunk)
     with _plain_attention(model, attention):
         try:
             logits, cache = _feed(model, engine, name, prefix, None, chunk, decode=False)
             found = []
             for tokens in continuations:
                 kept = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
-                decoded, _ = _feed(model, engine, name, tokens[:-1], kept, chunk, decode=True)
+                decoded, _ = _feed(model, engine, name, tokens[:-1], kept, decoded_rows, decode=True)
                 found.append(torch.cat([logits[-1:], decoded]))
         finally:
             engine.end_sequence(name)
     return torch.log_softmax(torch.stack(found).float(), -1).cpu()
 
 
-def score_with(worker: Any, ids: Sequence[int], prefix: int) -> torch.Tensor:
+def score_with(worker: Any, ids: Sequence[int], prefix: int, rows: int | None = None) -> torch.Tensor:
     """`score` on a started `GpuWorker`.
 
     Raises:
@@ -85,7 +90,7 @@ def score_with(worker: Any, ids: Sequence[int], prefix: int) -> torch.Tensor:
     """
     _refuse_while_serving(worker)
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
-    return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk)
+    return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk, rows)
 
 
 def score_continuations_with(

@@ -276,6 +276,47 @@ def activeevict(
 
 
 @bench_app.command(cls=JsonCommand)
+def buddymoe(
+    model: Model = None,
+    repeats: Repeats = 5,
+    rates: Annotated[str, typer.Option(help="Cache rates: shares of the experts that fit, separated by commas.")] = (
+        "0.75,0.5,0.375"
+    ),
+    ratio: Annotated[float, typer.Option(help="Of the emulated link: loading over computing.")] = 2.5,
+    link: Annotated[float | None, typer.Option(help="Emulated link in 1e9 bytes per second, in place of it.")] = None,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts of a repetition, each met once.")] = 1,
+    warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
+    max_tokens: compare_command.MaxTokens = 24,
+    documents: Annotated[int, typer.Option(help="Held-out documents on which quality is scored.")] = 12,
+    items: Annotated[int, typer.Option(help="Choices of each document at most.")] = 1,
+    prefix: Annotated[int, typer.Option(help="Tokens of a document before those that are scored.")] = 32,
+    continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 40,
+    config: Config = None,
+    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """BuddyMoE against random replacement and dropping: quality and speed at three cache rates."""
+    from ..evaluate.options import EvaluationOptions
+    from .buddymoe.job import OWN_KEYS, bench_buddymoe, kept_files
+    from .buddymoe.page import write_page
+    from .buddymoe.report import BuddyReport
+    from .buddymoe.work import Workload
+
+    _say_overridden(config, OWN_KEYS)
+    quality = EvaluationOptions(documents, items=items, prefix=prefix, continuation=continuation, rows=1)
+    work = Workload(
+        compare_command.parts(rates), ratio, link, prompt_tokens, max_tokens, warm, prompts, quality,
+    )  # fmt: skip
+
+    def measure(beside: Path | None, progress: Progress) -> tuple[BuddyReport, Sequence[Discarded]]:
+        return bench_buddymoe(model, repeats, work, beside, progress, config)
+
+    _finish_page(measure, write_page, kept_files, out, as_json, check)
+
+
+@bench_app.command(cls=JsonCommand)
 def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
     from .quantize import bench_quantize

@@ -32,13 +32,16 @@ def eval_command(
     items: Annotated[int, typer.Option(help="Choices of each document at most.")] = _DEFAULT.items,
     prefix: Annotated[int, typer.Option(help="Tokens of a window that are prefill.")] = _DEFAULT.prefix,
     continuation: Annotated[int, typer.Option(help="Tokens after them, scored.")] = _DEFAULT.continuation,
+    rows: Annotated[
+        int | None, typer.Option(help="Scored tokens of one forward at most; 1: as one request is served. (all)")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.seed,
     resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.resamples,
     threads: Annotated[int, typer.Option(help="Threads of the worker.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Perplexity, agreement with lossless and multiple choice on held-out text, with 95% intervals."""
-    options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples)
+    options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         record, quality = evaluate(model, policy, budget, threads, options, progress)
@@ -81,7 +84,7 @@ def evaluate(
         "budget": config.budget,
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
-        **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples")},
+        **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
         "windows_per_document": options.windows,
         "items_per_document": options.items,
         "threads": threads,

@@ -86,8 +86,8 @@ class Evaluation:
         sums = {name: np.zeros(self.documents) for name in SUMS}
         policy, prefix = worker.settings.policy, self.options.prefix
         for i, window in enumerate(_shown(self.windows, f"{policy.name}: windows", progress)):
-            targets = torch.tensor(window.ids[prefix:])
-            log_probs = score_with(worker, window.ids, prefix)
+            targets, before = torch.tensor(window.ids[prefix:]), worker.stats().total().bytes_loaded
+            log_probs = score_with(worker, window.ids, prefix, self.options.rows)
             found = compare(reference.distributions.get(i), log_probs, targets)
             for name, value in {
                 "tokens": len(targets),
@@ -97,6 +97,7 @@ class Evaluation:
                 "reference_nll": reference.nll[i].sum(),
                 "agree": (found.top1 == reference.top1[i]).sum(),
                 "kl": found.kl.sum(),
+                "loaded": worker.stats().total().bytes_loaded - before,
             }.items():
                 sums[name][window.document] += float(value)
         for item, expected in zip(

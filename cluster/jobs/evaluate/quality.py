@@ -17,10 +17,11 @@ def _same(x: Array) -> Array:
     return x
 
 
-# The sums that are collected for each document; `reference_...` are of the lossless run.
+# The sums that are collected for each document; `reference_...` are of the lossless run, `loaded` the bytes that copies
+# to the device brought during its windows.
 SUMS = (
     "tokens", "bytes", "nll", "extra_nll", "agree", "kl", "items", "correct", "same_choice",
-    "reference_nll", "reference_correct",
+    "reference_nll", "reference_correct", "loaded",
 )  # fmt: skip
 
 # name: (numerator, denominator, made of their ratio)
@@ -34,6 +35,7 @@ MEASURES: Mapping[str, tuple[str, str, Transform]] = {
     "choice_agreement": ("same_choice", "items", _same),
     "reference_perplexity": ("reference_nll", "tokens", np.exp),
     "reference_choice_accuracy": ("reference_correct", "items", _same),
+    "loaded_per_token": ("loaded", "tokens", _same),
 }
 
 

@@ -21,13 +21,13 @@ _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
 
 def compare(
     sweep: Sweep, out: Path | None = None, progress: Progress | None = None, start: Start = start_worker,
-    score: Scorer | None = None, name: str = "compare",
+    score: Scorer | None = None, name: str = "compare", score_lossless: bool = False,
 ) -> tuple[Report, Kept]:  # fmt: skip
     """Run a sweep, or the rest of it.
 
     Args:
         out: the result's file: what is finished is kept beside it until the caller discards it. None: nothing is kept.
-        start, score: see `measure`.
+        start, score, score_lossless: see `measure`.
 
     Returns:
         The report, and what was kept. A counter that no row has was zero in all repetitions of all rows.
@@ -36,7 +36,7 @@ def compare(
         ConfigError, RuntimeFailure: see `Kept` and `measure`.
     """
     kept = Kept(out, sweep.fingerprint())
-    return report_of(sweep, measure(sweep, kept, progress, start, score), name), kept
+    return report_of(sweep, measure(sweep, kept, progress, start, score, score_lossless), name), kept
 
 
 def report_of(sweep: Sweep, finished: Sequence[Finished], name: str) -> Report:

@@ -27,7 +27,7 @@ class Scorer(Protocol):
 
 def measure(
     sweep: Sweep, kept: Kept, progress: Progress | None = None, start: Start = start_worker,
-    score: Scorer | None = None,
+    score: Scorer | None = None, score_lossless: bool = False,
 ) -> list[Finished]:  # fmt: skip
     """All groups of a sweep, those in `kept` without running them again.
 
@@ -35,7 +35,8 @@ def measure(
 
     Args:
         start: a started worker; it is closed here.
-        score: quality of a policy that is not lossless; None: by `tiermoe eval`'s own measure.
+        score: quality of a policy that is not lossless; None: by `tiermoe eval`'s own measure. score_lossless: the
+            others are scored too.
 
     Raises:
         RuntimeFailure: a request failed, or lossless policies gave different tokens.
@@ -53,7 +54,8 @@ def measure(
     for group in sweep.groups:
         found = kept.find(group)
         if found is None:
-            found = Finished(group, _measure_group(sweep, group, kept, advanced, start, score, progress))
+            cells = _measure_group(sweep, group, kept, advanced, start, score, score_lossless, progress)
+            found = Finished(group, cells)
             kept.add(found)
         else:
             advanced(visits)
@@ -63,7 +65,7 @@ def measure(
 
 def _measure_group(
     sweep: Sweep, group: Group, kept: Kept, advanced: Callable[[], None], start: Start, score: Scorer,
-    progress: Progress | None,
+    score_lossless: bool, progress: Progress | None,
 ) -> list[Cell]:  # fmt: skip
     presets = {policy: sweep.preset(policy) for policy in sweep.policies}
     cells: dict[str, Cell] = {}
@@ -80,7 +82,7 @@ def _measure_group(
         for number in range(sweep.repeats):
             _repetition(sweep, number, workers, cells, kept.tokens, advanced)
         for policy, cell in cells.items():
-            if not cell.lossless:
+            if score_lossless or not cell.lossless:
                 cell.quality = score(workers[policy], progress)
     return list(cells.values())
 

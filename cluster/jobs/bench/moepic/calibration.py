@@ -7,6 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
+from rich.progress import Progress
+
 from .....actors.engine.profile import layer_passes
 from .....actors.policies.cost import Link, load_s
 from .....actors.settings import LinkSettings
@@ -15,6 +17,7 @@ from ....config import RunConfig
 from ..serving import serve, start_worker
 
 REGIME = (2.0, 3.0)  # loading over computing where the paper measures (figure 2d: 34.55% to 49.45% of it can be hidden)
+CALIBRATED = 3  # prompts on which computing is measured, and times
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,20 @@ class Calibration:
         return float(f"{self.expert_bytes / transfer_s / 1e9:.2g}")
 
 
-def calibrate(base: RunConfig, prompts: Sequence[tuple[int, ...]], max_tokens: int, repeats: int) -> Calibration:
+def calibrate(
+    base: RunConfig, prompts: Sequence[tuple[int, ...]], max_tokens: int, repeats: int,
+    progress: Progress | None = None,
+) -> Calibration:  # fmt: skip
     """Measure it on these prompts, one after the other; medians."""
+    task = None if progress is None else progress.add_task("computing without waits", total=repeats * len(prompts))
     config = base.model_copy(update={"policy": "all-resident", "budget": "1.0", "link": LinkSettings()})
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts[:1], max_tokens)
-        taken = [
-            serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"] for _ in range(repeats) for prompt in prompts
-        ]
+        taken = []
+        for prompt in repeats * list(prompts):
+            taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
+            if progress is not None and task is not None:
+                progress.advance(task)
         with layer_passes(worker.engine) as passes:
             serve(worker.submit, prompts[:1], max_tokens)
         engine = worker.engine

@@ -21,7 +21,7 @@ from ..recorded import Recorded, read_split, record_split
 from ..serving import run_config
 from ..steps import Steps
 from . import findings, footprint
-from .calibration import Calibration, calibrate
+from .calibration import CALIBRATED, Calibration, calibrate
 from .hits import hit_table
 from .report import MoepicReport
 from .simulated import simulate
@@ -35,7 +35,6 @@ _SHOWN = (
     "setting", "policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s", "mb_loaded",
     "mb_wasted",
 )  # fmt: skip
-_CALIBRATED = 3  # prompts on which computing is measured, and times
 _DISTANCES = 4  # layers ahead that the trace holds
 
 
@@ -91,12 +90,7 @@ def bench_moepic(
 
 
 def _calibrated(base: RunConfig, split: Split, work: Workload, progress: Progress | None) -> Calibration:
-    if progress is None:
-        return calibrate(base, split.measure[:_CALIBRATED], work.max_tokens, _CALIBRATED)
-    task = progress.add_task("computing without waits", total=1)
-    found = calibrate(base, split.measure[:_CALIBRATED], work.max_tokens, _CALIBRATED)
-    progress.advance(task)
-    return found
+    return calibrate(base, split.measure[:CALIBRATED], work.max_tokens, CALIBRATED, progress)
 
 
 def _timelines(

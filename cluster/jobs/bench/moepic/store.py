@@ -1,4 +1,4 @@
-"""What the baselines predict from, in the prepared store: trained gates, and the layers' sensitivity."""
+"""What policies go by, in the prepared store: trained gates, the layers' sensitivity, a profile of the experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from rich.progress import Progress
 
 from .....actors.gate_file import GATES_NAME
 from .....actors.policy_settings import PolicySettings
+from .....actors.profile_file import PROFILE_NAME
 from .....actors.sensitivity_file import SENSITIVITY_NAME
 from ....config import RunConfig, engine_settings
 from ...prepare.gates import add_gates
 from ...prepare.sensitivity import add_sensitivity
+from ...profile.job import profile_text
 from ..serving import prepared_store
 
 CALIBRATION = "calibration"  # folder of a checkpoint with text that is neither trained nor measured on
@@ -30,12 +32,18 @@ def ensure_predictors(base: RunConfig, presets: Iterable[PolicySettings], progre
     needed: list[tuple[str, _Add, bool]] = [
         (GATES_NAME, add_gates, any(preset.prefetch.kind == "pre-gated" for preset in wanted)),
         (SENSITIVITY_NAME, add_sensitivity, any(preset.routing.kind == "adaptive" for preset in wanted)),
+        (PROFILE_NAME, _add_profile, any(preset.needs_profile for preset in wanted)),
     ]
     missing = [add for name, add, is_needed in needed if is_needed and not (store / name).exists()]
     task = None
     if progress is not None and missing:
-        task = progress.add_task("gates and sensitivity of the baselines", total=len(missing))
+        task = progress.add_task("what the policies go by", total=len(missing))
     for add in missing:
         add(store, base.model_dir, base.model_dir / CALIBRATION, Console(quiet=True))
         if progress is not None and task is not None:
             progress.advance(task)
+
+
+def _add_profile(store: Path, model_dir: Path, text: Path, console: Console) -> Path:
+    profile_text(store, model_dir, text, progress=not console.quiet)
+    return store / PROFILE_NAME
