@@ -134,6 +134,12 @@ def substitute_arrays(
     return ReplacedArrays(out_ids, out_weights, substituted, dropped)
 
 
+def require_probabilities(probabilities: torch.Tensor | None, options: Options) -> None:
+    """Raise ValueError where the options go by the router's probabilities and there are none."""
+    if probabilities is None and (options.eta > 0 or options.weights == "buddy"):
+        raise ValueError("eta, and weights by the buddy, need the router's probabilities")
+
+
 class _HostBuddies(NamedTuple):
     ids: Any
     similarity: Any
@@ -182,8 +188,7 @@ def substitute_tensors(
         ValueError: the router's probabilities are needed and missing.
     """
     by_buddy = options.weights == "buddy"
-    if probabilities is None and (options.eta > 0 or by_buddy):
-        raise ValueError("eta, and weights by the buddy, need the router's probabilities")
+    require_probabilities(probabilities, options)
     todo = replace[ids] & permitted(weights, tau, options.gamma, options.temperature)[:, None]  # [T, K]
     if not todo.any():
         return ReplacedTensors(ids, weights, 0, 0)

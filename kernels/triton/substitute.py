@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..substitute import BuddyTensors, Options, ReplacedTensors
+from ..substitute import BuddyTensors, Options, ReplacedTensors, require_probabilities
 
 _LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
 _EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
@@ -207,8 +207,7 @@ def substitute_triton(
         ValueError: the router's probabilities are needed and missing.
     """
     by_buddy = options.weights == "buddy"
-    if probabilities is None and (options.eta > 0 or by_buddy):
-        raise ValueError("eta, and weights by the buddy, need the router's probabilities")
+    require_probabilities(probabilities, options)
     (tokens, top_k), (experts, ranks) = ids.shape, buddies.ids.shape
     if top_k < 2 and (tau is not None or options.gamma is not None):
         # the entropy of one choice is 0 and its margin 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,16 @@ def table(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
     lines = [head, *body]
     shown = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
     return [shown[0], "|" + "---|" * len(head), *shown[1:]]
+
+
+def serving_cells(budget: str, gbps: float, name: str, row: Mapping[str, Any], over: str) -> tuple[str, ...]:
+    """A table's line on one policy's run: times, hit rate and bytes of a sweep's row; `over`: its ratio to another."""
+    tpot = row["spread"]["tpot_s"]
+    return (
+        budget, f"{gbps:g}", name, f"{row['hit_rate']:.1%}", f"{row['ttft_ms']:.1f}",
+        f"{row['tpot_ms']:.2f} ({1e3 * tpot['minimum']:.2f} to {1e3 * tpot['maximum']:.2f})", over,
+        f"{row['blocked_io_s']:.3f}", f"{row['mb_loaded']:.0f}", f"{row['mb_wasted']:.0f}",
+    )  # fmt: skip
 
 
 def paragraphs(*texts: str | None) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..figures import Row, cells, paired
-from ..page_parts import paragraphs, table, write_record
+from ..page_parts import paragraphs, serving_cells, table, write_record
 from ..plots import plot_runs
 from .calibration import REGIME, Calibration
 from .findings import (
@@ -148,13 +148,8 @@ def _runs(rows: Sequence[Row], setting: str) -> list[str]:
     body = []
     for (budget, gbps), of in cells(rows, setting).items():
         for name, row in of.items():
-            tpot = row["spread"]["tpot_s"]
             over = f"{paired(of[OWN], row, 'tpot_s'):.2f}" if OWN in of else "-"
-            body.append((
-                budget, f"{gbps:g}", name, f"{row['hit_rate']:.1%}", f"{row['ttft_ms']:.1f}",
-                f"{row['tpot_ms']:.2f} ({1e3 * tpot['minimum']:.2f} to {1e3 * tpot['maximum']:.2f})", over,
-                f"{row['blocked_io_s']:.3f}", f"{row['mb_loaded']:.0f}", f"{row['mb_wasted']:.0f}",
-            ))  # fmt: skip
+            body.append(serving_cells(budget, gbps, name, row, over))
     return table(head, body)
 
 
