@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..errors import ConfigError
 from .base_settings import Settings
@@ -20,7 +20,16 @@ class LinkSettings(Settings):
 
     gbps: float | None = Field(default=None, gt=0, description="gigabytes (1e9) per second; none: unthrottled")
     latency_us: float = Field(default=0.0, ge=0, description="microseconds before each copy starts")
+    layer_us: float | None = Field(
+        default=None, gt=0,
+        description="microseconds of a layer, by which alone the link's clock goes on; none: it is the wall's",
+    )  # fmt: skip
 
+    @model_validator(mode="after")
+    def _consistent(self) -> LinkSettings:
+        if self.layer_us is not None and self.gbps is None:
+            raise ValueError("layer_us is of a throttled link: give gbps, too")
+        return self
 
 
 class NdpSettings(Settings):
@@ -126,8 +135,14 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde, split experts or pre-eviction.
+        ConfigError: several shards, and placement monde, split experts, pre-eviction or a stepped link; a stepped link
+            and NDP workers, which keep to the wall's clock.
     """
+    if settings.link.layer_us is not None and (settings.shards.count > 1 or settings.policy.uses_ndp):
+        raise ConfigError(
+            "link.layer_us stops the clock between layers, which other processes that compute experts do not see",
+            "leave it out, or use one shard and a policy without NDP workers",
+        )
     if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
         raise ConfigError(
             f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import torch
 
 from ...errors import BudgetError, ConfigError
 from ..budget import budget_bytes
+from ..policies.cost import Link
 from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
@@ -19,9 +21,11 @@ from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
 from .link_queue import copy_queue
+from .loader import CopyQueue
 from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
+from .virtual_link import VirtualClock, VirtualLoader, copy_now
 
 
 def make_cache(
@@ -32,12 +36,14 @@ def make_cache(
     dtype: torch.dtype,
     owned: int,
     top_k: int = 1,
+    clock: VirtualClock | None = None,
 ) -> ExpertCache:
     """A cache within the budget of one device, with counters of its own.
 
     Args:
         owned: experts in all layers that belong to this device; it gets no more slots than that.
         top_k: experts per token, for the buffer of split experts.
+        clock: of a stepped link; None: the wall's.
 
     Raises:
         BudgetError: not one slot fits, or with split experts not one of each kind. ConfigError: the policy keeps all
@@ -66,7 +72,13 @@ def make_cache(
         executor=device.executor,
     )
     pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
-    return ExpertCache(
+    loader: CopyQueue
+    if clock is None or settings.link.gbps is None:
+        loader = copy_queue(device, pool, weights)
+    else:
+        link = Link(settings.link.gbps, settings.link.latency_us)
+        loader = VirtualLoader(clock, link, lambda key: cache.bytes_of(key), copy_now)
+    cache = ExpertCache(
         pool,
         weights,
         device,
@@ -78,10 +90,12 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
-        copy_queue(device, pool, weights),
-        cut=cut,
-        writeback=policy.evict_writeback,
+        loader,
+        time.perf_counter if clock is None else clock,
+        cut,
+        policy.evict_writeback,
     )
+    return cache
 
 
 def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:

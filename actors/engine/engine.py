@@ -43,6 +43,7 @@ from .rerouting import Rerouter, make_rerouting
 from .sequences import SequenceRows
 from .shards import Shards, owners
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
+from .virtual_link import SteppedKernel, VirtualClock
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
@@ -106,7 +107,9 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
+        self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
+        self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -215,8 +218,11 @@ class ExpertEngine:
     ) -> None:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
+            kernel = kernel_for(self.cache.pool, block)
+            if self._clock is not None:
+                kernel = SteppedKernel(kernel, self._clock, self._layer_s)
             layer = MoeLayer(
-                i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
+                i, self.experts, self.cache, planner, dispatcher, kernel, block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
             )  # fmt: skip
             layer.configuring = self.configuring

@@ -94,12 +94,12 @@ def score_with(worker: Any, ids: Sequence[int], prefix: int, rows: int | None = 
 
 
 def score_continuations_with(
-    worker: Any, prefix: Sequence[int], continuations: Sequence[Sequence[int]]
+    worker: Any, prefix: Sequence[int], continuations: Sequence[Sequence[int]], rows: int | None = None
 ) -> torch.Tensor:
     """`score_continuations` on a started `GpuWorker`; raises like `score_with`."""
     _refuse_while_serving(worker)
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
-    return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk)
+    return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
 
 
 def plain_attention_of(model: Any) -> str:

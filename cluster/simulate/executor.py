@@ -21,6 +21,7 @@ from ...actors.engine.reroute_view import reroute_view
 from ...actors.engine.runner import ExpertRunner
 from ...actors.engine.stats import EngineStats, LayerStats
 from ...actors.engine.timeline import Timeline
+from ...actors.engine.virtual_link import VirtualClock, VirtualLoader
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.plan import LoadOnMiss
 from ...actors.policies.pre_evict import PreEviction
@@ -30,7 +31,6 @@ from ...actors.policies.rerouting import Rerouting
 from ...actors.policies.residency import Residency
 from ...actors.policies.split.cut import CacheCut
 from ...actors.policy_settings import PolicySettings
-from .clock import VirtualClock, VirtualLoader
 from .machine import Machine
 from .splitting import Routed, SimulatedConfiguring
 from .trace import Iteration

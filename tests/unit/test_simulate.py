@@ -12,6 +12,7 @@ import pytest
 import traces
 
 from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Cause, LoadJob
+from tiermoe.actors.engine.virtual_link import VirtualClock, VirtualLoader
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
@@ -22,7 +23,6 @@ from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.simulate.clock import VirtualClock, VirtualLoader
 from tiermoe.cluster.simulate.executor import SimulatedEngine, layer_seen, spans_of
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.predictors import load_predictors, save_predictors, train_predictors

@@ -103,7 +103,7 @@ class Evaluation:
         for item, expected in zip(
             _shown(self.items, f"{policy.name}: choices", progress), reference.choices, strict=True
         ):
-            choice = _choice(worker, item)
+            choice = _choice(worker, item, self.options.rows)
             sums["items"][item.document] += 1
             sums["correct"][item.document] += choice == item.answer
             sums["same_choice"][item.document] += choice == expected
@@ -126,9 +126,9 @@ class Evaluation:
         return reference
 
 
-def _choice(worker: Any, item: ChoiceTokens) -> int:
+def _choice(worker: Any, item: ChoiceTokens, rows: int | None = None) -> int:
     """The candidate with the greatest likelihood; they have the same number of tokens."""
-    log_probs = score_continuations_with(worker, item.context, item.candidates)
+    log_probs = score_continuations_with(worker, item.context, item.candidates, rows)
     return int(token_nll(log_probs, torch.tensor(item.candidates)).sum(-1).argmin())
 
 

@@ -14,8 +14,8 @@ class EvaluationOptions:
     documents: how many held-out documents, taking their kinds in turn; None: all.
     windows, items: text windows and multiple-choice items of each document, at most.
     prefix, continuation: tokens of a window that are prefill, and tokens after them that are scored.
-    rows: scored tokens of a window in one forward at most; 1: as one request is served, which is what a policy that
-        goes by what is on the device must be measured with. None: as many as fit, which is fastest.
+    rows: scored tokens of a window or choice in one forward at most; 1: as one request is served, which is what a
+        policy that goes by what is on the device must be measured with. None: as many as fit, which is fastest.
     seed, resamples: of the bootstrap.
 
     Raises:

@@ -41,7 +41,8 @@ def bench_buddymoe(
 ) -> tuple[BuddyReport, list[Kept | Steps]]:  # fmt: skip
     """All figures of the page.
 
-    Each cell is one worker: it serves prompts for the speed, and then scores held-out text, on the same link.
+    Each cell is one worker that serves prompts for the speed, and one that scores held-out text, on a link of the same
+    rate whose clock layers move.
 
     Args:
         folder: where unfinished parts are kept, to go on with; None: nowhere.
@@ -74,7 +75,8 @@ def bench_buddymoe(
             base, tuple(method.name for method in found), work.rates, (gbps,), split.measure, split.learn, repeats,
             work.max_tokens, fresh=True, files=write_methods(found, Path(scratch)),
         )  # fmt: skip
-        scoring = Scoring(base.model_dir, work.quality)
+        store = prepared_store(base, engine_settings(base))
+        scoring = Scoring(base.model_dir, store, work.quality, calibration.compute_s * 1e6)
         ran, kept = compare(sweep, out.get("runs"), progress, score=scoring, score_lossless=True)
     rows = [{"setting": SETTING} | row for row in ran.rows]
     compared = comparisons(rows, work.quality)
@@ -84,7 +86,7 @@ def bench_buddymoe(
     }  # fmt: skip
     report = BuddyReport(
         "buddymoe", ran.executor, rows, bars_of(compared), settings, _SHOWN, asdict(calibration),
-        [comparison.as_dict() for comparison in compared], redundancy(prepared_store(base, engine_settings(base))),
+        [comparison.as_dict() for comparison in compared], redundancy(store),
     )  # fmt: skip
     return report, [parts, kept]
 

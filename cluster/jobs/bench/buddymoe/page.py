@@ -58,9 +58,12 @@ def page(record: dict[str, Any]) -> str:
             f"{settings['prompts_of_a_repetition']} held-out prompts of {settings['prompt_tokens_each']} tokens with "
             f"{settings['max_tokens']} generated; the methods take turns in each repetition. Medians with range; "
             "ratios are paired within repetitions.",
-            f"Quality: the same workers on the same link afterwards. {scored['documents']} held-out documents, "
-            f"{scored['tokens']} tokens that follow {quality['prefix']}, each in a forward of its own as a served "
-            f"request's; {scored['items']} choices between four continuations, each candidate in one forward. KL and "
+            "Quality: on a link of the same rate whose clock goes on by "
+            f"{calibration.compute_s * 1e3:.2f} ms for each layer, what one takes with everything resident in this "
+            "run, and by nothing else: what is on the device in time does not depend on how busy the machine is. "
+            f"{scored['documents']} held-out documents, {scored['tokens']} tokens that follow {quality['prefix']}; "
+            f"{scored['items']} choices between four continuations. Each token is in a forward of its own, as a served "
+            "request's. KL and "
             "top-1 agreement are against the lossless model. MB a token: copies to the device while these tokens were "
             "scored, their prefixes included. Differences are paired; intervals are 95%, by bootstrap over documents. "
             "One whose interval holds 0 is a tie.",

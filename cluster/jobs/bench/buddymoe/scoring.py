@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
+from .....actors.settings import EngineSettings
+from ....local import LocalWorker
 from ...evaluate.options import EvaluationOptions
 from ...evaluate.quality import Quality
 from ..figures import Row
@@ -16,18 +19,22 @@ _COUNTED = ("bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "hit
 
 
 class Scoring:
-    """Scores started workers on the same windows and choices; the lossless reference is made once, when first needed.
+    """Scores policies on the same windows and choices; the lossless reference is made once, when first needed.
+
+    Each is scored by a worker of its own on a link whose clock goes on by the same time for each layer, so that what is
+    on the device when a layer runs, and with it every figure, does not depend on how busy the machine is.
 
     Args:
-        model_dir: a checkpoint with held-out text. options: how much is scored.
+        model_dir: a checkpoint with held-out text. store: its store. options: how much is scored.
+        layer_us: microseconds of a layer.
     """
 
-    def __init__(self, model_dir: Path, options: EvaluationOptions) -> None:
-        self._model_dir, self._options = model_dir, options
+    def __init__(self, model_dir: Path, store: Path, options: EvaluationOptions, layer_us: float) -> None:
+        self._model_dir, self._store, self._options, self._layer_us = model_dir, store, options, layer_us
         self._evaluation: Any = None
 
     def __call__(self, worker: Any, progress: Progress | None) -> dict[str, Any]:
-        """Figures of `Quality.as_dict`, its sums, and what the worker counted meanwhile.
+        """Figures of `Quality.as_dict`, its sums, and what was counted meanwhile, for the policy of a worker.
 
         `picks`: (token, expert) pairs that the routers picked; `substitutions` and `dropped` are of these.
         """
@@ -36,7 +43,16 @@ class Scoring:
         if self._evaluation is None:
             self._evaluation = Evaluation(self._model_dir, self._options)
             self._evaluation.reference(progress)
-        worker.reset_stats()
+        settings: EngineSettings = worker.settings
+        stepped = settings.model_copy(
+            update={"link": settings.link.model_copy(update={"layer_us": self._layer_us})}
+        )  # fmt: skip
+        with closing(LocalWorker(stepped, self._store, 0)) as own:
+            own.start()
+            own.reset_stats()
+            return self._measured(own, progress)
+
+    def _measured(self, worker: Any, progress: Progress | None) -> dict[str, Any]:
         quality: Quality = self._evaluation.measure(worker, progress)
         stats = worker.stats()
         total = stats.total()

@@ -1,4 +1,9 @@
-"""Time that passes only when it is told to, and a loader whose copies take that time."""
+"""Time that passes only when it is told to, and a loader whose copies take that time: simulated, or on a stepped link.
+
+The simulator replays a routing on it, and moves nothing. On a stepped link (`LinkSettings.layer_us`) the engine
+computes for real, and the clock goes on by a stated time for each layer: what has arrived when a layer runs is the same
+on every machine, however busy. Then the loader copies, at the moment at which the copy ends.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,20 @@ import heapq
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from ...actors.engine.loader import LoadJob
-from ...actors.policies.cost import Link, load_s
+from ...errors import RuntimeFailure
+from ..policies.cost import Link, load_s
+from .loader import LoadJob
+from .promise import Promise
 
-if TYPE_CHECKING:
-    from ...actors.engine.device import Copied
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    import torch
+
+    from ...kernels.expert_ffn import ExpertKernel
+    from .device import Copied
 
 
 class VirtualClock:
-    """Seconds since the replay began."""
+    """Seconds since it began."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -27,7 +37,7 @@ class VirtualClock:
 
 
 class VirtualCopy:
-    """When a simulated copy had the link, with the fields of `engine.device.Copied`."""
+    """When a copy had the link, with the fields of `engine.device.Copied`."""
 
     __slots__ = ("end_s", "event", "link_s", "start_s")
 
@@ -53,7 +63,7 @@ class VirtualDone:
         self._loader.wait(self.job)
 
     def set(self) -> None:
-        raise AssertionError("a simulated copy ends by the clock")
+        raise AssertionError("a copy on a virtual link ends by the clock")
 
 
 class VirtualLoader:
@@ -65,9 +75,19 @@ class VirtualLoader:
     asks; what happens at one instant happens in the order of the calls.
     """
 
-    def __init__(self, clock: VirtualClock, link: Link | None, nbytes: int | Callable[[int], int]) -> None:
-        """`link` None: copies take no time. `nbytes`: of a copy, or those of each key's."""
-        self._clock, self._link, self._nbytes = clock, link, nbytes
+    def __init__(
+        self,
+        clock: VirtualClock,
+        link: Link | None,
+        nbytes: int | Callable[[int], int],
+        carry: Callable[[LoadJob], None] | None = None,
+    ) -> None:
+        """`link` None: copies take no time. `nbytes`: of a copy, or those of each key's.
+
+        `carry`: moves a job's bytes, when its copy ends; None: nothing moves.
+        """
+        self._clock, self._link, self._nbytes, self._carry = clock, link, nbytes, carry
+        self._closed = False
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
         self._number = 0
         self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
@@ -77,6 +97,9 @@ class VirtualLoader:
         return VirtualDone(self)
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        """Queue copies in this order. Raises RuntimeFailure after `close`."""
+        if self._closed:
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
         self._catch_up()
         now_s = self._clock.now_s
         for job in jobs:
@@ -105,18 +128,20 @@ class VirtualLoader:
 
     @property
     def pending(self) -> int:
-        self._catch_up()
+        """Copies queued or under way when somebody last asked for one; from any thread."""
         return len(self._heap) + (self._current is not None)
 
     def close(self) -> None:
+        """Drop what is queued. Safe to call twice."""
+        self._closed = True
         for entry in self._heap:
             entry[3].cancelled = True
         self._heap.clear()
 
     def ended(self, job: LoadJob) -> bool:
-        """Whether a copy has arrived or was cancelled."""
+        """Whether a copy has arrived, failed or was cancelled."""
         self._catch_up()
-        return job.copied is not None or job.cancelled
+        return job.copied is not None or job.error is not None or job.cancelled
 
     def wait(self, job: LoadJob) -> None:
         """Let time pass until a copy has ended."""
@@ -133,8 +158,9 @@ class VirtualLoader:
                 job, start_s, end_s = self._current
                 if end_s > now_s:
                     return
-                job.copied = cast("Copied", VirtualCopy(start_s, end_s))
                 self._free_s, self._current = end_s, None
+                if self._arrived(job):
+                    job.copied = cast("Copied", VirtualCopy(start_s, end_s))
             if not self._heap:
                 return
             _, _, submitted_s, job = heapq.heappop(self._heap)
@@ -143,7 +169,44 @@ class VirtualLoader:
             took_s = self._copy_s(job.reservation.key) * (2 if job.writeback else 1)
             self._current = (job, start_s, start_s + took_s)
 
+    def _arrived(self, job: LoadJob) -> bool:
+        if self._carry is not None:
+            try:
+                self._carry(job)
+            except Exception as error:  # handed to the cache, as `Loader` does
+                job.error = error
+                return False
+        return True
+
     def _copy_s(self, key: int) -> float:
         if self._link is None:
             return 0.0
         return load_s(self._nbytes if isinstance(self._nbytes, int) else self._nbytes(key), self._link)
+
+
+def copy_now(job: LoadJob) -> None:
+    """Move a job's bytes between tensors of this host, for `VirtualLoader`."""
+    src = job.src
+    if isinstance(src, Promise):
+        src.ask(())
+        src = src.tensors()
+    for target, source in zip(job.dst, src, strict=True):
+        target.copy_(source)
+
+
+class SteppedKernel:
+    """A kernel after whose layers the clock goes on: what is asked for in one layer has that long until the next.
+
+    A layer takes the same however many rows it has, as on a device that reads its weights once for all of them.
+
+    Args:
+        kernel: computes. clock: of the link. layer_s: seconds of a layer, all that lies between two layers' experts.
+    """
+
+    def __init__(self, kernel: ExpertKernel, clock: VirtualClock, layer_s: float) -> None:
+        self.run, self._combine, self._clock, self._layer_s = kernel.run, kernel.combine, clock, layer_s
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = self._combine(y, weights)
+        self._clock.advance(self._layer_s)
+        return out
