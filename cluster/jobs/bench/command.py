@@ -288,7 +288,7 @@ def buddymoe(
     warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 32,
     max_tokens: compare_command.MaxTokens = 24,
-    documents: Annotated[int, typer.Option(help="Held-out documents on which quality is scored.")] = 12,
+    documents: Annotated[int, typer.Option(help="Held-out documents on which quality is scored.")] = 36,
     items: Annotated[int, typer.Option(help="Choices of each document at most.")] = 1,
     prefix: Annotated[int, typer.Option(help="Tokens of a document before those that are scored.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 40,

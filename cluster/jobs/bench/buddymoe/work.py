@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .....errors import ConfigError
 from ...evaluate.options import EvaluationOptions
 
-QUALITY = EvaluationOptions(documents=12, items=1, prefix=32, continuation=40, rows=1)
+QUALITY = EvaluationOptions(documents=36, items=1, prefix=32, continuation=40, rows=1)
 
 
 @dataclass(frozen=True)
