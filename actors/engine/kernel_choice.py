@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Gate, Group, Operands, TorchKernel
 from ...kernels.row_class import ROW_CLASSES, RowClass, row_class
 from ..settings import ExpertKernelName
-from .kernel_times import KernelTime, expert_kernel_times, fill_slots
+from .kernel_times import KernelTime
 from .model import MoeBlock
 from .pool import SlotPool
 
