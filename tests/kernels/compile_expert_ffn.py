@@ -38,7 +38,7 @@ def compiled(kernel: Any, types: dict[str, str], fixed: dict[str, Any], architec
         constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(names.index(name),): _ALIGNED for name in aligned},
     )
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
