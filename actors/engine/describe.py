@@ -45,6 +45,7 @@ def describe(
         "dense_bytes": sum(dense.values()),
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
+        "expert_kernel": engine.kernels.plan.as_dict(),
         "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
         "pinned": pinned,
         "prefetch": policy.prefetch.kind,
