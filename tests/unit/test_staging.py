@@ -25,7 +25,7 @@ FLOATS = 1000
 
 def layer(value: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> LayerWeights:
     """Two tensors that share a page, as those of a layer file may."""
-    backing = torch.full((4 * FLOATS,), value, dtype=dtype)
+    backing = torch.frombuffer(mmap.mmap(-1, 4 * FLOATS * dtype.itemsize), dtype=dtype).fill_(value)
     return LayerWeights((backing[: 3 * FLOATS].view(3, FLOATS), backing[3 * FLOATS :].view(1, FLOATS)))
 
 
@@ -113,7 +113,7 @@ def test_what_is_pinned_already_is_left_alone() -> None:
 
 
 def test_the_limit_holds() -> None:
-    gpu, cuda = device()
+    cuda = device()[1]
     mapped = layers(3)
     _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
     assert report is not None
@@ -152,22 +152,23 @@ def test_sources_give_the_copies_from_then_on() -> None:
     report = sources.pin(cuda, CopySettings(unpinned="copy"))
     assert report is not None
     assert report.copied == 2 * BYTES
-    assert sources.weights == sources.mapped != mapped
+    assert [id(layer) for layer in sources.weights] == [id(layer) for layer in sources.mapped]
+    assert not {id(layer) for layer in sources.mapped} & {id(layer) for layer in mapped}
     assert sources.pin(CpuDevice(LinkSettings()), CopySettings()) is None
 
 
 def test_the_queue_follows_the_device_and_what_is_pinned() -> None:
     shape = ExpertShape(num_experts=2, intermediate=4, hidden=8, gates=2, has_bias=False)
     stores = [
-        LayerWeights((torch.zeros(2, 4, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 4, 8, dtype=torch.bfloat16)))
-        for _ in range(2)
+        LayerWeights((one.tensors[0].view(-1)[:128].view(2, 4, 2, 8), one.tensors[0].view(-1)[128:192].view(2, 4, 8)))
+        for one in layers(2)
     ]
     pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
     link = copy_queue(CpuDevice(LinkSettings()), pool, stores)
     assert isinstance(link, LinkQueue)
     link.close()
     gpu, cuda = device()
-    gpu.refuse = lambda address, nbytes: len(gpu.registered) == 2  # a range for each tensor
+    gpu.refuse = lambda address, nbytes: len(gpu.registered) == 1
     cuda.pin(stores, CopySettings())
     queue = copy_queue(cuda, pool, stores, CopySettings(ahead_mib=2))
     assert isinstance(queue, StreamQueue)
