@@ -107,6 +107,12 @@ class Rig:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
 
 
+def under_way(rig: Rig, lane: str) -> list[int]:
+    """Experts of which something is enqueued and not known to have ended."""
+    parts = rig.queue._demand.under_way if lane == "demand" else rig.queue._prefetch.under_way
+    return list(dict.fromkeys(part.copy.job.reservation.key for part in parts))
+
+
 def disturb(rig: Rig, chance: random.Random, cuts: Sequence[CacheCut] = ()) -> None:
     """Do one of the things that happen between layers."""
     cache, what = rig.cache, chance.randrange(9)
@@ -218,12 +224,37 @@ def test_only_so_much_is_prefetched_at_a_time() -> None:
     rig.finish()
 
 
-def test_one_prefetch_is_under_way_however_large_it_is() -> None:
-    rig = Rig(4, ahead=0)
+def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
+    """What has been moved of it counts as loaded and wasted; its slot is written anew only after that."""
+    rig = Rig(1)
+    rig.queue._ahead_bytes, rig.queue._part_bytes = 40, 32  # of 64 + 32
     rig.gpu.idle = True
-    rig.cache.prefetch([0, 1])
-    assert (len(rig.queue._prefetch.under_way), len(rig.queue._waiting)) == (1, 1)
+    rig.cache.prefetch([4])
+    assert (under_way(rig, "prefetch"), rig.queue._prefetch.bytes) == ([4], 32)
+    rig.cache.poll()
+    assert rig.queue._prefetch.bytes == 32
+    rig.gpu.finish()
+    rig.cache.poll()
+    assert rig.queue._prefetch.bytes == 32  # the second part
+    rig.forward(1, [2])  # of the same layer
+    stats = rig.stats.layers[1]
+    assert stats.bytes_wasted == stats.bytes_loaded_prefetch == 64
+    assert stats.bytes_loaded_demand == CARRIED
     rig.finish()
+
+
+def test_the_rest_of_a_large_guess_is_demanded() -> None:
+    rig = Rig(2)
+    rig.queue._ahead_bytes, rig.queue._part_bytes = 32, 32
+    rig.gpu.idle = True
+    rig.cache.prefetch([4, 5])
+    rig.forward(1, [0])
+    assert (under_way(rig, "demand"), under_way(rig, "prefetch")) == ([4], [4])
+    assert rig.residency.state(5) == State.ABSENT
+    rig.finish()
+    stats = rig.stats.layers[1]
+    assert (stats.late_prefetches, stats.bytes_wasted) == (1, 0)
+    assert stats.link_s == pytest.approx(CARRIED / RATE)
 
 
 def test_demand_goes_before_what_waits() -> None:
@@ -232,8 +263,8 @@ def test_demand_goes_before_what_waits() -> None:
     rig.cache.prefetch([4, 5, 6])
     rig.cache.issue([Load(0, None, 0)])
     rig.cache.begin(1, LoadOnMiss().plan([6], rig.residency, rig.cache.eviction))  # needed now: promoted
-    assert [c.job.reservation.key for c in rig.queue._demand.under_way] == [0, 6]
-    assert [c.job.reservation.key for c in rig.queue._prefetch.under_way] == [4]
+    assert under_way(rig, "demand") == [0, 6]
+    assert under_way(rig, "prefetch") == [4]
     assert [job.reservation.key for job in rig.queue._waiting] == [5]
     rig.cache.drop_stale(1, [6])
     assert not rig.queue._waiting
