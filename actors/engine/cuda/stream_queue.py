@@ -24,7 +24,6 @@ import torch
 from ....errors import RuntimeFailure
 from ..device import Copied
 from ..loader import DEMAND, Books, Loader, LoadJob
-from ..promise import Promise
 from .device import CudaDevice
 from .event_clock import EventClock
 from .staging import DeviceSide, chunks
@@ -153,12 +152,13 @@ class StreamQueue:
         if self._closed:
             for job in jobs:
                 job.cancelled = True
-                self._known(job).ended = True
+                copy = _done(job).copy = _Copy(job, 0)
+                copy.ended = True
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         if self._staged is not None:
             jobs = self._stage(jobs, priority)
-        for job in jobs:
-            self._known(job)
+        for job in jobs:  # in pinned memory, so no promises
+            _done(job).copy = _Copy(job, sum([s.nbytes for s in job.src]))  # type: ignore[union-attr]
         if priority == DEMAND:
             self._enqueue(self._demand, [(job, None) for job in jobs])
         else:
@@ -272,11 +272,6 @@ class StreamQueue:
             self._settle(copy.last.lane)
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _known(self, job: LoadJob) -> _Copy:
-        copy = _Copy(job, 0 if isinstance(job.src, Promise) else sum(s.nbytes for s in job.src))
-        _done(job).copy = copy
-        return copy
 
     def _stage(self, jobs: list[LoadJob], priority: int) -> list[LoadJob]:
         """Give the loader's thread what is not in pinned memory; the others."""
