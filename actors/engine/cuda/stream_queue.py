@@ -220,12 +220,17 @@ class StreamQueue:
         copy = done.copy
         return copy is not None and copy.last is not None and not copy.ended and self._fence(copy.last)
 
-    def poll(self, books: Books) -> None:
-        """Enqueue what there is room for, and write down the times of what has ended, without waiting for any."""
+    def poll(self) -> None:
+        """Enqueue what there is room for; the compute may be on another stream since."""
         self._device.compute_stream()
         self._settle(self._demand)
         self._settle(self._prefetch)
         self._feed()
+
+    def tell(self, books: Books) -> None:
+        """Read the events that are done, without waiting for any."""
+        self._settle(self._demand)
+        self._settle(self._prefetch)
         told, self._told = self._told, []
         for job, copied in sorted(told, key=lambda one: one[1].end_s):
             start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
