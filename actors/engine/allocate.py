@@ -74,7 +74,7 @@ def make_cache(
     pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
     loader: CopyQueue
     if clock is None or settings.link.gbps is None:
-        loader = copy_queue(device, pool, weights)
+        loader = copy_queue(device, pool, weights, settings.copies)
     else:
         link = Link(settings.link.gbps, settings.link.latency_us)
         loader = VirtualLoader(clock, link, lambda key: cache.bytes_of(key), copy_now)

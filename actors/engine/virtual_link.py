@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from ...errors import RuntimeFailure
 from ..policies.cost import Link, load_s
-from .loader import LoadJob
+from .loader import HostWaits, LoadJob
 from .promise import Promise
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -66,7 +66,7 @@ class VirtualDone:
         raise AssertionError("a copy on a virtual link ends by the clock")
 
 
-class VirtualLoader:
+class VirtualLoader(HostWaits):
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
