@@ -84,6 +84,7 @@ class MoeLayer:
         cache.poll()  # view
         if self._rerouter is not None:
             ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
+        outgoing = None if self._placer is None else self._dispatcher.begin(hidden, weights)
         routing = Routing.of(ids)
         keys = [base + e for e in routing.experts]
         needed = cache.segments(keys)
@@ -99,7 +100,9 @@ class MoeLayer:
             plan = self._placer.plan(self.index, needed, routing, ids, weights)
         try:
             cache.begin(self.index, plan)
-            errands = self._dispatcher.send(self.index, plan, routing, hidden, weights) if plan.remote else []
+            errands = []
+            if plan.remote and outgoing is not None:
+                errands = self._dispatcher.send(self.index, plan, routing, outgoing)
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:

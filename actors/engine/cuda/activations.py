@@ -1,0 +1,174 @@
+"""Rows to the peers and sums back through pinned memory: nothing on the way waits but the host, for what it sends.
+
+    begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute; of a few rows all, at once
+    (the host reads the layer's routing, whose copy was enqueued after these: that one wait is for both)
+    take     -> the rows of a peer; of many rows they are gathered on the GPU and waited for here
+    channel  writes the frame into its ring from pinned memory, reads the answer out of the ring into pinned memory
+    receive  -> copy to the GPU, enqueued; the memory is kept until it is done
+
+Pinned memory lies beside the rings, not in them: which rows a peer gets, and where they lie in its frame, is known only
+when the routing has been read, and the rows are on the host by then. The copy out of pinned memory into the ring and the
+copy out of the ring into pinned memory are those that a channel makes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..activations import Outgoing
+from .pinned_pool import PinnedPool
+
+_AT_ONCE = 256 * 1024  # bytes of rows that go to the host before anybody knows which are needed: 10 us of a slow link
+_MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro
+_LEAST = 1024  # bytes of a frame that is worth pinned memory: an answer with sums has more
+
+
+class ComputeRuntime(Protocol):
+    """What is asked of the GPU; `cuda.runtime.GpuRuntime` has it."""
+
+    device: torch.device
+
+    def current(self) -> Any:
+        """The stream that this thread computes on."""
+        ...
+
+    def event(self, timing: bool = True) -> Any: ...
+    def record(self, event: Any, stream: Any) -> None: ...
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src behind this thread's compute; the host tensor is pinned."""
+        ...
+
+    def query(self, event: Any) -> bool: ...
+    def synchronize(self, event: Any) -> None: ...
+    def pinned(self, nbytes: int) -> torch.Tensor: ...
+
+
+class PinnedActivations:
+    """`Activations` of a GPU.
+
+    Where there is no room left in pinned memory, a copy waits as any other does; `waited` counts those.
+
+    Args:
+        runtime: of the compute device.
+        most_bytes: pinned memory in all.
+
+    Attributes:
+        pool: the pinned memory.
+        waited: copies that had to wait because pinned memory was full.
+    """
+
+    def __init__(self, runtime: ComputeRuntime, most_bytes: int = _MOST) -> None:
+        self._runtime, self._device = runtime, runtime.device
+        self.pool = PinnedPool(runtime, most_bytes)
+        self.waited = 0
+
+    def supply(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Where an answer is put; None for short ones, and where there is no room."""
+        return self.pool.lease(nbytes) if nbytes >= _LEAST else None
+
+    def begin(self, hidden: torch.Tensor, weights: torch.Tensor) -> Outgoing:
+        return PinnedRows(self, hidden, weights)
+
+    def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
+        return self.up(sums)
+
+    def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[NDArray[np.float32]], Any]:
+        """Enqueue copies to the host, as float32.
+
+        Returns:
+            The arrays that will hold them, and the event after which they do; None: they do now.
+        """
+        arrays: list[NDArray[np.float32]] = []
+        pinned = False
+        for tensor in tensors:
+            source = tensor.detach().float().contiguous()
+            memory = self.pool.lease(source.nbytes)
+            if memory is None:
+                self.waited += 1
+                arrays.append(source.cpu().numpy())
+                continue
+            array = memory.view(np.float32).reshape(source.shape)
+            target = self.pool.tensor(array)
+            assert target is not None  # it is the pool's
+            self._runtime.copy(target, source)
+            arrays.append(array)
+            pinned = True
+        if not pinned:
+            return arrays, None
+        return arrays, self._kept(*arrays)
+
+    def up(self, array: NDArray[Any]) -> torch.Tensor:
+        """A host array on the GPU, for what is enqueued from now on."""
+        held: NDArray[Any] | None = array
+        source = self.pool.tensor(array)
+        if source is None:  # it came by another way than a ring, or is small
+            held = self._staged(array)
+            source = None if held is None else self.pool.tensor(held)
+        if source is None or held is None:
+            self.waited += 1
+            return torch.tensor(array, device=self._device)
+        target = torch.empty(array.shape, dtype=source.dtype, device=self._device)
+        self._runtime.copy(target, source)
+        self._kept(held)
+        return target
+
+    def wait(self, event: Any) -> None:
+        """Until an event of `down` is done; by then it mostly is."""
+        if event is not None and not self._runtime.query(event):
+            self._runtime.synchronize(event)
+
+    def _staged(self, array: NDArray[Any]) -> NDArray[Any] | None:
+        memory = self.pool.lease(array.nbytes)
+        if memory is None:
+            return None
+        staged = memory.view(array.dtype).reshape(array.shape)
+        staged[...] = array
+        return staged
+
+    def _kept(self, *arrays: NDArray[Any]) -> Any:
+        """Keep the memory of copies just enqueued until they are done; the event that says so."""
+        event = self._runtime.event(timing=False)
+        self._runtime.record(event, self._runtime.current())
+        self.pool.keep(event, *arrays)
+        return event
+
+
+class PinnedRows:
+    """`Outgoing` of a GPU.
+
+    Args:
+        way: of the engine.
+        hidden: [T, H]. weights: [T, K].
+    """
+
+    __slots__ = ("_event", "_hidden", "_way", "_weights", "_whole")
+
+    def __init__(self, way: PinnedActivations, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+        self._way, self._hidden = way, hidden
+        at_once = [weights, hidden] if hidden.numel() * 4 <= _AT_ONCE else [weights]
+        (self._weights, *whole), self._event = way.down(at_once)
+        self._whole = whole[0] if whole else None
+
+    def weights(self) -> NDArray[np.float32]:
+        self._wait()
+        return self._weights.reshape(-1)
+
+    def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
+        way, count, total = self._way, len(tokens), len(self._hidden)
+        used = torch.arange(total, device=self._hidden.device) if count == total else way.up(tokens)
+        whole = self._whole
+        if whole is not None:
+            self._wait()
+            return whole if count == total else whole[tokens], used
+        (rows,), event = way.down([self._hidden if count == total else self._hidden.index_select(0, used)])
+        way.wait(event)
+        return rows, used
+
+    def _wait(self) -> None:
+        event, self._event = self._event, None
+        self._way.wait(event)
