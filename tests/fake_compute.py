@@ -44,10 +44,13 @@ class FakeCompute:
         assert self._is_pinned(dst) or self._is_pinned(src), "a copy to or from memory that is not registered"
         if self._is_pinned(dst):
             dst.fill_(float("nan") if dst.is_floating_point() else -1)
+        self.log.append("copy")
+        if not src.is_floating_point():  # numbers of rows: the compute here is not queued, and is about to read them
+            dst.copy_(src)
+            return
         self._queue.append((dst, src))
         self._enqueued += 1
-        self.log.append("copy")
-        if not self._lazy or not src.is_floating_point():  # numbers of rows are read by the compute, which is not queued
+        if not self._lazy:
             self.run()
 
     def query(self, event: list[int]) -> bool:
