@@ -1,6 +1,6 @@
 """How a layer's rows get from the compute device to its peers, and their sums back: `Activations`.
 
-    begin (hidden, weights) -> the routing is read -> take (the rows of one peer) -> the channel
+    begin (hidden) -> the routing is read -> take (the rows of one peer) -> the channel
     the channel -> receive (a peer's sums) -> a tensor on the compute device
 
 Where the compute device is the CPU the rows are there already. On a GPU they go through pinned memory without making
@@ -20,10 +20,6 @@ from ...proto.options import Supply
 
 class Outgoing(Protocol):
     """The rows of one layer, on their way to the host; used by the forward's thread."""
-
-    def weights(self) -> NDArray[np.float32]:
-        """The routing weights [T * K], once they are there."""
-        ...
 
     def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
         """The rows of some tokens, once they are there.
@@ -46,8 +42,8 @@ class Activations(Protocol):
 
     supply: Supply | None
 
-    def begin(self, hidden: torch.Tensor, weights: torch.Tensor) -> Outgoing:
-        """A layer may send rows of hidden [T, H], with weights [T, K] of its routing. Never waits."""
+    def begin(self, hidden: torch.Tensor) -> Outgoing:
+        """A layer may send rows of hidden [T, H]. Never waits."""
         ...
 
     def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
@@ -63,22 +59,18 @@ class PlainActivations:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def begin(self, hidden: torch.Tensor, weights: torch.Tensor) -> Outgoing:
-        return _PlainRows(hidden, weights)
+    def begin(self, hidden: torch.Tensor) -> Outgoing:
+        return _PlainRows(hidden)
 
     def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
         return torch.tensor(sums, device=self._device)  # a copy on the CPU too: what arrives is read-only
 
 
 class _PlainRows:
-    __slots__ = ("_hidden", "_weights")
+    __slots__ = ("_hidden",)
 
-    def __init__(self, hidden: torch.Tensor, weights: torch.Tensor) -> None:
-        self._hidden, self._weights = hidden, weights
-
-    def weights(self) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._weights.detach().float().cpu().numpy().ravel()
-        return found
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden
 
     def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
         hidden, used = self._hidden, torch.from_numpy(tokens).to(self._hidden.device)

@@ -12,6 +12,7 @@ from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from .activations import Activations, Outgoing
 from .cache import ExpertCache
+from .host_view import LayerView
 from .remote import RemoteCall, RemoteExperts
 from .routing import Routing
 from .runner import ExpertRunner, Spans
@@ -62,11 +63,13 @@ class Dispatcher:
         self._runner = ExpertRunner(cache, planner)
         self._peer_named = peer_named
 
-    def begin(self, hidden: torch.Tensor, weights: torch.Tensor) -> Outgoing:
+    def begin(self, hidden: torch.Tensor) -> Outgoing:
         """Some of the layer's experts may be elsewhere: its rows may start on their way before the plan is made."""
-        return self._activations.begin(hidden, weights)
+        return self._activations.begin(hidden)
 
-    def send(self, layer: int, plan: LayerPlan, routing: Routing, outgoing: Outgoing) -> list[Errand]:
+    def send(
+        self, layer: int, plan: LayerPlan, routing: Routing, outgoing: Outgoing, view: LayerView
+    ) -> list[Errand]:
         """Hand the plan's remote experts to their peers, one batch each; waits for their rows, not for answers."""
         base = layer * self._experts
         place = {expert: i for i, expert in enumerate(routing.experts)}
@@ -77,7 +80,7 @@ class Dispatcher:
         for name, part in parts.items():
             peer = self._peer_named(name)
             wanted = [(place[r.key - base], r.bits) for r in part]
-            call = peer.send(layer, routing, wanted, outgoing, self._cache.decode_only)
+            call = peer.send(layer, routing, wanted, outgoing, view.weights, self._cache.decode_only)
             errands.append(Errand(peer, [r.key for r in part], call))
         return errands
 

@@ -131,13 +131,15 @@ class RemoteExperts:
         routing: Routing,
         experts: Sequence[tuple[int, int]],
         outgoing: Outgoing,
+        weights: NDArray[np.float32],
         decode: bool,
     ) -> RemoteCall | None:
         """Send some experts of a layer with the rows that they need.
 
         Args:
             experts: (place in `routing.experts`, bits of the replica or 0) of each.
-            outgoing: the layer's rows [T, H] and weights [T, K].
+            outgoing: the layer's rows [T, H].
+            weights: [T, K].
             decode: whether the forward is known to hold no row of any prompt.
 
         Returns:
@@ -146,8 +148,7 @@ class RemoteExperts:
         channel = self._channel
         if channel is None:
             return None
-        pairs = routing.pairs.cpu().numpy()
-        spans = [pairs[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
+        spans = [routing.order[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
         chosen = np.concatenate(spans)
         tokens: NDArray[np.int64] = np.zeros(1, np.int64)
         rows: NDArray[np.integer[Any]] = np.zeros(len(chosen), np.int32)
@@ -160,7 +161,7 @@ class RemoteExperts:
             bits=np.array([bits for _, bits in experts], np.uint8),
             starts=np.cumsum([0, *map(len, spans)], dtype=np.int32),
             rows=rows.astype(np.int32, copy=False),
-            weights=outgoing.weights()[chosen],
+            weights=weights.ravel()[chosen],
             hidden=states,
             activation=self._activation,
             decode=decode,

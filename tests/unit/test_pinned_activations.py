@@ -102,16 +102,16 @@ def remote(peer: _Peer, way: PinnedActivations) -> Iterator[RemoteExperts]:
     found.close()
 
 
-def _layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+def _layer(tokens: int) -> tuple[torch.Tensor, np.ndarray, Routing]:
     """hidden [T, H], weights [T, 1] and a routing of two experts that take turns."""
     hidden = torch.arange(tokens * _WIDTH, dtype=torch.float32).reshape(tokens, _WIDTH)
-    weights = torch.linspace(0.5, 1.0, tokens)[:, None]
-    return hidden, weights, Routing.of(torch.arange(tokens)[:, None] % 2)
+    weights = np.linspace(0.5, 1.0, tokens, dtype=np.float32)[:, None]
+    return hidden, weights, Routing.of(np.arange(tokens)[:, None] % 2, hidden.device)
 
 
 def _send(remote: RemoteExperts, way: PinnedActivations, tokens: int, places: tuple[int, ...] = (0,)) -> RemoteCall:
     hidden, weights, routing = _layer(tokens)
-    call = remote.send(0, routing, [(i, 0) for i in places], way.begin(hidden, weights), True)
+    call = remote.send(0, routing, [(i, 0) for i in places], way.begin(hidden), weights, True)
     assert call is not None
     return call
 
@@ -146,9 +146,9 @@ def test_a_wait_for_the_routing_is_a_wait_for_a_few_rows(
     peer: _Peer, remote: RemoteExperts, way: PinnedActivations, gpu: FakeCompute
 ) -> None:
     hidden, weights, routing = _layer(4)
-    outgoing = way.begin(hidden, weights)
+    outgoing = way.begin(hidden)
     gpu.run()  # the routing is copied behind the rows, and the host waited for it
-    call = remote.send(0, routing, [(0, 0), (1, 0)], outgoing, True)
+    call = remote.send(0, routing, [(0, 0), (1, 0)], outgoing, weights, True)
     assert call is not None and call.result() is not None
     assert "synchronize" not in gpu.log
 
@@ -199,15 +199,15 @@ def test_a_lost_peer_leaves_nothing(
     moment: str, peer: _Peer, remote: RemoteExperts, way: PinnedActivations, gpu: FakeCompute
 ) -> None:
     hidden, weights, routing = _layer(2)
-    outgoing = way.begin(hidden, weights)
+    outgoing = way.begin(hidden)
     peer.may_answer.clear()
     if moment == "before it is sent":
         remote.close()
-        assert remote.send(0, routing, [(0, 0)], outgoing, True) is None
+        assert remote.send(0, routing, [(0, 0)], outgoing, weights, True) is None
         del outgoing
         assert not _idle(way)  # the copy is under way: nobody may have that memory yet
     else:
-        call = remote.send(0, routing, [(0, 0)], outgoing, True)
+        call = remote.send(0, routing, [(0, 0)], outgoing, weights, True)
         assert call is not None and peer.got_one.wait(_SOON_S)
         peer.may_answer.set()
         remote.close()
@@ -227,8 +227,8 @@ def test_without_room_copies_wait(peer: _Peer, gpu: FakeCompute) -> None:
         np.testing.assert_array_equal(peer.rows[0], hidden.numpy())
         assert answer is not None
         assert torch.equal(way.receive(answer.partial), 2 * hidden)
-        assert way.waited == 2  # the rows, and the sums; the weights had the room
-        assert way.pool.nbytes == 64 * _KIB and way.pool.refused > 0
+        assert way.waited == 2  # the rows, and the sums
+        assert way.pool.nbytes <= 64 * _KIB and way.pool.refused == 4  # the answer in the ring, and its staging too
     finally:
         remote.close()
 
@@ -238,7 +238,7 @@ def test_rows_in_half_precision_travel_as_float32(
 ) -> None:
     hidden, weights, routing = _layer(2)
     half = (hidden / 1000).bfloat16()
-    call = remote.send(0, routing, [(0, 0), (1, 0)], way.begin(half, weights.bfloat16()), True)
+    call = remote.send(0, routing, [(0, 0), (1, 0)], way.begin(half), weights, True)
     assert call is not None and call.result() is not None
     np.testing.assert_array_equal(peer.rows[0], half.float().numpy())
 

@@ -1,7 +1,7 @@
 """Rows to the peers and sums back through pinned memory: nothing on the way waits but the host, for what it sends.
 
-    begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute; of a few rows all, at once
-    (the host reads the layer's routing, whose copy was enqueued after these: that one wait is for both)
+    begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute: of a few rows all, at once
+             (the host then reads the layer's routing, whose copy is enqueued after these: one wait is for both)
     take     -> the rows of a peer; of many rows they are gathered on the GPU and waited for here
     channel  writes the frame into its ring from pinned memory, reads the answer out of the ring into pinned memory
     receive  -> copy to the GPU, enqueued; the memory is kept until it is done
@@ -13,7 +13,6 @@ copy out of the ring into pinned memory are those that a channel makes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,36 +70,28 @@ class PinnedActivations:
         """Where an answer is put; None for short ones, and where there is no room."""
         return self.pool.lease(nbytes) if nbytes >= _LEAST else None
 
-    def begin(self, hidden: torch.Tensor, weights: torch.Tensor) -> Outgoing:
-        return PinnedRows(self, hidden, weights)
+    def begin(self, hidden: torch.Tensor) -> Outgoing:
+        return PinnedRows(self, hidden)
 
     def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
         return self.up(sums)
 
-    def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[NDArray[np.float32]], Any]:
-        """Enqueue copies to the host, as float32.
+    def down(self, rows: torch.Tensor) -> tuple[NDArray[np.float32], Any]:
+        """Enqueue a copy to the host, as float32.
 
         Returns:
-            The arrays that will hold them, and the event after which they do; None: they do now.
+            The array that will hold it, and the event after which it does; None: it does now.
         """
-        arrays: list[NDArray[np.float32]] = []
-        pinned = False
-        for tensor in tensors:
-            source = tensor.detach().float().contiguous()
-            memory = self.pool.lease(source.nbytes)
-            if memory is None:
-                self.waited += 1
-                arrays.append(source.cpu().numpy())
-                continue
-            array = memory.view(np.float32).reshape(source.shape)
-            target = self.pool.tensor(array)
-            assert target is not None  # it is the pool's
-            self._runtime.copy(target, source)
-            arrays.append(array)
-            pinned = True
-        if not pinned:
-            return arrays, None
-        return arrays, self._kept(*arrays)
+        source = rows.detach().float().contiguous()
+        memory = self.pool.lease(source.nbytes)
+        if memory is None:
+            self.waited += 1
+            return source.cpu().numpy(), None
+        array = memory.view(np.float32).reshape(source.shape)
+        target = self.pool.tensor(array)
+        assert target is not None  # it is the pool's
+        self._runtime.copy(target, source)
+        return array, self._kept(array)
 
     def up(self, array: NDArray[Any]) -> torch.Tensor:
         """A host array on the GPU, for what is enqueued from now on."""
@@ -130,11 +121,11 @@ class PinnedActivations:
         staged[...] = array
         return staged
 
-    def _kept(self, *arrays: NDArray[Any]) -> Any:
-        """Keep the memory of copies just enqueued until they are done; the event that says so."""
+    def _kept(self, array: NDArray[Any]) -> Any:
+        """Keep the memory of a copy just enqueued until it is done; the event that says so."""
         event = self._runtime.event(timing=False)
         self._runtime.record(event, self._runtime.current())
-        self.pool.keep(event, *arrays)
+        self.pool.keep(event, array)
         return event
 
 
@@ -143,32 +134,24 @@ class PinnedRows:
 
     Args:
         way: of the engine.
-        hidden: [T, H]. weights: [T, K].
+        hidden: [T, H].
     """
 
-    __slots__ = ("_event", "_hidden", "_way", "_weights", "_whole")
+    __slots__ = ("_event", "_hidden", "_way", "_whole")
 
-    def __init__(self, way: PinnedActivations, hidden: torch.Tensor, weights: torch.Tensor) -> None:
+    def __init__(self, way: PinnedActivations, hidden: torch.Tensor) -> None:
         self._way, self._hidden = way, hidden
-        at_once = [weights, hidden] if hidden.numel() * 4 <= _AT_ONCE else [weights]
-        (self._weights, *whole), self._event = way.down(at_once)
-        self._whole = whole[0] if whole else None
-
-    def weights(self) -> NDArray[np.float32]:
-        self._wait()
-        return self._weights.reshape(-1)
+        self._whole: NDArray[np.float32] | None = None
+        if hidden.numel() * 4 <= _AT_ONCE:
+            self._whole, self._event = way.down(hidden)
 
     def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
         way, count, total = self._way, len(tokens), len(self._hidden)
         used = torch.arange(total, device=self._hidden.device) if count == total else way.up(tokens)
         whole = self._whole
         if whole is not None:
-            self._wait()
+            way.wait(self._event)
             return whole if count == total else whole[tokens], used
-        (rows,), event = way.down([self._hidden if count == total else self._hidden.index_select(0, used)])
+        rows, event = way.down(self._hidden if count == total else self._hidden.index_select(0, used))
         way.wait(event)
         return rows, used
-
-    def _wait(self) -> None:
-        event, self._event = self._event, None
-        self._way.wait(event)

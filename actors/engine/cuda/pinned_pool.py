@@ -94,8 +94,8 @@ class PinnedPool:
         self.refused += 1
         return None
 
-    def keep(self, event: Any, *held: object) -> None:
-        """Hold these until the event is done. Events follow each other, as on one stream."""
+    def keep(self, event: Any, held: object) -> None:
+        """Hold memory until the event is done. Events follow each other, as on one stream."""
         self._under_way.append((event, held))
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor | None:
