@@ -40,7 +40,7 @@ class FakeCompute:
         self.log.append("record")
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        assert dst.shape == src.shape and dst.dtype == src.dtype
+        assert (dst.shape, dst.dtype) == (src.shape, src.dtype)
         assert self._is_pinned(dst) or self._is_pinned(src), "a copy to or from memory that is not registered"
         if self._is_pinned(dst):
             dst.fill_(float("nan") if dst.is_floating_point() else -1)

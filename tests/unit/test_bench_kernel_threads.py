@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -31,11 +33,13 @@ def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch
         size = PackedShape(*_SHAPE, bits, 32).nbytes()
         seconds = [us * 1e-6 for us in values[case, "us_per_expert"]["values"]]
         np.testing.assert_allclose(gbps["values"], [size / s / 1e9 for s in seconds])
-    assert report.settings["threads"] == 2 and report.settings["experts_per_call"] == 8
+    assert report.settings["threads"] == 2
+    assert report.settings["experts_per_call"] == 8
     # the pieces are the block, three times: a round to warm up and two that count
     starts = sorted(set(read))
-    assert len(starts) == 8 and len(read) == 24
-    assert all(a + size == b for (a, size), (b, _) in zip(starts, starts[1:], strict=False))
+    assert len(starts) == 8
+    assert len(read) == 24
+    assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(starts))
     assert sum(size for _, size in starts) == 1 << 20
 
 

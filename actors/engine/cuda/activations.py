@@ -7,8 +7,9 @@
     receive  -> copy to the GPU, enqueued; the memory is kept until it is done
 
 Pinned memory lies beside the rings, not in them: which rows a peer gets, and where they lie in its frame, is known only
-when the routing has been read, and the rows are on the host by then. The copy out of pinned memory into the ring and the
-copy out of the ring into pinned memory are those that a channel makes anyway.
+when the routing has been read, and the rows are on the host by then. The copies from pinned memory into the ring and
+out of the ring into pinned memory are those that a channel makes anyway. And what is checked on arrival must not lie
+where the peer can still write.
 """
 
 from __future__ import annotations
