@@ -34,13 +34,12 @@ class Outgoing(Protocol):
 
 
 class Activations(Protocol):
-    """The way to peers and back for one engine.
+    """The way to peers and back for one engine."""
 
-    Attributes:
-        supply: where the channels to the peers put what they receive; None: anywhere.
-    """
-
-    supply: Supply | None
+    @property
+    def supply(self) -> Supply | None:
+        """Where the channels to the peers put what they receive; None: anywhere."""
+        ...
 
     def begin(self, hidden: torch.Tensor) -> Outgoing:
         """A layer may send rows of hidden [T, H]. Never waits."""

@@ -247,6 +247,18 @@ def test_rows_in_half_precision_travel_as_float32(
     np.testing.assert_array_equal(peer.rows[0], half.float().numpy())
 
 
+def test_memory_first_used_in_inference_mode_serves_outside(gpu: FakeCompute, way: PinnedActivations) -> None:
+    for mode in (True, False):
+        with torch.inference_mode(mode), torch.no_grad():
+            rows, _ = way.begin(torch.full((1, 16), 3.0)).take(np.zeros(1, np.int64))
+            assert (rows == 3).all()
+            sums = way.receive(rows)
+            gpu.run()
+            assert bool((sums == 3).all())
+        del rows, sums
+    assert way.pool.nbytes == 64 * _KIB  # the same memory both times
+
+
 def test_views_keep_their_memory() -> None:
     pool = PinnedPool(FakeCompute(), 256 * _KIB)
     memory = pool.lease(100)

@@ -25,6 +25,7 @@ from .pinned_pool import PinnedPool
 
 _AT_ONCE = 256 * 1024  # bytes of rows that go to the host before anybody knows which are needed: 10 us of a slow link
 _MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro
+_FEW_ROWS = 64  # of a decode step
 _LEAST = 1024  # bytes of a frame that is worth pinned memory: an answer with sums has more
 
 
@@ -66,6 +67,7 @@ class PinnedActivations:
         self._runtime, self._device = runtime, runtime.device
         self.pool = PinnedPool(runtime, most_bytes)
         self.waited = 0
+        self._all_rows: dict[int, torch.Tensor] = {}
 
     def supply(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Where an answer is put; None for short ones, and where there is no room."""
@@ -109,6 +111,15 @@ class PinnedActivations:
         self._kept(held)
         return target
 
+    def all_rows(self, count: int) -> torch.Tensor:
+        """0 to `count` - 1 on the GPU; shared, so never written to."""
+        found = self._all_rows.get(count)
+        if found is None:
+            found = torch.arange(count, device=self._device)
+            if count <= _FEW_ROWS:
+                self._all_rows[count] = found
+        return found
+
     def wait(self, event: Any) -> None:
         """Until an event of `down` is done; by then it mostly is."""
         if event is not None and not self._runtime.query(event):
@@ -148,7 +159,7 @@ class PinnedRows:
 
     def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
         way, count, total = self._way, len(tokens), len(self._hidden)
-        used = torch.arange(total, device=self._hidden.device) if count == total else way.up(tokens)
+        used = way.all_rows(total) if count == total else way.up(tokens)
         whole = self._whole
         if whole is not None:
             way.wait(self._event)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
+_REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
 _DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
 
 
@@ -73,6 +74,7 @@ class PinnedPool:
             size *= 2
         self._lock = threading.Lock()
         self._blocks: tuple[_Block, ...] = ()  # by address
+        self._tensors: dict[tuple[int, np.dtype[Any], tuple[int, ...]], torch.Tensor] = {}
         self._under_way: deque[tuple[Any, object]] = deque()
         self._sweeping = threading.Lock()
         self.nbytes = self.refused = 0
@@ -101,6 +103,10 @@ class PinnedPool:
     def tensor(self, array: NDArray[Any]) -> torch.Tensor | None:
         """The pinned tensor over the bytes of a contiguous array; None where it lies elsewhere."""
         address: int = array.__array_interface__["data"][0]
+        key = (address, array.dtype, array.shape)
+        known = self._tensors.get(key)  # a decode step's are where the last one's were
+        if known is not None:
+            return known
         blocks = self._blocks
         place = bisect_right(blocks, address, key=_address) - 1
         if place < 0:
@@ -110,7 +116,11 @@ class PinnedPool:
         if begin + array.nbytes > block.memory.nbytes:
             return None
         memory = block.memory[begin : begin + array.nbytes]
-        return memory if array.dtype == np.uint8 else memory.view(_DTYPES[array.dtype]).view(array.shape)
+        found = memory if array.dtype == np.uint8 else memory.view(_DTYPES[array.dtype]).view(array.shape)
+        if len(self._tensors) >= _REMEMBERED:
+            self._tensors.clear()
+        self._tensors[key] = found
+        return found
 
     @property
     def under_way(self) -> int:
@@ -130,7 +140,8 @@ class PinnedPool:
                 return None
             self.nbytes += size
         try:
-            memory = self._runtime.pinned(size)
+            with torch.inference_mode(False):  # else only a forward in that mode could write into it
+                memory = self._runtime.pinned(size)
         except BaseException:
             with self._lock:
                 self.nbytes -= size
