@@ -18,15 +18,17 @@ from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
+from .activations import activations_of
 from .allocate import make_cache
 from .calibrated import Calibrated
 from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
+from .host_view import Asker, HostViews, fetch_from, share
 from .kernel_choice import Kernels
 from .layer import MoeLayer
-from .make_pre_evicting import make_pre_evicting
+from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
@@ -99,6 +101,7 @@ class ExpertEngine:
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
+        self.activations = activations_of(device.torch_device)
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
         self.ndp: NdpPool | None = None
@@ -108,12 +111,16 @@ class ExpertEngine:
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
+        self._fetch = fetch_from(device.torch_device)
         self._on_miss: MissRule | None = None
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             planner = LoadOnMiss()
             if settings.shards.count > 1 or shards:
-                self.shards = Shards(settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats)
+                self.shards = Shards(
+                    settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats,
+                    self.activations.supply,
+                )  # fmt: skip
                 self._placer = GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
             if policy.uses_ndp:
                 self.ndp = self._make_ndp(settings, shape, blocks, ndp)
@@ -126,7 +133,8 @@ class ExpertEngine:
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
-            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
+            views = self._make_views(blocks, rerouter)
+            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter, views)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -141,7 +149,7 @@ class ExpertEngine:
         if not links:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
         each = [self.slot_bytes] * self._stats.experts  # all alike, as their replicas are
-        return NdpPool(links, settings.ndp, activation, self._stats, each)
+        return NdpPool(links, settings.ndp, activation, self._stats, each, self.activations.supply)
 
     def _connect(self) -> None:
         """Reach every peer, then load what the placement wants to be there."""
@@ -202,17 +210,29 @@ class ExpertEngine:
             )
         return Rerouter(rule, self.cache, blocks, self.top_k)
 
+    def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
+        """What the layers' policies read on the host: on a GPU all that they will want, together."""
+        askers: list[Asker] = []
+        if rerouter is not None:
+            askers.append(rerouter.asks)
+        if self.prefetching is not None:
+            askers.append(self.prefetching.asks)
+        if self.pre_evicting is not None:
+            askers.append(pre_evicting_asks(self.pre_evicting, blocks))
+        weighed = rerouter is not None or self._placer is not None
+        return HostViews(self._fetch, self._fetch is not share, askers, weighed)
+
     def _attach_layers(
-        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
+        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None, views: HostViews
     ) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, self.activations)
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
                 kernel = SteppedKernel(kernel, self._clock, self._layer_s)
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel, block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, views,
             )  # fmt: skip
             layer.configuring = self.configuring
             self.layers.append(layer)
@@ -234,7 +254,7 @@ class ExpertEngine:
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
 
     def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
         """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
