@@ -14,6 +14,8 @@ from .base_settings import Settings
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
+CompileMode = Literal["off", "default", "graphs"]
+
 
 class LinkSettings(Settings):
     """The host-to-device link that the CPU stand-in throttles copies to (ignored on CUDA)."""
@@ -109,6 +111,9 @@ class EngineSettings(Settings):
     store: StoreSettings = StoreSettings()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    compile: CompileMode = Field(
+        default="off", description="the dense part; default: torch.compile, graphs: as CUDA graphs too (needs a GPU)"
+    )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
 

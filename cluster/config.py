@@ -19,6 +19,7 @@ from ..actors.base_settings import Settings
 from ..actors.policies.cost import NdpProfile
 from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
+    CompileMode,
     EngineSettings,
     KvSettings,
     LinkSettings,
@@ -80,6 +81,7 @@ class RunConfig(Settings):
     ndp: NdpConfig = NdpConfig()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    compile: CompileMode = "off"
     integrity_checks: bool = False
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
@@ -247,6 +249,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         ),
         matcher=config.matcher,
         attention=config.attention,
+        compile=config.compile,
         integrity_checks=config.integrity_checks,
         trace=trace,
     )
