@@ -36,7 +36,7 @@ _STATEFUL = frozenset(("past_key_values", "past_key_value", "cache_params", "pos
 
 
 class CompiledDense:
-    """The compiled regions of one model; None of them where `mode` is off.
+    """The compiled regions of one model; where `mode` is off, none.
 
     Args:
         model: on its device, with its experts attached.
@@ -61,6 +61,8 @@ class CompiledDense:
         device = next(p.device for p in model.parameters() if not p.is_meta)
         if backend is None:
             _refuse_unable(mode, device)
+        if mode == "graphs":
+            self.notes.append(f"forwards of more than {GRAPH_ROWS} rows run without CUDA graphs")
         regions = _regions(model, experts)
         if not regions:
             self.notes.append(f"{type(model).__name__} has no list of decoder layers, so nothing is compiled")
