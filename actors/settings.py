@@ -15,6 +15,7 @@ from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
+CompileMode = Literal["off", "default", "graphs"]
 
 
 class LinkSettings(Settings):
@@ -158,6 +159,9 @@ class EngineSettings(Settings):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     expert_kernel: ExpertKernelName = Field(
         default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
+    )
+    compile: CompileMode = Field(
+        default="off", description="the dense part; default: torch.compile, graphs: as CUDA graphs too (needs a GPU)"
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
