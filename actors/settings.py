@@ -126,8 +126,13 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde, split experts or pre-eviction.
+        ConfigError: several shards, and placement monde, split experts or pre-eviction; one, and a penalty of others.
     """
+    if settings.shards.count == 1 and settings.policy.substitution.kappa:
+        raise ConfigError(
+            f"policy '{settings.policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
+            "leave kappa out, or use several shards",
+        )
     if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
         raise ConfigError(
             f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
