@@ -42,7 +42,8 @@ def make_miss_rule(
     settings = policy.substitution
     options = SubstitutionOptions(
         rho=settings.rho, search=settings.search, temperature=settings.temperature, gamma=settings.gamma,
-        eta=settings.eta, kappa=settings.kappa, reuse=settings.reuse, fallback="drop" if policy.on_miss == "drop" else settings.fallback,
+        eta=settings.eta, kappa=settings.kappa, reuse=settings.reuse,
+        fallback="drop" if policy.on_miss == "drop" else settings.fallback,
         weights=settings.weights, renormalise=normalised,
     )  # fmt: skip
     betas = None

@@ -1,10 +1,10 @@
 """The other shards' caches as the lead knows them, for rules that go by where experts are.
 
-A shard's last answer says what it held after that batch (`held.py`); what it was asked to prefetch since then counts as
-on its way there. Between its answers only such prefetches change its cache, so the view is exact but for what those
-evicted, what the shard refused, and copies that failed. It is a forward old at worst where every forward has a batch for
-each shard. An expert that the view has and the shard lacks is loaded by the shard; one that the shard has and the view
-lacks is replaced without need: neither makes a result wrong.
+A shard's last answer says what it held after that batch (`held.py`); what it was asked to prefetch since then counts
+as on its way there. Between its answers only such prefetches change its cache, so the view is exact but for what those
+evicted, what the shard refused, and copies that failed; where every forward has a batch for each shard, no view is
+older than a forward. An expert that the view has and the shard lacks is loaded by the shard; one that the shard has and
+the view lacks is replaced without need. Neither makes a result wrong.
 """
 
 from __future__ import annotations

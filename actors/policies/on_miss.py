@@ -49,14 +49,14 @@ class MissRule(Rerouting):
 
     Of several shards the first two are decided for each by its own experts: one whose cache still fills, or that misses
     too much, loads its misses, while others' are replaced. A buddy may be on any shard; hop(j) of equation 3 is 0 on
-    the lead, where the tokens' rows are, and 1 elsewhere: the paper's penalty is for "candidates that require cross-link
+    the lead, where the tokens' rows are, and 1 elsewhere: the paper penalises "candidates that require cross-link
     traffic", as a function of j alone, "0 for same-GPU". What the lead knows of the others is as old as their last
     answers, so a buddy may be gone: its shard then loads it, which costs that load and changes no result.
 
     Experts on their way to their GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
 
-    State: whether each layer's slots on the lead were all in use once, and that of the adaptive betas. Cost: O(E) where nothing is
-    missing, else that of `substitute`.
+    State: whether each layer's slots on the lead were all in use once, and that of the adaptive betas. Cost: O(E) where
+    nothing is missing, else that of `substitute`.
 
     Args:
         buddies: of each layer. options: of all layers.
