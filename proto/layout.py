@@ -53,7 +53,7 @@ _RULES: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     pb.KIND_STORE_REPLY: ((I32, ("N",)),),
     pb.KIND_FILE_REPLY: ((U8, ("N",)),),
 }  # fmt: skip
-_OPTIONAL = {pb.KIND_EXPERT_RESULT: 1}  # how many of the last arrays may be left out
+_OPTIONAL: dict[int, int] = {pb.KIND_EXPERT_RESULT: 1}  # how many of the last arrays may be left out
 _OPEN_ENDED = frozenset({pb.KIND_STORE_REPLY})  # any arrays may follow, each with N rows
 _ACCEPTED = {F32: ("f4",), I32: ("i4",), U8: ("u1",), I64: ("i8",), FLOAT: ("f4", "f2", "u2")}
 
