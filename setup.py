@@ -33,7 +33,9 @@ setup(
         ),
         Extension(
             "tiermoe.kernels._substitute",
-            sources=["kernels/cpu/substitute.cpp"],
+            sources=["kernels/cpu/substitute.cpp", "kernels/cpu/substitute_module.cpp"],
+            depends=["kernels/cpu/substitute.hpp"],
+            include_dirs=["kernels/cpu"],
             # its results are those of other languages to the last bit: no sum may swallow the product before it
             extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],
             language="c++",

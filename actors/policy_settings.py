@@ -156,6 +156,7 @@ class SubstitutionSettings(Settings):
         default=None, ge=0, description="milliseconds of link for a layer's loads, to which beta adapts; instead of it"
     )
     eta: float = Field(default=0.0, ge=0, description="weight of the router's own probability of a buddy")
+    kappa: float = Field(default=0.0, ge=0, le=1, description="penalty of a buddy on another GPU than the lead's")
     reuse: float = Field(default=0.0, ge=0, lt=1, description="factor on a buddy that the token has already; 0: once")
     fallback: Literal["load", "drop"] = Field(default="load", description="of a miss without a buddy on the device")
     weights: Literal["slot", "buddy"] = Field(default="slot", description="whose routing weight a buddy gets")

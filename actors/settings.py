@@ -181,12 +181,17 @@ def check_combination(settings: EngineSettings) -> None:
 
     Raises:
         ConfigError: several shards, and placement monde, split experts, pre-eviction or a stepped link; a stepped link
-            and NDP workers, which keep to the wall's clock.
+            and NDP workers, which keep to the wall's clock; one shard, and a penalty of others.
     """
     if settings.link.layer_us is not None and (settings.shards.count > 1 or settings.policy.uses_ndp):
         raise ConfigError(
             "link.layer_us stops the clock between layers, which other processes that compute experts do not see",
             "leave it out, or use one shard and a policy without NDP workers",
+        )
+    if settings.shards.count == 1 and settings.policy.substitution.kappa:
+        raise ConfigError(
+            f"policy '{settings.policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
+            "leave kappa out, or use several shards",
         )
     if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
         raise ConfigError(

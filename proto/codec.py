@@ -158,7 +158,8 @@ _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf
 
 
 def _expert_result(m: ExpertResult) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s), (m.partial,)
+    body = _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s)
+    return body, (m.partial,) if m.held is None else (m.partial, m.held)
 
 
 def _seconds(body: bytes) -> tuple[float, float, float]:
@@ -175,7 +176,7 @@ def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResu
     for value in seconds:
         if not 0.0 <= value < math.inf:
             raise malformed(f"a result took {value} seconds")
-    return ExpertResult(_finite("partial", arrays[0]), *seconds)
+    return ExpertResult(_finite("partial", arrays[0]), *seconds, arrays[1] if len(arrays) > 1 else None)
 
 
 def _prefetch(m: PrefetchCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:

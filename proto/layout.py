@@ -45,7 +45,7 @@ _RULES: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     pb.KIND_EXPERT_BATCH: (
         (I32, ("N",)), (U8, ("N",)), (I32, ("N+1",)), (I32, ("P",)), (F32, ("P",)), (FLOAT, ("T", "H")),
     ),
-    pb.KIND_EXPERT_RESULT: ((F32, ("T", "H")),),
+    pb.KIND_EXPERT_RESULT: ((F32, ("T", "H")), (U8, ("B",))),
     pb.KIND_PREFETCH_COMMAND: ((I32, ("N",)), (F32, ("N",))),
     pb.KIND_PLACEMENT_COMMAND: ((I32, ("N",)),),
     pb.KIND_CONTEXT: ((I64, ("S",)), (F32, ("S", "D")), (F32, ("S", "E"))),
@@ -53,6 +53,7 @@ _RULES: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     pb.KIND_STORE_REPLY: ((I32, ("N",)),),
     pb.KIND_FILE_REPLY: ((U8, ("N",)),),
 }  # fmt: skip
+_OPTIONAL: dict[int, int] = {pb.KIND_EXPERT_RESULT: 1}  # how many of the last arrays may be left out
 _OPEN_ENDED = frozenset({pb.KIND_STORE_REPLY})  # any arrays may follow, each with N rows
 _ACCEPTED = {F32: ("f4",), I32: ("i4",), U8: ("u1",), I64: ("i8",), FLOAT: ("f4", "f2", "u2")}
 
@@ -157,7 +158,8 @@ def _placed(shapes: Shapes, serialized: bytes) -> Arrangement:
 
 def _check_rules(kind: int, shapes: Shapes) -> None:
     rules = _RULES.get(kind, ())
-    if len(shapes) < len(rules) or (len(shapes) > len(rules) and kind not in _OPEN_ENDED):
+    fewest = len(rules) - _OPTIONAL.get(kind, 0)
+    if len(shapes) < fewest or (len(shapes) > len(rules) and kind not in _OPEN_ENDED):
         raise malformed(f"kind {kind} has {len(shapes)} arrays")
     sizes: dict[str, int] = {}
     for (dtype, shape), (wanted, names) in zip(shapes, rules, strict=False):

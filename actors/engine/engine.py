@@ -35,6 +35,7 @@ from .model import MoeBlock
 from .ndp_pool import NdpPool
 from .on_miss import make_miss_rule, meter
 from .operator import attach, detach
+from .peer_caches import PeerCaches
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
 from .pool import ExpertSource
@@ -199,16 +200,15 @@ class ExpertEngine:
         rule: Rerouting | None = make_rerouting(policy, len(blocks), normalised, calibrated)
         if rule is None:
             rule = self._on_miss = make_miss_rule(
-                policy, len(blocks), self.experts, normalised, calibrated.profile, self.slot_bytes
-            )
+                policy, len(blocks), self.experts, normalised, calibrated.profile, self.slot_bytes,
+                1 if self.shards is None else len(self.shards.peers) + 1,
+            )  # fmt: skip
         if rule is None:
             return None
+        peers = None
         if rule.needs_view and self.shards is not None:
-            raise ConfigError(
-                f"{rule.name} routing of policy '{policy.name}' goes by what one GPU holds; there are to be several",
-                "use one shard, or a policy with exact routing",
-            )
-        return Rerouter(rule, self.cache, blocks, self.top_k)
+            peers = PeerCaches(self.shards, len(blocks), self.experts)
+        return Rerouter(rule, self.cache, blocks, self.top_k, peers)
 
     def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
         """What the layers' policies read on the host: on a GPU all that they will want, together."""

@@ -14,6 +14,7 @@ from ..policies.substitution_gates import AdaptiveBeta
 from ..policy_settings import PolicySettings, SubstitutionSettings
 from .stats import EngineStats
 
+_CALLS = 64  # of a layer that an adaptive beta remembers
 _PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"
 
 
@@ -24,13 +25,14 @@ def make_miss_rule(
     normalised: bool,
     profile: ExpertProfile | None,
     expert_bytes: int,
+    shards: int = 1,
 ) -> MissRule | None:
     """None where misses are loaded.
 
     Args:
         layers, experts: L and E. normalised: whether the model normalises the weights of the experts that it picks.
         profile: of the store; needed where `policy.needs_profile`.
-        expert_bytes: of one expert.
+        expert_bytes: of one expert. shards: how many GPUs share them.
 
     Raises:
         ConfigError: there is no profile, or it has no output similarity and the policy ranks by it.
@@ -40,12 +42,13 @@ def make_miss_rule(
     settings = policy.substitution
     options = SubstitutionOptions(
         rho=settings.rho, search=settings.search, temperature=settings.temperature, gamma=settings.gamma,
-        eta=settings.eta, reuse=settings.reuse, fallback="drop" if policy.on_miss == "drop" else settings.fallback,
+        eta=settings.eta, kappa=settings.kappa, reuse=settings.reuse,
+        fallback="drop" if policy.on_miss == "drop" else settings.fallback,
         weights=settings.weights, renormalise=normalised,
     )  # fmt: skip
     betas = None
     if settings.link_ms is not None:
-        betas = [AdaptiveBeta(expert_bytes, settings.link_ms * 1e-3) for _ in range(layers)]
+        betas = [AdaptiveBeta(expert_bytes, settings.link_ms * 1e-3, _CALLS * shards) for _ in range(layers)]
     taus: tuple[float, ...] | None = None if settings.tau is None else (settings.tau,) * layers
     if settings.percentile is not None:
         taus = _needed(policy, profile).taus(settings.percentile, settings.temperature)

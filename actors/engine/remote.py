@@ -62,6 +62,8 @@ class RemoteExperts:
 
     Attributes:
         connections: how often it was connected; one that is connected anew has forgotten what it was told.
+        held: what a shard said last that it holds (`held.py`); None: nothing since it was connected.
+        asked: experts that it was told to load ahead since the last batch that it was sent.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class RemoteExperts:
     ) -> None:
         self.kind, self.label, self.name = kind, label, link.name
         self.connections = 0
+        self.held: NDArray[np.uint8] | None = None
+        self.asked: set[int] = set()
         self._link, self._settings, self._expected = link, settings, expected or {}
         self._activation, self._stats, self._supply = activation, stats, supply
         self._channel: Any = None
@@ -172,6 +176,7 @@ class RemoteExperts:
         except RuntimeFailure as failure:
             self._failed(channel, failure)
             return None
+        self.asked = set()  # what it holds when it answers is told with the answer
 
         def result() -> ExpertResult | None:
             try:
@@ -179,6 +184,8 @@ class RemoteExperts:
             except RuntimeFailure as failure:
                 self._failed(channel, failure)
                 return None
+            if answer.held is not None and channel is self._channel:
+                self.held = answer.held
             return answer
 
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)
@@ -274,6 +281,7 @@ class RemoteExperts:
                 continue
             self._wanted.clear()
             self.connections += 1
+            self.held, self.asked = None, set()
             self._channel = channel
             self._found.set()
 

@@ -15,6 +15,7 @@ from .cache import ExpertCache
 from .calibrated import Calibrated
 from .host_view import Asked, LayerView
 from .model import MoeBlock
+from .peer_caches import PeerCaches
 from .reroute_view import reroute_view
 
 _NOWHERE = np.zeros(0, np.bool_)
@@ -26,19 +27,27 @@ class Rerouter:
     Args:
         rule: decides. cache: of the lead; its counters `substitutions` and `dropped` are filled.
         blocks: the model's MoE layers. top_k: of their routers.
+        peers: the other shards' caches; None where there are none.
 
     Raises:
         ConfigError: the rule goes by probabilities that a layer does not expose.
     """
 
-    def __init__(self, rule: Rerouting, cache: ExpertCache, blocks: Sequence[MoeBlock], top_k: int) -> None:
+    def __init__(
+        self,
+        rule: Rerouting,
+        cache: ExpertCache,
+        blocks: Sequence[MoeBlock],
+        top_k: int,
+        peers: PeerCaches | None = None,
+    ) -> None:
         mute = [layer for layer, block in enumerate(blocks) if block.router is None]
         if rule.needs_probabilities and mute:
             raise ConfigError(
                 f"{rule.name} routing goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
                 "choose a policy with exact routing",
             )
-        self.rule, self._cache, self._top_k = rule, cache, top_k
+        self.rule, self._cache, self._top_k, self._peers = rule, cache, top_k, peers
         self._asked = [
             Asked(block.router, softmax=True) if rule.needs_probabilities and block.router is not None else None
             for block in blocks
@@ -73,7 +82,8 @@ class Rerouter:
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
-        return reroute_view(self._cache, layer, self._top_k)
+        own = reroute_view(self._cache, layer, self._top_k)
+        return own if self._peers is None else self._peers.join(layer, own)
 
 
 def make_rerouting(

@@ -24,6 +24,7 @@ from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device, make_device
+from .held import told
 from .kernel_choice import Kernels
 from .matching import tell_eviction, wanted_keys
 from .model import MoeBlock, build_blocks, compute_dtype
@@ -65,6 +66,7 @@ class ShardEngine:
                 if owner == index]  # fmt: skip
         self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
         self._check = settings.integrity_checks
+        self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
         self._kernels: list[ExpertKernel] = []
         self._posts = [block.post for block in blocks]
@@ -110,7 +112,8 @@ class ShardEngine:
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             link_s = stats.link_s - busy_s
-            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s)
+            held = told(self.cache.residency, self.cache.governor.resting) if self._tells else None
+            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, held)
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""

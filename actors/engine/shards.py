@@ -143,7 +143,8 @@ class Shards:
                 by_peer.setdefault(found[0], (found[1], []))[1].append(key)
         for peer, wanted in by_peer.values():
             priorities = np.arange(len(wanted), 0, -1, dtype=np.float32)
-            peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities))
+            if peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities)):
+                peer.asked.update(wanted)
 
     def relay(self, command: PrefetchCommand, load: bool) -> PrefetchCommand:
         """Pass a matcher's command on to the owners of its experts; what the lead is to do stays and is returned.
@@ -155,8 +156,8 @@ class Shards:
         hint = np.arange(len(owners)) >= (len(owners) - command.hints if load else 0)
         for name, peer in self.peers.items():
             chosen = np.array([owner is not None and owner[0] == name for owner in owners], np.bool_)
-            if chosen.any():
-                peer.post(_part(command, chosen, hint))
+            if chosen.any() and peer.post(_part(command, chosen, hint)):
+                peer.asked.update(command.keys[chosen & ~hint].tolist())
         return _part(command, np.array([owner is None for owner in owners], np.bool_), hint) if load else command
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from .buddies import BuddyTable
 from .rerouting import Ids, Rerouted, RerouteView, Rerouting, Weights
-from .substitution import Buddies, SubstitutionOptions, substitute
-from .substitution_gates import AdaptiveBeta, missing_share, replaceable
+from .substitution import Buddies, SubstitutionOptions, reach, substitute
+from .substitution_gates import AdaptiveBeta, missing_share, missing_shares, replaceable
 
 
 class Found(Protocol):
@@ -27,7 +27,7 @@ class Found(Protocol):
     def dropped(self) -> int: ...
 
 
-Replaceable = Callable[[Ids, NDArray[np.bool_], float | None], NDArray[np.bool_]]
+Replaceable = Callable[[Ids, NDArray[np.bool_], float | None, NDArray[np.int64] | None], NDArray[np.bool_]]
 Substitute = Callable[
     [
         Ids, Weights, NDArray[np.float32] | None, NDArray[np.bool_], NDArray[np.float32], Buddies, SubstitutionOptions,
@@ -47,10 +47,16 @@ class MissRule(Rerouting):
         buddies by Psi, resident, each once        -> replaced
         none                                       -> loaded, or dropped (`options.fallback`)
 
-    Experts on their way to this GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
+    Of several shards the first two are decided for each by its own experts: one whose cache still fills, or that misses
+    too much, loads its misses, while others' are replaced. A buddy may be on any shard; hop(j) of equation 3 is 0 on
+    the lead, where the tokens' rows are, and 1 elsewhere: the paper penalises "candidates that require cross-link
+    traffic", as a function of j alone, "0 for same-GPU". What the lead knows of the others is as old as their last
+    answers, so a buddy may be gone: its shard then loads it, which costs that load and changes no result.
 
-    State: whether each layer's slots were all in use once, and that of the adaptive betas. Cost: O(E) where nothing is
-    missing, else that of `substitute`.
+    Experts on their way to their GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
+
+    State: whether each layer's slots on the lead were all in use once, and that of the adaptive betas. Cost: O(E) where
+    nothing is missing, else that of `substitute`.
 
     Args:
         buddies: of each layer. options: of all layers.
@@ -88,23 +94,26 @@ class MissRule(Rerouting):
         probabilities: NDArray[np.floating] | None,
         view: RerouteView,
     ) -> Rerouted:
-        here = view.available
+        here, shard_of = view.available, view.shard_of
         if not self._full[layer]:
             self._full[layer] = view.vacant == 0
-            if view.vacant:
+            if view.vacant and shard_of is None:
                 return Rerouted(ids, weights)
+        filling = self._filling(layer, view)
         if here[ids].all():
             if self._betas is not None:
-                self._betas[layer].saw(0.0, 0)
+                self._saw(layer, [(0.0, 0)] * len(filling), filling)
             return Rerouted(ids, weights)
         ids, weights = np.ascontiguousarray(ids), np.ascontiguousarray(weights)
-        replace = self._replaceable(ids, here, self._threshold(layer, ids, here))
+        replace = self._replaceable(ids, here, self._threshold(layer, ids, view, filling), shard_of)
+        if shard_of is not None:
+            replace &= ~filling[shard_of]
         if not replace.any():
             return Rerouted(ids, weights)
         found = self._substitute(
             ids, weights, self._compatibility(ids, probabilities, len(here)),
-            replace, here.astype(np.float32), self._buddies[layer], self.options,
-            None if self._taus is None else self._taus[layer],
+            replace, reach(here, self.options.kappa, None if shard_of is None else shard_of > 0), self._buddies[layer],
+            self.options, None if self._taus is None else self._taus[layer],
         )  # fmt: skip
         return Rerouted(found.ids, found.weights, found.substituted, found.dropped)
 
@@ -113,12 +122,31 @@ class MissRule(Rerouting):
         for beta in self._betas or ():
             beta.link_bytes_per_s = link_bytes_per_s
 
-    def _threshold(self, layer: int, ids: Ids, here: NDArray[np.bool_]) -> float | None:
+    def _filling(self, layer: int, view: RerouteView) -> NDArray[np.bool_]:
+        """Which shards' slots for the layer were never all in use [G]."""
+        if view.filling is None:
+            return np.array([not self._full[layer]])
+        filling = view.filling.copy()
+        filling[0] = not self._full[layer]
+        return filling
+
+    def _threshold(self, layer: int, ids: Ids, view: RerouteView, filling: NDArray[np.bool_]) -> float | None:
         if self._betas is None:
             return self._beta
         beta = self._betas[layer].beta()
-        self._betas[layer].saw(*missing_share(ids, here))
+        if view.shard_of is None:
+            shares = [missing_share(ids, view.available)]
+        else:
+            shares = missing_shares(ids, view.available, view.shard_of, len(filling))
+        self._saw(layer, shares, filling)
         return beta
+
+    def _saw(self, layer: int, shares: Sequence[tuple[float, int]], filling: NDArray[np.bool_]) -> None:
+        """Tell the layer's adaptive beta what each shard misses; one that still fills its cache is no measure."""
+        assert self._betas is not None  # the caller looked
+        for (delta, missing), fills in zip(shares, filling, strict=True):
+            if not fills:
+                self._betas[layer].saw(delta, missing)
 
     def _compatibility(
         self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
@@ -149,8 +177,8 @@ class RandomRule(MissRule):
         substitute: Substitute = substitute,
         seed: int = 0,
     ) -> None:
-        if options.needs_probabilities or options.search is not None:
-            raise ValueError("random replacement goes by no probabilities and no ranks")
+        if options.needs_probabilities or options.search is not None or options.kappa:
+            raise ValueError("random replacement goes by no probabilities, no ranks and no hops")
         everyone = Buddies(
             np.tile(np.arange(experts, dtype=np.int32), (experts, 1)), np.ones((experts, experts), np.float32)
         )

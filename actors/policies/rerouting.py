@@ -32,12 +32,19 @@ class RerouteView:
     or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
     of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
     occupies.
+
+    Of several shards, the lead among them, which decides: available is of them all, each expert's of the shard that
+    computes it. shard_of: [E], that shard; 0, the lead, also for experts of a shard that is lost. filling: [G], whether
+    a shard's slots have never all been in use since it came, as far as the lead knows; of the lead `vacant` says it.
+    None: there is one shard.
     """
 
     available: NDArray[np.bool_]
     free_slots: int
     top_k: int
     vacant: int = 0
+    shard_of: NDArray[np.int64] | None = None
+    filling: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Rerouting(ABC):
     Attributes:
         name: what messages call it.
         needs_probabilities: whether it must be given those of the router, [T, E]; else it gets None.
-        needs_view: whether it goes by where experts are; such a rule is for one GPU, whose cache the lead knows.
+        needs_view: whether it goes by where experts are.
     """
 
     name: ClassVar[str]

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class State(IntEnum):
     """Where an expert stands with respect to the slot pool."""
@@ -79,6 +82,7 @@ class Residency:
         self.class_slots, self._class_bytes = tuple(slots), tuple(class_bytes)
         self._class_of = class_of
         self._state = [State.ABSENT] * self.keys
+        self._occupies = bytearray(self.keys)  # 1: LOADING or RESIDENT
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
         self._free: list[list[int]] = [[] for _ in slots]  # by class, the lowest slot last
         for slot in range(self.slots - 1, -1, -1):
@@ -91,6 +95,10 @@ class Residency:
     def states(self) -> list[State]:
         """Of all keys, at one moment; from any thread."""
         return self._state.copy()
+
+    def occupied(self) -> NDArray[np.bool_]:
+        """Which keys are LOADING or RESIDENT [keys], at one moment, for the price of a copy."""
+        return np.frombuffer(self._occupies, np.bool_).copy()
 
     def slot(self, key: int) -> int:
         """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
@@ -143,6 +151,7 @@ class Residency:
         slot = free.pop()
         self._generation[slot] += 1
         self._state[key] = State.LOADING
+        self._occupies[key] = 1
         self._slot[key] = slot
         return Reservation(key, slot, self._generation[slot])
 
@@ -194,7 +203,7 @@ class Residency:
             if self._class_of_slot[slot] != self._class_of[key]:
                 raise ResidencyError(f"expert {key} is in slot {slot}, which is of another class")
         for key in range(self.keys):
-            if (self._state[key] == State.ABSENT) == (key in self._slot):
+            if (self._state[key] == State.ABSENT) == (key in self._slot) or self._occupies[key] != (key in self._slot):
                 raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
         for key, count in self._pins.items():
             if count < 1 or self._state[key] == State.ABSENT:
@@ -212,3 +221,4 @@ class Residency:
             raise ResidencyError(f"expert {key} is pinned")
         self._free[self._class_of[key]].append(self._slot.pop(key))
         self._state[key] = State.ABSENT
+        self._occupies[key] = 0

@@ -30,7 +30,7 @@ class SubstitutionOptions:
         temperature: T of the token entropy.
         gamma: a token whose margin reaches it keeps its experts; None: no margin gate.
         eta: weight of the router's own opinion of a buddy, z-hat: its probability for the token.
-        kappa: penalty of a buddy on another shard, for each hop.
+        kappa: penalty of a buddy on another shard than the lead, for each hop.
         reuse: factor on the score of a buddy for each time that the token has taken it already; 0: never again, which
             is Algorithm 1's uniqueness. Experts that the router picked are never buddies of the same token.
         fallback: what becomes of an expert without a resident buddy: loaded, or left out. Experts of tokens that the
@@ -103,13 +103,16 @@ class Substituted:
     dropped: int
 
 
-def reach(resident: Mask, kappa: float, hop: NDArray[np.int64] | None = None) -> Floats:
+def reach(resident: Mask, kappa: float, hop: NDArray[np.integer] | Mask | None = None) -> Floats:
     """The last factor of equation 3 for each expert [E]: 1 - kappa * hop, not under 0; 0 where it is not resident.
 
     Args:
-        resident: on any shard [E]. hop: 0 on this GPU, 1 on another [E]; None: all are on this GPU.
+        resident: on the shard that computes it [E]. hop: from the lead, where a token's rows are, to that shard: 0 for
+            the lead's own, 1 for another [E]; None: there is one shard.
     """
-    factor = np.ones(len(resident)) if hop is None else np.maximum(1.0 - kappa * hop, 0.0)
+    if hop is None:
+        return resident.astype(np.float32)
+    factor = np.maximum(1.0 - kappa * hop, 0.0)
     return np.where(resident, factor, 0.0).astype(np.float32)
 
 

@@ -142,7 +142,19 @@ def replaceable(
 
 def missing_share(ids: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[float, int]:
     """delta of equation 2 over all shards, and how many distinct requested experts are missing."""
+    return _share(np.unique(ids), resident)
+
+
+def missing_shares(
+    ids: NDArray[np.int64], resident: NDArray[np.bool_], shard_of: NDArray[np.int64], shards: int
+) -> list[tuple[float, int]]:
+    """`missing_share` of each shard by its own experts [G]; (0, 0) where nothing of a shard's is requested."""
     requested = np.unique(ids)
+    owner = shard_of[requested]
+    return [_share(requested[owner == shard], resident) for shard in range(shards)]
+
+
+def _share(requested: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[float, int]:
     absent = int((~resident[requested]).sum())
     return (absent / len(requested) if len(requested) else 0.0), absent
 
@@ -154,6 +166,9 @@ class AdaptiveBeta:
     A call whose delta reaches beta is bypassed, and loads its n missing experts; one under beta loads none. So the
     bytes that a beta would have cost are the mean of n over the remembered calls with delta >= beta, times w. The least
     beta within the budget replaces no more than the link requires: with link to spare it is 0, and nothing is replaced.
+
+    Of several shards each has a link of its own, which is taken to be as fast as the lead's: a call is then seen once
+    for each shard, by its own experts, and the one beta is compared with each shard's delta.
 
     State: (delta, n) of the last `window` calls. Cost: O(window log window) for each `beta()`.
 

@@ -1,17 +1,12 @@
 // Buddy expert substitution (Algorithm 1 of BuddyMoE with its gates) for the few tokens of a layer: what
 // actors/policies/substitution.py says, to the last bit. Doubles and floats are added, multiplied and divided in the
 // same order as there, and never contracted: this file is compiled with -ffp-contract=off.
-//
-// Arguments are buffers (NumPy arrays), whose item sizes and shapes are checked here. The interpreter lock is released
-// while tokens are decided.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "substitute.hpp"
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
+namespace tiermoe {
 namespace {
 
 constexpr double ln2 = 0.6931471805599453;
@@ -19,7 +14,7 @@ constexpr double inverse_ln2 = 1.0 / ln2;
 constexpr int log_terms = 8, exp_terms = 12;
 
 double log_of(double x) {
-    int exponent;
+    int exponent = 0;
     double mantissa = std::frexp(x, &exponent);
     if (mantissa < std::sqrt(0.5)) {
         mantissa = mantissa * 2.0;
@@ -48,26 +43,8 @@ double exp_of(double x) {
     return std::ldexp(series, static_cast<int>(power));
 }
 
-struct Problem {
-    const std::int64_t* ids;     // [T, K]
-    const float* weights;        // [T, K]
-    const float* probabilities;  // [T, E] or none
-    const std::uint8_t* replace; // [E]
-    const float* reach;          // [E]
-    const std::int32_t* buddies; // [E, R]
-    const float* similarity;     // [E, R]
-    std::int64_t tokens, top_k, experts, ranks;
-    std::int64_t rho, search;
-    double tau, gamma, temperature, log_top_k;  // tau -inf, gamma +inf: no gate
-    float eta, reuse;
-    bool drop, by_buddy, renormalise;
-    std::int64_t* out_ids;
-    float* out_weights;
-    std::int64_t substituted = 0, dropped = 0;
-};
-
 // Whether the gates let experts of a token be replaced. p holds K doubles.
-bool permitted(const Problem& problem, const float* weights, double* p) {
+bool permitted(const Substitution& problem, const float* weights, double* p) {
     const std::int64_t top_k = problem.top_k;
     const bool entropy = problem.tau != -HUGE_VAL, margin = problem.gamma != HUGE_VAL;
     if (!entropy && !margin) return true;
@@ -103,7 +80,7 @@ bool permitted(const Problem& problem, const float* weights, double* p) {
 
 // One token: out_ids and out_weights hold its routing already. `claims` is 1 for every expert, also afterwards.
 // `left_out` holds K flags, `original` K experts.
-void decide(Problem& problem, std::int64_t t, std::vector<float>& claims, std::vector<std::uint8_t>& left_out,
+void decide(Substitution& problem, std::int64_t t, std::vector<float>& claims, std::vector<std::uint8_t>& left_out,
             std::vector<std::int64_t>& original) {
     const std::int64_t top_k = problem.top_k;
     std::int64_t* ids = problem.out_ids + t * top_k;
@@ -174,7 +151,9 @@ void decide(Problem& problem, std::int64_t t, std::vector<float>& claims, std::v
     }
 }
 
-void run(Problem& problem) {
+}  // namespace
+
+void substitute(Substitution& problem) {
     std::vector<float> claims(static_cast<std::size_t>(problem.experts), 1.0f);
     std::vector<std::uint8_t> left_out(static_cast<std::size_t>(problem.top_k));
     std::vector<std::int64_t> original(static_cast<std::size_t>(problem.top_k));
@@ -191,162 +170,57 @@ void run(Problem& problem) {
     }
 }
 
-// A contiguous buffer of the kind and shape wanted (rows < 0: of any), released when it goes. Kinds are those of Python's struct module.
-class Buffer {
-  public:
-    ~Buffer() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    bool take(PyObject* object, const char* name, const char* kinds, Py_ssize_t item, Py_ssize_t rows,
-              Py_ssize_t columns, bool write) {
-        const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (write ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(object, &view_, flags) != 0) return false;
-        held_ = true;
-        const char* kind = view_.format ? view_.format : "B";
-        const bool right = kind[0] != 0 && kind[1] == 0 && std::strchr(kinds, kind[0]) && view_.itemsize == item;
-        if (right && (rows < 0 || view_.len == rows * columns * item)) return true;
-        PyErr_Format(PyExc_ValueError, "%s has %zd bytes, in items '%s' of %zd; there must be %zd x %zd of %zd ('%s')",
-                     name, view_.len, kind, view_.itemsize, rows, columns, item, kinds);
-        return false;
-    }
-    Py_ssize_t items() const { return view_.len / view_.itemsize; }
-    template <typename T>
-    T* data() const {
-        return static_cast<T*>(view_.buf);
-    }
-
-  private:
-    Py_buffer view_{};
-    bool held_ = false;
-};
-
-bool within(const Problem& problem) {
-    for (std::int64_t i = 0; i < problem.tokens * problem.top_k; ++i)
-        if (problem.ids[i] < 0 || problem.ids[i] >= problem.experts) {
-            PyErr_Format(PyExc_ValueError, "there is no expert %lld", static_cast<long long>(problem.ids[i]));
-            return false;
-        }
-    for (std::int64_t i = 0; i < problem.tokens * problem.top_k; ++i) {
-        const std::int32_t* list = problem.buddies + problem.ids[i] * problem.ranks;
-        for (std::int64_t r = 0; r < problem.search; ++r)
-            if (list[r] < 0 || list[r] >= problem.experts) {
-                PyErr_Format(PyExc_ValueError, "there is no buddy %ld", static_cast<long>(list[r]));
-                return false;
-            }
-    }
-    return true;
+Fault size_fault(const Substitution& problem, bool probable) {
+    constexpr std::int64_t most = 1 << 20;  // so that no product of two overflows
+    for (const std::int64_t size : {problem.top_k, problem.experts, problem.ranks})
+        if (size < 1 || size > most) return "a size is out of range: " + std::to_string(size);
+    if (problem.tokens < 0 || problem.tokens > most)
+        return "there cannot be " + std::to_string(problem.tokens) + " tokens";
+    if (problem.search < 1 || problem.search > problem.ranks)
+        return "the search is out of range: " + std::to_string(problem.search);
+    if (problem.rho < 0) return "rho counts replacements: " + std::to_string(problem.rho);
+    if (!(problem.temperature > 0.0) || std::isinf(problem.temperature)) return "the temperature must be positive";
+    if (!probable && (problem.eta > 0 || problem.by_buddy))
+        return "eta, and weights by the buddy, need the router's probabilities";
+    return {};
 }
 
-// replaceable(ids, resident, beta, shard_of or None, shards, out): out[e] = expert e is asked for, not resident, and its
-// shard has fewer than beta of its requested experts missing
-PyObject* replaceable(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 6) return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", count);
-    const double beta = PyFloat_AsDouble(args[2]);
-    const long long shards = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return nullptr;
-    const Py_ssize_t experts = PyObject_Size(args[1]);
-    if (experts < 0) return nullptr;
-    Buffer ids, resident, shard_of, out;
-    const bool several = args[3] != Py_None;
-    if (!ids.take(args[0], "ids", "lq", 8, -1, 1, false) || !resident.take(args[1], "resident", "?B", 1, 1, experts, false) ||
-        (several && !shard_of.take(args[3], "shard_of", "lq", 8, 1, experts, false)) ||
-        !out.take(args[5], "out", "?B", 1, 1, experts, true))
-        return nullptr;
-    if (shards < 1 || shards > experts) return PyErr_Format(PyExc_ValueError, "there cannot be %lld shards", shards);
-    const std::int64_t* picked = ids.data<const std::int64_t>();
-    const std::int64_t* owner = several ? shard_of.data<const std::int64_t>() : nullptr;
-    const std::uint8_t* here = resident.data<const std::uint8_t>();
-    std::uint8_t* replace = out.data<std::uint8_t>();
-    for (Py_ssize_t e = 0; e < experts; ++e) {
-        if (owner && (owner[e] < 0 || owner[e] >= shards))
-            return PyErr_Format(PyExc_ValueError, "there is no shard %lld", static_cast<long long>(owner[e]));
-        replace[e] = 0;
+Fault content_fault(const Substitution& problem) {
+    for (std::int64_t i = 0; i < problem.tokens * problem.top_k; ++i) {
+        const std::int64_t expert = problem.ids[i];
+        if (expert < 0 || expert >= problem.experts) return "there is no expert " + std::to_string(expert);
+        const std::int32_t* list = problem.buddies + expert * problem.ranks;
+        for (std::int64_t r = 0; r < problem.search; ++r)
+            if (list[r] < 0 || list[r] >= problem.experts) return "there is no buddy " + std::to_string(list[r]);
     }
-    const Py_ssize_t pairs = ids.items();
-    for (Py_ssize_t i = 0; i < pairs; ++i) {
-        if (picked[i] < 0 || picked[i] >= experts)
-            return PyErr_Format(PyExc_ValueError, "there is no expert %lld", static_cast<long long>(picked[i]));
-        replace[picked[i]] = 1;
+    return {};
+}
+
+Fault replaceable(const std::int64_t* picked, std::int64_t pairs, const std::uint8_t* here, std::int64_t experts,
+                  double beta, const std::int64_t* owner, std::int64_t shards, std::uint8_t* out) {
+    if (shards < 1 || shards > experts) return "there cannot be " + std::to_string(shards) + " shards";
+    for (std::int64_t e = 0; e < experts; ++e) {
+        if (owner && (owner[e] < 0 || owner[e] >= shards)) return "there is no shard " + std::to_string(owner[e]);
+        out[e] = 0;
+    }
+    for (std::int64_t i = 0; i < pairs; ++i) {
+        if (picked[i] < 0 || picked[i] >= experts) return "there is no expert " + std::to_string(picked[i]);
+        out[picked[i]] = 1;
     }
     std::vector<std::int64_t> requested(static_cast<std::size_t>(shards)), absent(static_cast<std::size_t>(shards));
-    for (Py_ssize_t e = 0; e < experts; ++e)
-        if (replace[e]) {
+    for (std::int64_t e = 0; e < experts; ++e)
+        if (out[e]) {
             const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
             ++requested[shard];
             absent[shard] += !here[e];
         }
-    for (Py_ssize_t e = 0; e < experts; ++e) {
+    for (std::int64_t e = 0; e < experts; ++e) {
         const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
-        if (!replace[e]) continue;
+        if (!out[e]) continue;
         const double share = static_cast<double>(absent[shard]) / static_cast<double>(requested[shard]);
-        replace[e] = !here[e] && share < beta;
+        out[e] = !here[e] && share < beta;
     }
-    Py_RETURN_NONE;
+    return {};
 }
 
-// substitute(ids, weights, probabilities or None, replace, reach, buddies, similarity, out_ids, out_weights,
-//            (tokens, top_k, experts, ranks, rho, search, tau, gamma, temperature, log_top_k, eta, reuse, drop, by_buddy,
-//             renormalise)) -> (substituted, dropped)
-PyObject* substitute(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 10) return PyErr_Format(PyExc_TypeError, "expected 10 arguments, got %zd", count);
-    Problem problem{};
-    long long tokens, top_k, experts, ranks, rho, search;
-    int drop, by_buddy, renormalise;
-    if (!PyTuple_Check(args[9])) return PyErr_Format(PyExc_TypeError, "the options are a tuple");
-    if (!PyArg_ParseTuple(args[9], "LLLLLLddddffppp", &tokens, &top_k, &experts, &ranks, &rho, &search, &problem.tau,
-                          &problem.gamma, &problem.temperature, &problem.log_top_k, &problem.eta, &problem.reuse, &drop,
-                          &by_buddy, &renormalise))
-        return nullptr;
-    constexpr long long most = 1 << 20;  // so that no product of two overflows
-    if (tokens < 0 || tokens > most || top_k < 1 || top_k > most || experts < 1 || experts > most || ranks < 1 ||
-        ranks > most || search < 1 || search > ranks)
-        return PyErr_Format(PyExc_ValueError, "a shape or the search is out of range");
-    const bool probable = args[2] != Py_None;
-    if (!probable && (problem.eta > 0 || by_buddy))
-        return PyErr_Format(PyExc_ValueError, "eta, and weights by the buddy, need the router's probabilities");
-    Buffer ids, weights, probabilities, replace, reach, buddies, similarity, out_ids, out_weights;
-    if (!ids.take(args[0], "ids", "lq", 8, tokens, top_k, false) ||
-        !weights.take(args[1], "weights", "f", 4, tokens, top_k, false) ||
-        (probable && !probabilities.take(args[2], "probabilities", "f", 4, tokens, experts, false)) ||
-        !replace.take(args[3], "replace", "?B", 1, 1, experts, false) ||
-        !reach.take(args[4], "reach", "f", 4, 1, experts, false) ||
-        !buddies.take(args[5], "buddies", "i", 4, experts, ranks, false) ||
-        !similarity.take(args[6], "similarity", "f", 4, experts, ranks, false) ||
-        !out_ids.take(args[7], "out_ids", "lq", 8, tokens, top_k, true) ||
-        !out_weights.take(args[8], "out_weights", "f", 4, tokens, top_k, true))
-        return nullptr;
-    problem.ids = ids.data<const std::int64_t>();
-    problem.weights = weights.data<const float>();
-    problem.probabilities = probable ? probabilities.data<const float>() : nullptr;
-    problem.replace = replace.data<const std::uint8_t>();
-    problem.reach = reach.data<const float>();
-    problem.buddies = buddies.data<const std::int32_t>();
-    problem.similarity = similarity.data<const float>();
-    problem.tokens = tokens, problem.top_k = top_k, problem.experts = experts, problem.ranks = ranks;
-    problem.rho = rho, problem.search = search;
-    problem.drop = drop, problem.by_buddy = by_buddy, problem.renormalise = renormalise;
-    problem.out_ids = out_ids.data<std::int64_t>();
-    problem.out_weights = out_weights.data<float>();
-    if (!within(problem)) return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
-    run(problem);
-    Py_END_ALLOW_THREADS;
-    return Py_BuildValue("LL", static_cast<long long>(problem.substituted), static_cast<long long>(problem.dropped));
-}
-
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef methods[] = {
-    {"replaceable", fast(replaceable), METH_FASTCALL, "The distribution gate of BuddyMoE; see kernels/substitute.py."},
-    {"substitute", fast(substitute), METH_FASTCALL, "Algorithm 1 of BuddyMoE; see kernels/substitute.py."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_substitute", "Buddy substitution of tiermoe.", -1, methods,
-                          nullptr,               nullptr,       nullptr,                          nullptr};
-
-}  // namespace
-
-PyMODINIT_FUNC PyInit__substitute() { return PyModule_Create(&definition); }
+}  // namespace tiermoe

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
+from random_profile import add_random_profile
 from serving import default_model_greedy, greedy, prepared, serving, settings
+from sharded import serving_group
 
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.entropy import BINS, TEMPERATURES
-from tiermoe.actors.policies.expert_profile import ExpertProfile
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
-from tiermoe.actors.profile_file import (
-    PROFILE_NAME,
-    ProfileManifest,
-    ProfileSource,
-    encode_arrays,
-    encode_profile,
-)
-from tiermoe.actors.settings import KvSettings
-from tiermoe.actors.store_format import model_fingerprint, read_manifest
+from tiermoe.actors.settings import KvSettings, ShardSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.errors import StoreError
@@ -41,32 +32,12 @@ def _policy(on_miss: str, prefetch: str = "none", **options: object) -> PolicySe
     )  # fmt: skip
 
 
-def _add_profile(folder: Path) -> None:
-    """Counts at random: what the buddies are worth is not tested here."""
-    manifest = read_manifest(folder)
-    layers, experts = len(manifest.layers), manifest.experts.num_experts
-    rng = np.random.default_rng(0)
-    counts = rng.integers(1, 100, (layers, experts, experts)).astype(np.float64)
-    counts = (counts + counts.transpose(0, 2, 1)) * ~np.eye(experts, dtype=bool)
-    entropies = np.ones((layers, len(TEMPERATURES), BINS))
-    data, record = encode_arrays(ExpertProfile(counts.sum(axis=2), counts, counts, entropies, None))
-    source = ProfileSource(
-        kind="trace", sha256="0" * 64, tokens=100, output_tokens=0, warmup_steps=0, warmup_weight=0.0
-    )
-    (folder / record.file).write_bytes(data)
-    profile = ProfileManifest(
-        profile_version=1, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=4,
-        source=source, arrays=record,
-    )  # fmt: skip
-    (folder / PROFILE_NAME).write_bytes(encode_profile(profile))
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     bare = prepared(default_model_dir(), tmp_path_factory.mktemp("on-miss") / "store")
     with pytest.raises(StoreError, match="--profile TEXT"):
         GpuWorker(settings(BUDGET, kv=KV, policy=load_policy("buddymoe")), bare.describe()).start()
-    _add_profile(Path(bare.describe().path))
+    add_random_profile(Path(bare.describe().path), 4)
     return bare
 
 
@@ -128,3 +99,20 @@ def test_options_run(store: ExpertStore, options: dict[str, object]) -> None:
 def test_preset(store: ExpertStore) -> None:
     _, stats = _run(store, load_policy("buddymoe"))
     assert stats.substitutions > 0
+
+
+def test_preset_on_two_gpus(store: ExpertStore) -> None:
+    """Each holds half of what it owns; buddies load fewer bytes on both, with integrity checks all along."""
+    prompts = heldout_prompts(default_model_dir(), PROMPTS + 1, PROMPT_TOKENS)
+    demanded = {}
+    for name in ("original", "buddymoe"):
+        config = settings(BUDGET / 2, kv=KV, policy=load_policy(name), shards=ShardSettings(count=2))
+        with serving_group(store, config) as group:
+            greedy(group.lead, prompts[1:], 4)
+            before = [part["bytes_loaded_demand"] for part in group.lead.shard_stats()]
+            greedy(group.lead, prompts[:1], TOKENS)
+            after = [part["bytes_loaded_demand"] for part in group.lead.shard_stats()]
+            demanded[name] = [b - a for a, b in zip(before, after, strict=True)]
+            assert (group.lead.stats().substitutions > 0) == (name == "buddymoe")
+            assert group.lead.stats().shard_losses == 0
+    assert all(few < many for few, many in zip(demanded["buddymoe"], demanded["original"], strict=True))

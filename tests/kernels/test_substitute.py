@@ -76,6 +76,33 @@ def test_cpp_refuses_what_it_cannot_read() -> None:
         kernels.replaceable_arrays(ids - 5, allowed, None)
 
 
+def several_shards(seed: int, shards: int, kappa: float) -> Arguments:
+    """As the rule asks: each shard's gate at beta 0.55, buddies on all shards, those of other ones at their hop."""
+    rng = np.random.default_rng(seed)
+    ids, weights, probabilities, _, _, buddies = case(rng, 8, 6, 48, ranks=16, steps=4)
+    resident, shard_of = rng.random(48) < 0.5, np.arange(48) % shards
+    replace = replaceable(ids, resident, 0.55, shard_of)
+    np.testing.assert_array_equal(kernels.replaceable_arrays(ids, resident, 0.55, shard_of), replace)
+    return ids, weights, probabilities, replace, reach(resident, kappa, shard_of > 0), buddies
+
+
+HOPS = [(shards, kappa) for shards in (2, 3) for kappa in (0.0, 0.1, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize(("shards", "kappa"), HOPS)
+@pytest.mark.parametrize("name", ["rho 3", "score", "buddy renormalised"])
+def test_hops_in_cpp_and_torch(shards: int, kappa: float, name: str) -> None:
+    options, moved = OPTIONS[name], 0
+    for seed in range(6):
+        arguments = several_shards(seed, shards, kappa)
+        expected = substitution.substitute(*arguments, options)
+        assert_same(kernels.substitute_arrays(*arguments, options), expected)
+        assert_same(kernels.substitute_tensors(*on_tensors(arguments), options), expected)
+        buddies = expected.ids[expected.ids != arguments[0]]
+        moved += int(np.count_nonzero(buddies % shards)) if not expected.dropped else 0
+    assert options.fallback == "drop" or (moved > 0) == (kappa < 1)
+
+
 @pytest.fixture(scope="module")
 def triton_kernel():
     """Interpreted where there is no GPU, see conftest.py."""
@@ -103,6 +130,14 @@ def test_triton_gives_what_the_algorithm_gives(triton_kernel, shape: tuple[int, 
     for tau in taus(name, arguments):
         expected = substitution.substitute(*arguments, OPTIONS[name], tau)
         assert_same(triton_kernel(*on_tensors(arguments), OPTIONS[name], tau), expected)
+
+
+@pytest.mark.parametrize(("shards", "kappa"), HOPS)
+def test_hops_in_triton(triton_kernel, shards: int, kappa: float) -> None:
+    for seed, name in enumerate(("rho 3", "score", "buddy renormalised")):
+        arguments = several_shards(seed, shards, kappa)
+        expected = substitution.substitute(*arguments, OPTIONS[name])
+        assert_same(triton_kernel(*on_tensors(arguments), OPTIONS[name]), expected)
 
 
 def test_triton_at_the_largest_shape(triton_kernel) -> None:

@@ -53,6 +53,7 @@ MESSAGES: list[Message] = [
     replace(batch(), hidden=np.ones((2, 8), np.float16)),
     replace(batch(), hidden=np.full((2, 8), 0x3F80, np.uint16)),
     ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0),
+    ExpertResult(np.ones((3, 4), _F32), 0.5, 0.25, 1.0, np.array([3, 128], np.uint8)),
     PlacementCommand(np.array([3, 0, 127], np.int32), True, False),
     PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32)),
     PrefetchCommand(2**40, 3, np.array([0, 127], np.int32), np.array([1.0, -2.0], _F32), 2, True),

@@ -142,6 +142,18 @@ def test_a_store_is_self_contained(qwen: Path, tmp_path: Path) -> None:
     assert ensure_prepared(store) == store
 
 
+def test_a_store_behind_a_link_is_made_anew_in_its_place(qwen: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "store")
+    assert prepare(qwen, link, progress=False) == link
+    (link / "notes.txt").touch()  # goes with the store that it is in
+    prepare(qwen, link, progress=False, force=True)
+    assert link.is_symlink()
+    assert is_store(tmp_path / "store")
+    assert not (link / "notes.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "store"]
+
+
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def stop(*_args: object) -> None:
         raise KeyboardInterrupt

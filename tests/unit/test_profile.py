@@ -302,6 +302,47 @@ def test_figures_and_report(store: Path, model_dir: Path, text: Path, tmp_path: 
     assert size_table(rows).row_count == 9
 
 
+def test_by_whatever_path_a_profile_is_made_once(
+    model_dir: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model and store behind links: an interrupted profile goes on, and a second run finds what the first has made."""
+    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 512)
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "model").symlink_to(model_dir)
+    (tmp_path / "disk").mkdir()
+    (links / "store").symlink_to(tmp_path / "disk" / "store")  # not there yet
+    save, run, ran = Partial.save, Collector.run, []
+
+    def interrupted(self: Partial, state: Any, done: int) -> None:
+        save(self, state, done)
+        raise KeyboardInterrupt
+
+    def watched(self: Collector, done: int, advanced: Any) -> Any:
+        ran.append(done)
+        return run(self, done, advanced)
+
+    monkeypatch.setattr(Collector, "run", watched)
+    made = prepare(links / "model", links / "store", progress=False)
+    monkeypatch.setattr(Partial, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        profile_text(made, links / "model", text, progress=False)
+    monkeypatch.setattr(Partial, "save", save)
+    assert (links / "store").is_symlink()
+    assert [path.name for path in links.iterdir() if path.name not in ("model", "store")] == []
+    for model, out in (
+        (model_dir, tmp_path / "disk" / "store"), (links / "model", links / "store"), (links / "store", None),
+        (links / "model", tmp_path / "disk" / ".." / "disk" / "store"),
+    ):  # fmt: skip
+        named = [str(model)] if out is None else [str(model), str(out)]
+        done = CliRunner().invoke(app, ["prepare", *named, "--profile", str(text)])
+        assert done.exit_code == 0, done.output
+    assert ran[0] == 0
+    assert ran[1] > 0
+    assert len(ran) == 2
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["store"]
+
+
 def test_command(store: Path, model_dir: Path, text: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke(
         app, ["prepare", str(store), "--profile", str(text), "--profile-figures", str(tmp_path / "figures")]

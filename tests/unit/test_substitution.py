@@ -20,6 +20,7 @@ from tiermoe.actors.policies.substitution_gates import (
     log,
     margin,
     missing_share,
+    missing_shares,
     permitted,
     replaceable,
     token_entropy,
@@ -246,6 +247,69 @@ def test_the_rule_takes_each_layer_s_tau_and_beta() -> None:
     assert MissRule([lists(e0=[5])], SubstitutionOptions(), beta=0.5).reroute(0, ids, weights, None, view).ids is ids
     with pytest.raises(ValueError, match="3 thresholds for 2 layers"):
         MissRule([lists()] * 2, SubstitutionOptions(), taus=[0.0] * 3)
+
+
+# experts 0 to 3 on the lead, 4 to 7 on shard 1
+SHARD_OF = np.arange(E) // 4
+
+
+def sharded(*here: int, filling: bool = False, vacant: int = 0) -> RerouteView:
+    return RerouteView(np.isin(np.arange(E), here), 0, 4, vacant, SHARD_OF, np.array([False, filling]))
+
+
+def test_each_shard_has_its_own_distribution_gate() -> None:
+    """The lead misses 1 of 3, shard 1 misses 1 of 1: beta 0.5 closes for shard 1 alone."""
+    ids, weights = np.array([[0, 1, 2, 4]]), np.full((1, 4), 0.25, np.float32)
+    view = sharded(1, 2, 3, 5)
+    buddies = [lists(e0=[3], e4=[5])]
+    found = MissRule(buddies, PLAIN, beta=0.5).reroute(0, ids, weights, None, view)
+    assert found.ids.tolist() == [[3, 1, 2, 4]]
+    found = MissRule(buddies, PLAIN).reroute(0, ids, weights, None, view)
+    assert found.ids.tolist() == [[3, 1, 2, 5]]
+    one = RerouteView(view.available, 0, 4)  # as one GPU: 2 of 4
+    assert MissRule(buddies, PLAIN, beta=0.5).reroute(0, ids, weights, None, one).substituted == 0
+
+
+@pytest.mark.parametrize(("kappa", "expected"), [(0.0, 5), (0.25, 5), (0.75, 1), (1.0, 1)])
+def test_hops_count_against_a_buddy(kappa: float, expected: int) -> None:
+    """Of expert 0 the best buddy, of similarity 1/2, is a hop away; the next, of 1/4, is on the lead."""
+    ids, weights = np.array([[0]]), np.ones((1, 1), np.float32)
+    rule = MissRule([lists(e0=[5, 1])], SubstitutionOptions(kappa=kappa))
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5)).ids.tolist() == [[expected]]
+
+
+def test_whose_hop_counts() -> None:
+    """hop(j) is of j alone: a missing expert of shard 1 has its neighbours a hop away, too."""
+    ids, weights = np.array([[4]]), np.ones((1, 1), np.float32)
+    for kappa, expected in ((0.0, 5), (0.75, 1), (1.0, 1)):
+        rule = MissRule([lists(e4=[5, 1])], SubstitutionOptions(kappa=kappa))
+        assert rule.reroute(0, ids, weights, None, sharded(1, 5)).ids.tolist() == [[expected]]
+    rule = MissRule([lists(e4=[5])], SubstitutionOptions(kappa=1.0))
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5)).substituted == 0
+
+
+def test_a_shard_that_fills_its_cache_loads() -> None:
+    ids, weights = np.array([[0, 4]]), np.full((1, 2), 0.5, np.float32)
+    rule = MissRule([lists(e0=[1], e4=[5])], PLAIN)
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5, filling=True, vacant=1)).substituted == 0
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5, vacant=1)).ids.tolist() == [[0, 5]]
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5, filling=True)).ids.tolist() == [[1, 4]]
+    assert rule.reroute(0, ids, weights, None, sharded(1, 5, vacant=1)).ids.tolist() == [[1, 5]]  # both were full once
+
+
+def test_adaptive_betas_see_each_shard() -> None:
+    ids = np.array([[0, 1, 2, 4]])
+    here = np.isin(np.arange(E), [1, 2])
+    assert missing_shares(ids, here, SHARD_OF, 3) == [(1 / 3, 1), (1.0, 1), (0.0, 0)]
+    betas = [AdaptiveBeta(10, 1.0, 4)]
+    rule = MissRule([lists(e0=[3])], PLAIN, betas=betas)
+    weights = np.full((1, 4), 0.25, np.float32)
+    rule.reroute(0, ids, weights, None, sharded(1, 2))
+    rule.reroute(0, ids, weights, None, sharded(1, 2, filling=True))
+    rule.reroute(0, ids, weights, None, sharded(*range(E)))
+    rule.measured(5.0)  # 10 bytes of an expert, 5 of link: with 4 shares of 3 calls seen there is room for two loads
+    assert list(betas[0]._calls) == [(1.0, 1), (1 / 3, 1), (0.0, 0), (0.0, 0)]
+    assert betas[0].beta() == 0.0
 
 
 def test_the_rule_feeds_its_adaptive_betas() -> None:

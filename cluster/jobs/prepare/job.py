@@ -101,7 +101,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
         # Whoever held the lock may have made this very store, even where `force` asked for a new one.
         if (not force or waited) and _is_current(out, checkpoint.source):
             return out
-        _make(checkpoint, out, console)
+        _make(checkpoint, out.resolve(), console)  # a link stays one
     return out
 
 
@@ -210,8 +210,12 @@ def discard(folder: Path) -> None:
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """The neighbour of `out` whose name has this suffix."""
-    return out.absolute().with_name(out.absolute().name + suffix)
+    """The neighbour of `out` whose name has this suffix; of the folder itself, by whatever link it is named.
+
+    So a store has one lock, and what an interrupted job left is found again by every path to it.
+    """
+    folder = out.resolve()
+    return folder.with_name(folder.name + suffix)
 
 
 def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:

@@ -1,0 +1,38 @@
+"""A profile of a store's experts with random counts, for tests that do not ask what buddies are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tiermoe.actors.policies.entropy import BINS, TEMPERATURES
+from tiermoe.actors.policies.expert_profile import ExpertProfile
+from tiermoe.actors.profile_file import (
+    PROFILE_NAME,
+    ProfileManifest,
+    ProfileSource,
+    encode_arrays,
+    encode_profile,
+)
+from tiermoe.actors.store_format import model_fingerprint, read_manifest
+
+
+def add_random_profile(folder: Path, top_k: int) -> None:
+    """Put it into the store's folder."""
+    manifest = read_manifest(folder)
+    layers, experts = len(manifest.layers), manifest.experts.num_experts
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 100, (layers, experts, experts)).astype(np.float64)
+    counts = (counts + counts.transpose(0, 2, 1)) * ~np.eye(experts, dtype=bool)
+    entropies = np.ones((layers, len(TEMPERATURES), BINS))
+    data, record = encode_arrays(ExpertProfile(counts.sum(axis=2), counts, counts, entropies, None))
+    source = ProfileSource(
+        kind="trace", sha256="0" * 64, tokens=100, output_tokens=0, warmup_steps=0, warmup_weight=0.0
+    )
+    (folder / record.file).write_bytes(data)
+    profile = ProfileManifest(
+        profile_version=1, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=top_k,
+        source=source, arrays=record,
+    )  # fmt: skip
+    (folder / PROFILE_NAME).write_bytes(encode_profile(profile))
