@@ -126,7 +126,7 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde, split experts or pre-eviction.
+        ConfigError: several shards, and placement monde, split experts, pre-eviction or low-bit replicas.
     """
     if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
         raise ConfigError(
@@ -138,6 +138,12 @@ def check_combination(settings: EngineSettings) -> None:
         raise ConfigError(
             f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
             "use one shard, or a policy without split",
+        )
+    if settings.shards.count > 1 and settings.policy.on_miss == "low-bit":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' loads replicas into the memory of one GPU; there are to be "
+            f"{settings.shards.count} GPUs",
+            "use one shard, or a policy without on_miss low-bit, such as next-gate",
         )
     if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import BudgetError, ConfigError
-from ..budget import budget_bytes
+from ..budget import budget_bytes, mixed_slots
 from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
@@ -19,6 +19,7 @@ from ..store_format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
 from .link_queue import copy_queue
+from .low_bits import ReplicaWeights, make_part
 from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
@@ -32,22 +33,27 @@ def make_cache(
     dtype: torch.dtype,
     owned: int,
     top_k: int = 1,
+    replicas: ReplicaWeights | None = None,
 ) -> ExpertCache:
     """A cache within the budget of one device, with counters of its own.
 
     Args:
         owned: experts in all layers that belong to this device; it gets no more slots than that.
         top_k: experts per token, for the buffer of split experts.
+        replicas: which get slots of their own within the budget; None where the policy loads none.
 
     Raises:
-        BudgetError: not one slot fits, or with split experts not one of each kind. ConfigError: the policy keeps all
-            experts resident, and they do not fit; or it splits experts that have biases.
+        BudgetError: not one slot fits, or with split experts or replicas not one of each kind. ConfigError: the policy
+            keeps all experts resident, and they do not fit; or it splits experts that have biases.
     """
     layers, policy = len(weights), settings.policy
     keys = layers * shape.num_experts
     slot_bytes = shape.nbytes(dtype.itemsize)
     budget = budget_bytes(settings.budget, slot_bytes, keys)
-    slots = min(budget // slot_bytes, owned)
+    slots, part = min(budget // slot_bytes, owned), None
+    if replicas is not None:
+        slots, low = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
+        part = make_part(replicas, low, device.torch_device)
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
@@ -72,8 +78,8 @@ def make_cache(
         device,
         Residency(keys, slots, slot_bytes),
         make_eviction(
-            policy.eviction, layers, shape.num_experts, cut is not None, alpha=policy.pre_evict.alpha,
-            gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+            policy.eviction, layers, shape.num_experts, cut is not None, replicas is not None,
+            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
         ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
@@ -81,6 +87,7 @@ def make_cache(
         copy_queue(device, pool, weights),
         cut=cut,
         writeback=policy.evict_writeback,
+        low_bit=part,
     )
 
 

@@ -46,7 +46,7 @@ class ExpertCache:
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
             The simulator gives both.
         writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
-            for comparison, since nothing here ever changes a weight.
+            for comparison, since nothing here ever changes a weight. Low-bit replicas are not.
         cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
             with a cut can be cut anew.
         low_bit: further slots, for low-bit replicas, within the same budget; not beside a cut. None: there are none.
@@ -420,7 +420,7 @@ class ExpertCache:
             self._wait(job, layer)
             if not self._land(key):
                 return
-        if self._unwritten is not None:
+        if self._unwritten is not None and key < self._map.keys:  # replicas are no working copies
             self._unwritten.add(self.residency.slot(key))
         self.residency.evict(key)
         self.eviction.removed(key)

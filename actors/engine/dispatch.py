@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.expert_ffn import ExpertKernel
+from ...kernels.packed_slots import PackedKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from .cache import ExpertCache
 from .remote import RemoteCall, RemoteExperts
@@ -46,6 +47,7 @@ class Dispatcher:
 
     Args:
         peer_named: finds the NDP worker or shard that `Remote.peer` names.
+        low_bit: runs the replicas of plans; None where the cache has no slots for them.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Dispatcher:
         experts_per_layer: int,
         planner: LoadOnMiss,
         peer_named: Callable[[str], RemoteExperts],
+        low_bit: PackedKernel | None = None,
     ) -> None:
         self._cache, self._experts = cache, experts_per_layer
-        self._runner = ExpertRunner(cache, planner)
+        self._runner = ExpertRunner(cache, planner, low_bit)
         self._peer_named = peer_named
 
     def send(

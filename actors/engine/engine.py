@@ -10,6 +10,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
+from ..policies.mixed_precision import MixedPrecision
 from ..policies.on_miss import MissRule
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
@@ -17,7 +18,7 @@ from ..policies.rerouting import Rerouting
 from ..policies.split.statistics import Order
 from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings
+from ..settings import EngineSettings, check_combination
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .calibrated import Calibrated
@@ -26,6 +27,7 @@ from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
 from .layer import MoeLayer
+from .low_bits import LowBits, ReplicaPool, ReplicaWeights, make_packed_kernel
 from .make_pre_evicting import make_pre_evicting
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
@@ -77,6 +79,7 @@ class ExpertEngine:
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
         calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
+        replicas: needed where the policy loads experts in low precision.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -99,6 +102,7 @@ class ExpertEngine:
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
         calibrated: Calibrated | None = None,
+        replicas: ReplicaWeights | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
         calibrated = Calibrated() if calibrated is None else calibrated
@@ -106,7 +110,9 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
+        if policy.on_miss == "low-bit":
+            replicas = self._checked(policy, settings, replicas)
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, replicas)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -134,7 +140,7 @@ class ExpertEngine:
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
-            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
+            self._attach_layers(settings, shape, blocks, planner, rerouter)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -210,14 +216,32 @@ class ExpertEngine:
             )
         return Rerouter(rule, self.cache, blocks, self.top_k)
 
+    @staticmethod
+    def _checked(
+        policy: PolicySettings, settings: EngineSettings, replicas: ReplicaWeights | None
+    ) -> ReplicaWeights:
+        check_combination(settings)
+        if replicas is None:
+            raise ConfigError(
+                f"policy '{policy.name}' loads replicas of {policy.low_bit.bits} bits, which were not given",
+                f"run `tiermoe prepare MODEL OUT --bits {policy.low_bit.bits}`",
+            )
+        return replicas
+
     def _attach_layers(
-        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
-    ) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], planner: LoadOnMiss,
+        rerouter: Rerouter | None,
+    ) -> None:  # fmt: skip
+        check, part, low_bits, packed = settings.integrity_checks, self.cache.low_bit, None, None
+        if part is not None:
+            low, pool = settings.policy.low_bit, cast(ReplicaPool, part.pool)
+            packed = make_packed_kernel(settings.policy, pool, shape, blocks, settings.threads)
+            low_bits = LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), self.cache, self.experts)
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, packed)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, low_bits,
             )  # fmt: skip
             layer.configuring = self.configuring
             self.layers.append(layer)

@@ -11,6 +11,7 @@ from ..policies.plan import LoadOnMiss
 from .cache import ExpertCache
 from .configuring import Configuring
 from .dispatch import Dispatcher
+from .low_bits import LowBits
 from .placer import Placer
 from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
@@ -19,6 +20,7 @@ from .routing import Routing
 from .shards import Shards
 from .stats import LayerStats
 
+_NONE: frozenset[int] = frozenset()
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer, ids [T, K], weights [T, K])
 
 
@@ -34,6 +36,7 @@ class MoeLayer:
         rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
             nothing does.
         pre_evicting: frees slots for the next layer; None where nothing does.
+        low_bits: may have experts run in low precision or not at all; None where all run in full.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -55,12 +58,13 @@ class MoeLayer:
         prefetching: Prefetching | None = None,
         rerouter: Rerouter | None = None,
         pre_evicting: PreEvicting | None = None,
+        low_bits: LowBits | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
         self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
-        self._pre_evicting = pre_evicting
+        self._pre_evicting, self._low_bits = pre_evicting, low_bits
         self.observe: Observer | None = None
         self.configuring: Configuring | None = None
 
@@ -84,9 +88,12 @@ class MoeLayer:
         cache.poll()  # view
         if self._rerouter is not None:
             ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
+        low = _NONE
+        if self._low_bits is not None:
+            ids, weights, low = self._low_bits.layer(self.index, ids, weights)
         routing = Routing.of(ids)
         keys = [base + e for e in routing.experts]
-        needed = cache.segments(keys)
+        needed = cache.segments(keys, low)
         cache.drop_stale(self.index, needed)
         cache.eviction.routed(keys, routing.counts, routing.tokens)
         if self.configuring is not None:

@@ -23,13 +23,12 @@ class ExpertRunner:
     The result of a pair does not depend on when its expert arrived, nor on which others run beside it. Of an expert
     cut in two, what runs first is written and what runs second is added to it: a sum of two, in either order the same.
 
-    Attributes:
-        low_bit: runs the replicas of plans that have some; None where none has.
+    Args:
+        low_bit: runs the low-bit replicas of plans that have some; None where none has.
     """
 
-    def __init__(self, cache: ExpertCache, planner: LoadOnMiss) -> None:
-        self._cache, self._planner = cache, planner
-        self.low_bit: PackedKernel | None = None
+    def __init__(self, cache: ExpertCache, planner: LoadOnMiss, low_bit: PackedKernel | None = None) -> None:
+        self._cache, self._planner, self._low_bit = cache, planner, low_bit
 
     def start(self, layer: int, keys: Sequence[int], keep: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan these experts of a layer, count them, and issue their first loads.
@@ -68,8 +67,8 @@ class ExpertRunner:
                 groups = self._segment_groups(layer, keys, spans, begun)
             else:
                 full = keys
-                if self.low_bit is not None:
-                    full = self._run_replicas(self.low_bit, layer, keys, spans, hidden, pairs, top_k, y)
+                if self._low_bit is not None:
+                    full = self._run_replicas(self._low_bit, layer, keys, spans, hidden, pairs, top_k, y)
                 groups = [(*spans[key], cache.await_expert(key, layer) * whole, whole, False) for key in full]
             if groups:
                 kernel.run(hidden, pairs, groups, top_k, y)

@@ -121,7 +121,7 @@ class SlotMap:
         return self._segments.neurons[segment] * self._expert_bytes // self._neurons
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:
-        """Where it lies while it has this slot, for one that is no replica: its first neuron in the pool, and how many."""
+        """Where it, no replica, lies while it has this slot: its first neuron in the pool, and how many."""
         if self._segments is None:
             return slot * self._neurons, self._neurons
         return self._segments.first[slot], self._segments.neurons[segment]

@@ -3,14 +3,14 @@
     act[p, j] = act(gate_j . x) * (up_j . x)       y[pair p] = sum over neurons j of act[p, j] * down_j
 
 Slots are those of a pool whose tensors are `PackedShape.tensors()` with the slots in front, and are read where they
-lie. Activations stay as they are: unlike the C++ kernel (`packed_ffn`), which rounds them to eight bits for its byte dot
-products, a GPU multiplies codes as numbers of the activations' own type, in which every code (at most 255) is exact.
-A group of inputs gives
+lie. Activations stay as they are: unlike the C++ kernel (`packed_ffn`), which rounds them to eight bits for its byte
+dot products, a GPU multiplies codes as numbers of the activations' own type, in which every code (at most 255) is
+exact. A group of inputs gives
 
     scale * (codes . x) + offset * sum(x)
 
-in float32, so what differs from an expert with `dequantized()` weights in full precision is the rounding of sums, and of
-the neurons' values to the activations' type between the two projections.
+in float32, so what differs from an expert with `dequantized()` weights in full precision is the rounding of sums, and
+of the neurons' values to the activations' type between the two projections.
 
 Two launches for each expert: neurons in blocks of 32, then outputs in blocks of 32. A row's result depends on its own
 values, the expert and the row count of that expert in the call (its class: up to 16 rows or more), and on nothing else.
@@ -39,13 +39,13 @@ _UNSPECIALISED = ["start", "stop", "slot"]  # else values such as 1 and multiple
 
 @triton.jit
 def _codes(base, outputs, inputs, known, step, BITS: tl.constexpr):
-    """Codes of packed tiles [I, O], as int32.
+    """Codes of packed tiles [C, O], as int32.
 
-    base: of the first tile. outputs: [1, O], each within its tile (0..15). inputs: [I, 1], within their tiles (0..31).
-    known: [I, O], where to read; elsewhere 0. step: [I, O], bytes from base to each one's tile.
+    base: of the first tile. outputs: [1, O], each within its tile (0..15). inputs: [C, 1], within their tiles (0..31).
+    known: [C, O], where to read; elsewhere 0. step: [C, O], bytes from base to each one's tile.
     """
     vector = inputs // 4  # of the tile's eight
-    byte = 4 * outputs + inputs % 4  # [I, O]
+    byte = 4 * outputs + inputs % 4  # [C, O]
     if BITS == 3:
         split = vector >= 6
         home = tl.where(split, vector - 6, vector // 2)
@@ -76,7 +76,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _gate_up_kernel(
-    hidden, pairs, codes, scales, act, start, stop, slot, top_k, H, I, codes_slot, scales_slot,
+    hidden, pairs, codes, scales, act, start, stop, slot, top_k, H, N, codes_slot, scales_slot,
     BITS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """act[p, j] for rows `start` to `stop` of the pairs and the block of 32 neurons of program 0."""
@@ -114,13 +114,13 @@ def _gate_up_kernel(
         up += total * tl.load(table + 80).to(tl.float32)[None, :]
     out = _activated(gate, ACTIVATION) * up
     column = block * 32 + tl.arange(0, 32)
-    place = act + (row - start).to(tl.int64)[:, None] * I + column[None, :]
-    tl.store(place, out.to(act.dtype.element_ty), mask=there[:, None] & (column[None, :] < I))
+    place = act + (row - start).to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, out.to(act.dtype.element_ty), mask=there[:, None] & (column[None, :] < N))
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _down_kernel(
-    act, pairs, codes, scales, y, start, stop, slot, H, I, codes_slot, scales_slot,
+    act, pairs, codes, scales, y, start, stop, slot, H, N, codes_slot, scales_slot,
     BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """y[pair] for rows `start` to `stop` and the block of 32 outputs of program 0."""
@@ -138,10 +138,10 @@ def _down_kernel(
     flat = block * 32 + tl.arange(0, 32)  # [32]
     affine = flat // 16 * 32 + flat % 16
     sums = tl.zeros([ROWS, 32], tl.float32)
-    for group in range((I + GROUP - 1) // GROUP):
+    for group in range((N + GROUP - 1) // GROUP):
         neuron = group * GROUP + tl.arange(0, GROUP)  # [G]
-        place = act + (row - start).to(tl.int64)[:, None] * I + neuron[None, :]
-        h = tl.load(place, mask=there[:, None] & (neuron[None, :] < I), other=0.0)  # [R, G]
+        place = act + (row - start).to(tl.int64)[:, None] * N + neuron[None, :]
+        h = tl.load(place, mask=there[:, None] & (neuron[None, :] < N), other=0.0)  # [R, G]
         total = tl.sum(h.to(tl.float32), axis=1)[:, None]
         step = (tile * (GROUP // 32) + within // 32) * (64 * BITS)
         base = codes + group * columns * (GROUP // 32 * 64 * BITS)

@@ -23,7 +23,7 @@ def _slots(shape: PackedShape, count: int, device: torch.device) -> tuple[torch.
             array = rng.integers(0, 256, (count, *dims), dtype=np.uint8)
         else:  # scales before offsets on the last axis but one
             array = (step * rng.uniform(0.5, 1.5, (count, *dims))).astype(np.float16)
-            array[..., 1, :] = (-(shape.hidden**-0.5) * rng.uniform(0.8, 1.2, array[..., 1, :].shape)).astype(np.float16)
+            array[..., 1, :] = -(shape.hidden**-0.5) * rng.uniform(0.8, 1.2, array[..., 1, :].shape)
         out.append(torch.from_numpy(array).to(device))
     return tuple(out)
 

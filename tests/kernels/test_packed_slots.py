@@ -163,7 +163,7 @@ from triton.compiler import ASTSource
 from tiermoe.kernels.triton import packed_ffn
 
 dtype, bits, rows, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-shared = dict(pairs="*i64", codes="*u8", scales="*fp16", start="i32", stop="i32", slot="i32", H="i32", I="i32",
+shared = dict(pairs="*i64", codes="*u8", scales="*fp16", start="i32", stop="i32", slot="i32", H="i32", N="i32",
               codes_slot="i32", scales_slot="i32", act="*" + dtype)
 fixed = dict(BITS=bits, GROUP=64, ROWS=rows)
 for kernel, types, more in (

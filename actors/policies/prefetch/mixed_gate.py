@@ -13,7 +13,7 @@ from .next_gate import NextGatePrefetch, predicted_experts
 
 
 class MixedGatePrefetch(NextGatePrefetch):
-    """`NextGatePrefetch` with a precision for each guess (HOBBIT, arXiv 2411.01433, section 3.3; MoE-APEX, its successor).
+    """`NextGatePrefetch` with a precision for each guess (HOBBIT, arXiv 2411.01433, section 3.3; MoE-APEX after it).
 
     The weights that a later router would give stand in for those that it will give: a guess whose `unimportance` is
     at most T1 for some token is asked for in full, one up to T2 as its low-bit replica (`key + layers * experts`), and
