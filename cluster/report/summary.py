@@ -43,9 +43,10 @@ def low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not counters.get("low_bit_slots"):
         return []
     hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]
+    loaded = size(counters["bytes_loaded_low_bit"])
     return [
-        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} were there, {misses} not; "
-                          f"with guesses {size(counters['bytes_loaded_low_bit'])} of what was loaded"),
+        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: of these replicas {hits} were "
+                          f"there, {misses} not; {loaded} of what was loaded, with guesses"),
     ]  # fmt: skip
 
 
