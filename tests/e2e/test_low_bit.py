@@ -17,12 +17,13 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
-from tiermoe.cluster.jobs.prepare import ensure_replicas
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-PROMPTS, PROMPT_TOKENS, TOKENS = 2, 48, 12
+PROMPTS, PROMPT_TOKENS, TOKENS = 2, 40, 8
 KV = KvSettings(page_size=32, num_blocks=32)
 BUDGET = 0.3
 
@@ -32,7 +33,9 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     bare = prepared(default_model_dir(), tmp_path_factory.mktemp("low-bit") / "store")
     with pytest.raises(ConfigError, match=r"needs replicas of 4 bits, the store has none.*--bits 4"):
         GpuWorker(settings(BUDGET, kv=KV, policy=load_policy("hobbit")), bare.describe()).start()
-    ensure_replicas(Path(bare.describe().path), default_model_dir(), (4,), 64, progress=False)
+    text = tmp_path_factory.mktemp("text") / "text.txt"  # short: few experts see enough rows for more than rounding
+    text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(60)))
+    add_replicas(Path(bare.describe().path), default_model_dir(), ReplicaOptions((4,), 64), text, progress=False)
     return bare
 
 

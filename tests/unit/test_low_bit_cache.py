@@ -217,9 +217,9 @@ def test_several_gpus_are_refused() -> None:
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 def test_simulated(prefetch: str, tmp_path: Path) -> None:
     """The preset's replay loads fewer bytes than loading all in full, within the budget and with checks."""
-    header = traces.header(experts=16, top_k=4, hidden=64, slot_bytes=3 * 64 * 32 * 4)
-    traces.write(tmp_path, header, [[1, 2, 3]] * 3, decodes=12)
+    traces.write(tmp_path, traces.header(experts=16, top_k=4), [[1, 2, 3]] * 3, decodes=12)
     trace = Trace(tmp_path)
+    header = trace.header.model_copy(update={"hidden": 64, "slot_bytes": 3 * 64 * 32 * 4})  # wide enough to pack
     packed = replica_bytes(header, 4)
     assert packed == PackedShape(64, 32, 4, 64).nbytes()
     loaded, took = [], []
