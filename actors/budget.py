@@ -45,8 +45,8 @@ def mixed_slots(held: int, slot_bytes: int, replica_bytes: int, share: float, ex
     full = min((held - replicas * replica_bytes) // slot_bytes, experts)
     if not replicas or not full:
         raise BudgetError(
-            f"the budget of {held} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of it, "
-            f"a replica ({replica_bytes} bytes)",
+            f"the budget of {held} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of "
+            f"it, a replica ({replica_bytes} bytes)",
             f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))} bytes",
         )
     return full, replicas

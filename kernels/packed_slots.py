@@ -16,7 +16,13 @@ _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
 
 
 class PackedKernel(Protocol):
-    """One way to run packed experts on slots."""
+    """One way to run packed experts on slots.
+
+    Attributes:
+        name: what plans call it.
+    """
+
+    name: str
 
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
@@ -52,6 +58,16 @@ def check_slots(slots: Sequence[torch.Tensor], shape: PackedShape) -> None:
                             f"{tuple(tensor.shape)} on {tensor.device}")  # fmt: skip
 
 
+def try_out(kernel: PackedKernel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Run a kernel on the bytes that slot 0 happens to have, at few rows and at many, and wait for it: so one that is
+    compiled is compiled, and one that cannot run here says so."""
+    for rows in (1, 17):
+        hidden, pairs = torch.zeros((rows, hidden_size), dtype=dtype, device=device), torch.arange(rows, device=device)
+        y = torch.empty_like(hidden)
+        kernel.run(hidden, pairs, [(0, rows, 0)], 1, y)
+        y[0, 0].item()
+
+
 def check_call(
     shape: PackedShape, slots: int, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup],
     top_k: int, y: torch.Tensor,
@@ -75,6 +91,8 @@ class TorchPackedKernel:
 
     Args: as `TritonPackedKernel`.
     """
+
+    name = "torch"
 
     def __init__(self, slots: Sequence[torch.Tensor], shape: PackedShape, activation: str) -> None:
         if activation not in ACTIVATIONS:
@@ -115,6 +133,8 @@ class CpuPackedKernel:
     Args:
         slots, shape, activation: as `TritonPackedKernel`. threads: that compute.
     """
+
+    name = "cpu"
 
     def __init__(self, slots: Sequence[torch.Tensor], shape: PackedShape, activation: str, threads: int = 1) -> None:
         check_slots(slots, shape)

@@ -82,9 +82,9 @@ def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | N
 def _low_bit(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
     """The part of the expert memory that holds low-bit replicas; None where there is none."""
     part = engine.cache.low_bit
-    if part is None:
+    if part is None or engine.packed_kernel is None:
         return None
-    chosen = settings.policy.low_bit.model_dump()
+    chosen = settings.policy.low_bit.model_dump() | {"kernel": engine.packed_kernel.name}
     return chosen | {"slots": part.slots, "slot_bytes": part.slot_bytes, "bytes": part.pool.bytes}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
+from ...kernels.packed_slots import PackedKernel
 from ..links import PeerLink
 from ..policies.mixed_precision import MixedPrecision
 from ..policies.on_miss import MissRule
@@ -124,6 +125,7 @@ class ExpertEngine:
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
         self._on_miss: MissRule | None = None
+        self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             planner = LoadOnMiss()
             if settings.shards.count > 1 or shards:
@@ -235,7 +237,9 @@ class ExpertEngine:
         check, part, low_bits, packed = settings.integrity_checks, self.cache.low_bit, None, None
         if part is not None:
             low, pool = settings.policy.low_bit, cast(ReplicaPool, part.pool)
-            packed = make_packed_kernel(settings.policy, pool, shape, blocks, settings.threads)
+            packed = self.packed_kernel = make_packed_kernel(
+                settings.policy, pool, shape, blocks, self.cache.pool.gate_up.dtype, settings.threads, self.notes
+            )
             low_bits = LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), self.cache, self.experts)
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, packed)
         for i, block in enumerate(blocks):

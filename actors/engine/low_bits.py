@@ -15,7 +15,7 @@ import torch
 
 from ...errors import ConfigError
 from ...kernels.pack import PackedShape
-from ...kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes
+from ...kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes, try_out
 from ..policies.mixed_precision import MixedPrecision
 from ..policies.residency import State
 from ..policy_settings import PolicySettings
@@ -99,9 +99,12 @@ def make_part(weights: ReplicaWeights, slots: int, device: torch.device) -> LowB
 
 
 def make_packed_kernel(
-    policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], threads: int
-) -> PackedKernel:
-    """What runs replicas on the pool's device: the C++ kernel on the CPU, Triton's on a GPU, or torch without Triton.
+    policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], dtype: torch.dtype,
+    threads: int, notes: list[str],
+) -> PackedKernel:  # fmt: skip
+    """What runs replicas on the pool's device: the C++ kernel on the CPU, Triton's on a GPU, which is compiled now.
+
+    Where Triton is missing or fails, torch does, slower and the same up to rounding; `notes` is told.
 
     Raises:
         ConfigError: the model's experts have biases, no gate, or an activation that the kernels do not build in.
@@ -113,13 +116,18 @@ def make_packed_kernel(
             f"policy '{policy.name}' runs packed experts, which are plain gated ones without biases",
             "choose a policy without on_miss low-bit, such as next-gate",
         )
-    if pool.tensors[0].device.type == "cpu":
+    device = pool.tensors[0].device
+    if device.type == "cpu":
         return CpuPackedKernel(pool.tensors, pool.shape, activation, threads)
     try:
         from ...kernels.triton.packed_ffn import TritonPackedKernel
-    except ImportError:  # no Triton here: slower, and the same numbers up to rounding
+
+        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation)
+        try_out(kernel, shape.hidden, dtype, device)
+    except Exception as error:  # whatever a compiler or driver raises: torch can do it
+        notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])
         return TorchPackedKernel(pool.tensors, pool.shape, activation)
-    return TritonPackedKernel(pool.tensors, pool.shape, activation)
+    return kernel
 
 
 class LowBits:

@@ -76,7 +76,8 @@ def _low_bit(low: Mapping[str, Any]) -> str:
     """Which misses are loaded as replicas, and the slots for those."""
     rule = f"a miss behind {low['t1']:.0%} of its token's weight is loaded in {low['bits']} bits"
     rest = f", behind {low['t2']:.0%} not at all" if low["t2"] < 1 else ""
-    return f"{rule}{rest}; {low['slots']} slots of {size(low['slot_bytes'])} ({size(low['bytes'])})"
+    slots = f"{low['slots']} slots of {size(low['slot_bytes'])} ({size(low['bytes'])})"
+    return f"{rule}{rest}; {slots}, {low['kernel']} kernel"
 
 
 def _ndp(ndp: Mapping[str, Any]) -> str:

@@ -45,8 +45,8 @@ def low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
     hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]
     loaded = size(counters["bytes_loaded_low_bit"])
     return [
-        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: of these replicas {hits} were "
-                          f"there, {misses} not; {loaded} of what was loaded, with guesses"),
+        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} replicas were there, "
+                          f"{misses} not; {loaded} of what was loaded, with guesses"),
     ]  # fmt: skip
 
 

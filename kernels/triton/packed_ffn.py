@@ -170,6 +170,8 @@ class TritonPackedKernel:
         ValueError: the activation is unknown.
     """
 
+    name = "triton"
+
     def __init__(self, slots: Sequence[torch.Tensor], shape: PackedShape, activation: str) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"there is no activation {activation}: choose one of {', '.join(ACTIVATIONS)}")

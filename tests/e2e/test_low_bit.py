@@ -1,4 +1,4 @@
-"""Misses in low precision on the default model: what that costs in quality and saves on the link, and what is refused."""
+"""Misses in low precision on the default model: what that costs in quality and saves on the link; refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import ConfigError
@@ -76,6 +75,7 @@ def test_quality_and_bytes(packed_store: ExpertStore, prompts: list[tuple[int, .
         assert (total.bytes_written_back > 0) == (preset == "moe-apex")
         assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
         low = plan["low_bit"]
+        assert low["kernel"] == "cpu"
         assert stats.expert_bytes_peak == plan["slots"] * plan["slot_bytes"] + low["slots"] * low["slot_bytes"]
         assert low["bytes"] <= 0.25 * stats.expert_budget_bytes
 

@@ -15,7 +15,7 @@ import torch
 from tiermoe.kernels import packed_reference as reference
 from tiermoe.kernels.pack import BITS, PackedShape, PackError, Quantized, pack_expert, tiles
 from tiermoe.kernels.packed_ffn import ACTIVATIONS
-from tiermoe.kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel
+from tiermoe.kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, try_out
 
 Expert = tuple[Quantized, Quantized, Quantized]
 Make = Callable[[tuple[torch.Tensor, ...], PackedShape, str], PackedKernel]
@@ -121,6 +121,8 @@ def test_triton_in_halves(triton_kernel: Make) -> None:
 
 
 def test_triton_prefill_rows(triton_kernel: Make) -> None:
+    _, slots = slots_of(SHAPES["even"], 1, np.random.default_rng(6))
+    try_out(triton_kernel(slots, SHAPES["even"], "silu"), 64, torch.float16, torch.device("cpu"))
     assert error_of(triton_kernel, with_bits(SHAPES["even"], 3), [17, 70], "silu", torch.float32, 3) < 1e-5
 
 

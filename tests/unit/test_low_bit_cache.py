@@ -1,7 +1,8 @@
-"""Slots for low-bit replicas beside those of experts in full: what is loaded, counted, evicted and run; the simulator."""
+"""Slots for low-bit replicas beside those of experts in full: loads, counters, victims, results; the simulator."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_one_link_carries_both_one_after_the_other() -> None:
             (e["ts"], e["ts"] + e["dur"]) for e in mixed.cache.timeline.events() if e.get("name", "").startswith("L0 E")
         )
         assert len(spans) == 4
-        assert all(after[0] >= before[1] - 1 for before, after in zip(spans, spans[1:], strict=False))  # microseconds
+        assert all(after[0] >= before[1] - 1 for before, after in itertools.pairwise(spans))  # microseconds
     finally:
         mixed.cache.close()
 
