@@ -166,9 +166,7 @@ class LowBits:
         if not found.dropped:
             return ids, weights, low
         self._cache.stats.dropped += found.dropped
-        used = found.weights.any(axis=0)  # [K]
-        if not used.any():
-            used[:] = True
+        used = (found.weights != 0).any(axis=0).nonzero()[0]  # places; one at least, since weight was dropped by share
         new_ids = torch.from_numpy(found.ids[:, used]).to(device=ids.device, dtype=ids.dtype)
         new_weights = torch.from_numpy(found.weights[:, used]).to(device=weights.device, dtype=weights.dtype)
         return new_ids, new_weights, low

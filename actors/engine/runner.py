@@ -66,7 +66,7 @@ class ExpertRunner:
             if cache.divided:
                 groups = self._segment_groups(layer, keys, spans, begun)
             else:
-                full = keys
+                full: Sequence[int] = keys
                 if self._low_bit is not None:
                     full = self._run_replicas(self._low_bit, layer, keys, spans, hidden, pairs, top_k, y)
                 groups = [(*spans[key], cache.await_expert(key, layer) * whole, whole, False) for key in full]
