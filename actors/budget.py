@@ -29,3 +29,24 @@ def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
             f"give at least {slot_bytes} bytes or a share of {least:.6f}",
         )
     return int(held)
+
+
+def mixed_slots(held: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
+    """Slots for experts in full and slots for low-bit replicas of them, together within the budget.
+
+    Args:
+        held: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
+        share: of the budget, for replicas. experts: routed experts in all layers; no more slots of either are made.
+
+    Raises:
+        BudgetError: it does not hold one of each.
+    """
+    replicas = min(int(held * share) // replica_bytes, experts)
+    full = min((held - replicas * replica_bytes) // slot_bytes, experts)
+    if not replicas or not full:
+        raise BudgetError(
+            f"the budget of {held} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of "
+            f"it, a replica ({replica_bytes} bytes)",
+            f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))} bytes",
+        )
+    return full, replicas

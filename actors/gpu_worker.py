@@ -76,6 +76,7 @@ class GpuWorker:
         from .engine.describe import describe
         from .engine.device import make_device
         from .engine.engine import ExpertEngine
+        from .engine.low_bits import open_replica_weights
         from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .engine.sources import open_sources
 
@@ -86,13 +87,18 @@ class GpuWorker:
         dtype = compute_dtype(settings.dtype, device.torch_device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
-        weights, tables, predictors = self._sources.weights, None, None
+        weights, tables, predictors, low_bit = self._sources.weights, None, None, None
         with front_here(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
             if settings.policy.replica_widths:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
-                tables = None if replicas is None else read_tables(replicas)
+                if settings.policy.on_miss == "low-bit":
+                    low_bit = open_replica_weights(settings.policy, replicas, fetched=fetched).pinned_by(
+                        device, settings.copies
+                    )
+                else:
+                    tables = None if replicas is None else read_tables(replicas)
             if settings.policy.prefetch.kind == "stride":
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             calibrated = read_calibrated(settings.policy, folder, manifest)
@@ -100,7 +106,7 @@ class GpuWorker:
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
-            self._matcher_link(), predictors, calibrated,
+            self._matcher_link(), predictors, calibrated, low_bit,
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)

@@ -195,6 +195,7 @@ _ON_MISS_TAKES = {
     "drop": _GATES - {"rho"},
     "random": _GATES | {"reuse", "fallback"},
     "substitute": set(SubstitutionSettings.model_fields),
+    "low-bit": set(),
 }
 
 
@@ -229,6 +230,26 @@ class SplitSettings(Settings):
         return self
 
 
+class LowBitSettings(Settings):
+    """How experts that matter little to their tokens are loaded on a miss (HOBBIT): as replicas, in slots of their own.
+
+    A token's experts of which more important ones have up to t1 of its routing weight are loaded in full, those up to
+    t2 as replicas, the others not at all (`policies.mixed_precision`).
+    """
+
+    bits: Literal[1, 2, 3, 4, 8] = Field(default=4, description="of the replicas")
+    share: float = Field(default=0.25, gt=0, lt=1, description="of the expert memory, for slots of replicas")
+    t1: float = Field(default=0.6, ge=0, le=1)
+    t2: float = Field(default=0.9, ge=0, le=1)
+    guesses: bool = Field(default=True, description="next-gate prefetch asks for replicas by the same thresholds")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LowBitSettings:
+        if self.t1 > self.t2:
+            raise ValueError(f"t1 {self.t1} is above t2 {self.t2}")
+        return self
+
+
 class PolicySettings(Settings):
     """A preset of configs/policies: one option per decision point."""
 
@@ -238,8 +259,9 @@ class PolicySettings(Settings):
     eviction: EvictionKind = "lru"
     prefetch: PrefetchSettings = PrefetchSettings()
     routing: RoutingSettings = RoutingSettings()
-    on_miss: Literal["load", "substitute", "random", "drop"] = "load"
+    on_miss: Literal["load", "substitute", "random", "drop", "low-bit"] = "load"
     substitution: SubstitutionSettings = SubstitutionSettings()
+    low_bit: LowBitSettings = LowBitSettings()
     preload: Literal["none", "all"] = "none"
     pre_evict: PreEvictSettings = PreEvictSettings()
     evict_writeback: bool = Field(
@@ -266,6 +288,7 @@ class PolicySettings(Settings):
             raise ValueError(f"on_miss {self.on_miss} does not use substitution's {', '.join(sorted(unused))}")
         if self.on_miss != "load" and self.routing.kind != "exact":
             raise ValueError(f"on_miss {self.on_miss} is for exact routing")
+        self._check_low_bit()
         if self.pre_evict.kind == "off" and self.eviction == "importance":
             raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
         if self.pre_evict.kind != "off" and (self.uses_ndp or self.preload != "none"):
@@ -280,6 +303,20 @@ class PolicySettings(Settings):
                     f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
                 )
         return self
+
+    def _check_low_bit(self) -> None:
+        if self.on_miss != "low-bit":
+            if self.low_bit != LowBitSettings():
+                raise ValueError(f"on_miss {self.on_miss} does not use low_bit")
+            return
+        if self.split.kind != "off" or self.pre_evict.kind != "off":
+            raise ValueError("on_miss low-bit divides the slots itself: leave split and pre_evict out")
+        if self.preload != "none":
+            raise ValueError("on_miss low-bit is for caches that fill on demand: leave preload out")
+        if self.eviction.startswith("expert-map") or self.prefetch.uses_maps:
+            raise ValueError("maps weigh experts in full only: on_miss low-bit takes another eviction and prefetch")
+        if not self.low_bit.guesses and self.prefetch.kind != "next-gate":
+            raise ValueError(f"low_bit.guesses is of prefetch next-gate, not of {self.prefetch.kind}")
 
     def _refuse_beside_split(self) -> None:
         if self.split.kind == "adaptive" and self.eviction not in ("lcp", "lru", "lfu", "random"):
@@ -311,4 +348,13 @@ class PolicySettings(Settings):
     @property
     def replica_widths(self) -> tuple[int, ...]:
         """Widths of the replicas that the store must have; those also come with the popularity of experts."""
+        if self.on_miss == "low-bit":
+            return (self.low_bit.bits,)
         return self.precision.widths or ((4,) if self.placement.kind == "static" else ())
+
+    @property
+    def guess_precisions(self) -> tuple[float, float] | None:
+        """T1 and T2 of prefetch that asks for replicas, too; None where it asks for experts in full."""
+        low = self.low_bit
+        mixed = self.on_miss == "low-bit" and self.prefetch.kind == "next-gate" and low.guesses
+        return (low.t1, low.t2) if mixed else None

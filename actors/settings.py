@@ -180,8 +180,8 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid each and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde, split experts, pre-eviction or a stepped link; a stepped link
-            and NDP workers, which keep to the wall's clock; one shard, and a penalty of others.
+        ConfigError: several shards, and placement monde, split experts, pre-eviction, low-bit replicas or a stepped
+            link; a stepped link and NDP workers, which keep to the wall's clock; one shard, and a penalty of others.
     """
     if settings.link.layer_us is not None and (settings.shards.count > 1 or settings.policy.uses_ndp):
         raise ConfigError(
@@ -203,6 +203,12 @@ def check_combination(settings: EngineSettings) -> None:
         raise ConfigError(
             f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
             "use one shard, or a policy without split",
+        )
+    if settings.shards.count > 1 and settings.policy.on_miss == "low-bit":
+        raise ConfigError(
+            f"policy '{settings.policy.name}' loads replicas into the memory of one GPU; there are to be "
+            f"{settings.shards.count} GPUs",
+            "use one shard, or a policy without on_miss low-bit, such as next-gate",
         )
     if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
         raise ConfigError(

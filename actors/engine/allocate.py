@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import BudgetError, ConfigError
-from ..budget import budget_bytes
+from ..budget import budget_bytes, mixed_slots
 from ..policies.cost import Link
 from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
@@ -22,6 +22,7 @@ from .cache import ExpertCache
 from .device import Device
 from .link_queue import copy_queue
 from .loader import CopyQueue
+from .low_bits import ReplicaWeights, make_part
 from .pool import ExpertSource, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
@@ -37,6 +38,7 @@ def make_cache(
     owned: int,
     top_k: int = 1,
     clock: VirtualClock | None = None,
+    replicas: ReplicaWeights | None = None,
 ) -> ExpertCache:
     """A cache within the budget of one device, with counters of its own.
 
@@ -44,16 +46,20 @@ def make_cache(
         owned: experts in all layers that belong to this device; it gets no more slots than that.
         top_k: experts per token, for the buffer of split experts.
         clock: of a stepped link; None: the wall's.
+        replicas: which get slots of their own within the budget; None where the policy loads none.
 
     Raises:
-        BudgetError: not one slot fits, or with split experts not one of each kind. ConfigError: the policy keeps all
-            experts resident, and they do not fit; or it splits experts that have biases.
+        BudgetError: not one slot fits, or with split experts or replicas not one of each kind. ConfigError: the policy
+            keeps all experts resident, and they do not fit; or it splits experts that have biases.
     """
     layers, policy = len(weights), settings.policy
     keys = layers * shape.num_experts
     slot_bytes = shape.nbytes(dtype.itemsize)
     budget = budget_bytes(settings.budget, slot_bytes, keys)
-    slots = min(budget // slot_bytes, owned)
+    slots, part = min(budget // slot_bytes, owned), None
+    if replicas is not None:
+        slots, low = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
+        part = make_part(replicas, low, device.torch_device)
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
@@ -74,7 +80,7 @@ def make_cache(
     pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
     loader: CopyQueue
     if clock is None or settings.link.gbps is None:
-        loader = copy_queue(device, pool, weights, settings.copies)
+        loader = copy_queue(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
     else:
         link = Link(settings.link.gbps, settings.link.latency_us)
         loader = VirtualLoader(clock, link, lambda key: cache.bytes_of(key), copy_now)
@@ -84,8 +90,8 @@ def make_cache(
         device,
         Residency(keys, slots, slot_bytes),
         make_eviction(
-            policy.eviction, layers, shape.num_experts, cut is not None, alpha=policy.pre_evict.alpha,
-            gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+            policy.eviction, layers, shape.num_experts, cut is not None, replicas is not None,
+            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
         ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
@@ -94,6 +100,7 @@ def make_cache(
         time.perf_counter if clock is None else clock,
         cut,
         policy.evict_writeback,
+        part,
     )
     return cache
 

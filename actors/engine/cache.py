@@ -23,6 +23,7 @@ from ..policies.residency import Reservation, Residency, ResidencyError, State
 from ..policies.split.cut import CacheCut
 from .ledger import CacheLedger
 from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
+from .low_bit_part import LowBitPart
 from .slot_map import SlotMap
 from .stats import EngineStats
 from .timeline import Timeline
@@ -56,9 +57,10 @@ class ExpertCache:
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
             The simulator gives both.
         writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
-            for comparison, since nothing here ever changes a weight.
+            for comparison, since nothing here ever changes a weight. Low-bit replicas are not.
         cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
             with a cut can be cut anew.
+        low_bit: further slots, for low-bit replicas, within the same budget; not beside a cut. None: there are none.
 
     Raises:
         ValueError: the cut is none of this pool.
@@ -78,6 +80,7 @@ class ExpertCache:
         clock: Callable[[], float] = time.perf_counter,
         cut: CacheCut | None = None,
         writeback: bool = False,
+        low_bit: LowBitPart | None = None,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self._loader: CopyQueue = Loader(device) if loader is None else loader
@@ -91,10 +94,15 @@ class ExpertCache:
         self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
-        self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided)
+        self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided, low_bit is not None)
         self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.ledger.uses
         if cut is not None:
             self._map.divide(cut)
+        self.low_bit = low_bit
+        if low_bit is not None:
+            self._map.add_low_bit(low_bit)
+            stats.expert_bytes_peak += low_bit.pool.bytes
+            stats.low_bit_slots = low_bit.slots
 
     # -- experts and their segments ----------------------------------------------------------------------
 
@@ -102,6 +110,10 @@ class ExpertCache:
     def cut(self) -> CacheCut | None:
         """The present division of the slots; None where a slot is a whole expert."""
         return self._map.cut
+
+    def replica_slot(self, segment: int, layer: int) -> int:
+        """As `await_expert` of a pinned replica: its slot among those of replicas."""
+        return self.await_expert(segment, layer) - self._map.whole_slots
 
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
@@ -191,24 +203,29 @@ class ExpertCache:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
         for key in keys:
             self.residency.unpin(key)
-        self.ledger.ran(self._map.experts_of(keys) if self.divided else keys)
+        self.ledger.ran(self._map.experts_of(keys))
         self.eviction.used(keys)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
-        """Queue loads of absent experts, most wanted first; the number queued.
+        """Queue loads of absent experts, most wanted first; the number queued. A replica's key stands for the replica
+        (`LowBitPart`), which is not wanted where its expert is there in full.
 
         Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
         (what nearer layers want), so a pool as small as the working set is left to demand. `source` says whose guess
         they are, for the counters.
         """
         residency, experts = self.residency, self._map.keys
+        if self.low_bit is not None:
+            keys = [k for k in keys if k < experts or residency.state(k - experts) == State.ABSENT]
         absent = [k for k in self.segments(keys) if residency.state(k) == State.ABSENT]
         if not absent:
             return 0
         keep = keep | set(keys)
 
         def may_go(k: int) -> bool:
-            return k % experts not in keep and residency.state(k) == State.RESIDENT and not residency.pinned(k)
+            if k % experts in keep or k in keep:
+                return False
+            return residency.state(k) == State.RESIDENT and not residency.pinned(k)
 
         absent = self._make_room(absent, may_go)
         self.ledger.guessed(absent, source)
@@ -436,7 +453,7 @@ class ExpertCache:
             self._overtake(job, layer)
             if not self._land(key):
                 return
-        if self._unwritten is not None:
+        if self._unwritten is not None and key < self._map.keys:  # replicas are no working copies
             self._unwritten.add(self.residency.slot(key))
         self.residency.evict(key)
         self.eviction.removed(key)

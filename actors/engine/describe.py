@@ -59,6 +59,7 @@ def describe(
         "eviction": policy.eviction,
         "routing": policy.routing.model_dump(exclude_none=True),
         "split": _split(settings, engine),
+        "low_bit": _low_bit(settings, engine),
         "ndp": _ndp(settings, engine),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
@@ -82,6 +83,15 @@ def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | N
         "buffer_slots": cut.buffer_slots,
         "buffer_bytes": cut.buffer_slots * cut.buffer_neurons * engine.slot_bytes // cut.neurons,
     }
+
+
+def _low_bit(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
+    """The part of the expert memory that holds low-bit replicas; None where there is none."""
+    part = engine.cache.low_bit
+    if part is None or engine.packed_kernel is None:
+        return None
+    chosen = settings.policy.low_bit.model_dump() | {"kernel": engine.packed_kernel.name}
+    return chosen | {"slots": part.slots, "slot_bytes": part.slot_bytes, "bytes": part.pool.bytes}
 
 
 def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.expert_ffn import ExpertKernel
+from ...kernels.packed_slots import PackedKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from .activations import Activations, Outgoing
 from .cache import ExpertCache
@@ -49,6 +50,7 @@ class Dispatcher:
     Args:
         peer_named: finds the NDP worker or shard that `Remote.peer` names.
         activations: the way of rows to the peers and of their sums back.
+        low_bit: runs the replicas of plans; None where the cache has no slots for them.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Dispatcher:
         planner: LoadOnMiss,
         peer_named: Callable[[str], RemoteExperts],
         activations: Activations,
+        low_bit: PackedKernel | None = None,
     ) -> None:
         self._cache, self._experts, self._activations = cache, experts_per_layer, activations
-        self._runner = ExpertRunner(cache, planner)
+        self._runner = ExpertRunner(cache, planner, low_bit)
         self._peer_named = peer_named
 
     def begin(self, hidden: torch.Tensor) -> Outgoing:

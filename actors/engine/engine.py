@@ -8,7 +8,9 @@ from typing import cast
 import torch
 
 from ...errors import ConfigError
+from ...kernels.packed_slots import PackedKernel
 from ..links import PeerLink
+from ..policies.mixed_precision import MixedPrecision
 from ..policies.on_miss import MissRule
 from ..policies.plan import LoadOnMiss
 from ..policies.prefetch.stride import Predictor
@@ -16,7 +18,7 @@ from ..policies.rerouting import Rerouting
 from ..policies.split.statistics import Order
 from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
-from ..settings import EngineSettings
+from ..settings import EngineSettings, check_combination
 from ..store_format import ExpertShape
 from .activations import activations_of
 from .allocate import make_cache
@@ -28,6 +30,7 @@ from .dispatch import Dispatcher
 from .host_view import Asker, HostViews, fetch_from, share
 from .kernel_choice import Kernels
 from .layer import MoeLayer
+from .low_bits import LowBits, ReplicaPool, ReplicaWeights, make_packed_kernel
 from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
@@ -69,6 +72,7 @@ class ExpertEngine:
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
         calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
+        replicas: needed where the policy loads experts in low precision.
 
     Raises:
         BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
@@ -91,6 +95,7 @@ class ExpertEngine:
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
         calibrated: Calibrated | None = None,
+        replicas: ReplicaWeights | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
         calibrated = Calibrated() if calibrated is None else calibrated
@@ -98,9 +103,11 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
+        if policy.on_miss == "low-bit":
+            replicas = self._checked(policy, settings, replicas)
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock)
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.activations = activations_of(device.torch_device)
         self.layers: list[MoeLayer] = []
@@ -114,6 +121,7 @@ class ExpertEngine:
         self._placer: Placer | None = None
         self._fetch = fetch_from(device.torch_device)
         self._on_miss: MissRule | None = None
+        self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             planner = LoadOnMiss()
@@ -135,7 +143,7 @@ class ExpertEngine:
             self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
             views = self._make_views(blocks, rerouter)
-            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter, views)
+            self._attach_layers(settings, shape, blocks, planner, rerouter, views)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -219,20 +227,40 @@ class ExpertEngine:
             askers.append(self.prefetching.asks)
         if self.pre_evicting is not None:
             askers.append(pre_evicting_asks(self.pre_evicting, blocks))
-        weighed = rerouter is not None or self._placer is not None
+        weighed = rerouter is not None or self._placer is not None or self.cache.low_bit is not None
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
 
+    @staticmethod
+    def _checked(
+        policy: PolicySettings, settings: EngineSettings, replicas: ReplicaWeights | None
+    ) -> ReplicaWeights:
+        check_combination(settings)
+        if replicas is None:
+            raise ConfigError(
+                f"policy '{policy.name}' loads replicas of {policy.low_bit.bits} bits, which were not given",
+                f"run `tiermoe prepare MODEL OUT --bits {policy.low_bit.bits}`",
+            )
+        return replicas
+
     def _attach_layers(
-        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None, views: HostViews
-    ) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, self.activations)
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], planner: LoadOnMiss,
+        rerouter: Rerouter | None, views: HostViews,
+    ) -> None:  # fmt: skip
+        check, part, low_bits, packed = settings.integrity_checks, self.cache.low_bit, None, None
+        if part is not None:
+            low, pool = settings.policy.low_bit, cast(ReplicaPool, part.pool)
+            packed = self.packed_kernel = make_packed_kernel(
+                settings.policy, pool, shape, blocks, self.cache.pool.gate_up.dtype, settings.threads, self.notes
+            )
+            low_bits = LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), self.cache, self.experts)
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, self.activations, packed)
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
                 kernel = SteppedKernel(kernel, self._clock, self._layer_s)
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, kernel, block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, views,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, views, low_bits,
             )  # fmt: skip
             layer.configuring = self.configuring
             self.layers.append(layer)

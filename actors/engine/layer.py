@@ -14,6 +14,7 @@ from .cache import ExpertCache
 from .configuring import Configuring
 from .dispatch import Dispatcher
 from .host_view import HostViews, upload
+from .low_bits import LowBits
 from .placer import Placer
 from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
@@ -24,6 +25,7 @@ from .stats import LayerStats
 
 # (layer, ids [T, K], weights [T, K]), as the model picked them; to be copied by who keeps them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
+_NONE: frozenset[int] = frozenset()
 
 
 class MoeLayer:
@@ -39,6 +41,7 @@ class MoeLayer:
             nothing does.
         pre_evicting: frees slots for the next layer; None where nothing does.
         views: what all of these read on the host; None: in host memory, as they come.
+        low_bits: may have experts run in low precision or not at all; None where all run in full.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -61,12 +64,14 @@ class MoeLayer:
         rerouter: Rerouter | None = None,
         pre_evicting: PreEvicting | None = None,
         views: HostViews | None = None,
+        low_bits: LowBits | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
         self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
-        self._pre_evicting, self._views = pre_evicting, HostViews() if views is None else views
+        self._pre_evicting, self._low_bits = pre_evicting, low_bits
+        self._views = HostViews() if views is None else views
         self.observe: Observer | None = None
         self.configuring: Configuring | None = None
 
@@ -91,11 +96,16 @@ class MoeLayer:
         if self.observe is not None:
             self.observe(self.index, view.picked, view.weights)
         cache.poll()  # view
-        if self._rerouter is not None and self._rerouter.layer(self.index, view):
+        changed = self._rerouter is not None and self._rerouter.layer(self.index, view)
+        low = _NONE
+        if self._low_bits is not None:
+            low, dropped = self._low_bits.layer(self.index, view)
+            changed = changed or dropped
+        if changed:
             weights = upload(view.weights, hidden.device).to(weights.dtype)
         routing = Routing.of(view.ids, hidden.device)
         keys = [base + e for e in routing.experts]
-        needed = cache.segments(keys)
+        needed = cache.segments(keys, low)
         cache.drop_stale(self.index, needed)
         cache.eviction.routed(keys, routing.counts, routing.tokens)
         if self.configuring is not None:

@@ -30,20 +30,21 @@ class CacheLedger:
         governor: told which guesses were used.
         timeline: gets a span for each copy and each wait.
         slot_map: layers and bytes of segments.
-        divided: whether experts are cut in two; stays so.
+        divided: whether experts are cut in two; stays so. replicas: whether there are slots for low-bit replicas.
 
     Attributes:
         uses: forwards that ran each expert on this device, since the counters were reset; the list stays the same.
     """
 
     def __init__(
-        self, stats: EngineStats, governor: PrefetchGovernor, timeline: Timeline, slot_map: SlotMap, divided: bool
+        self, stats: EngineStats, governor: PrefetchGovernor, timeline: Timeline, slot_map: SlotMap, divided: bool,
+        replicas: bool = False,
     ) -> None:
         self.stats, self.governor, self.timeline = stats, governor, timeline
         self.uses = [0] * slot_map.keys
         self._keys, self._experts = slot_map.keys, slot_map.experts
         self._layer_of, self._bytes_of = slot_map.layer_of, slot_map.bytes_of
-        self._divided = divided
+        self._divided, self._replicas = divided, replicas
         self._unused_prefetches: dict[int, SourceStats] = {}
         self._vacated: set[int] = set()  # keys sent away by pre-eviction since their layers last ran
 
@@ -61,6 +62,8 @@ class CacheLedger:
         else:
             stats.hits += plan.resident
             stats.misses += len(plan.run) - plan.resident
+            if self._replicas:
+                self._count_replicas(stats, plan)
         if self._unused_prefetches:
             self._count_guessed(stats, plan)
 
@@ -108,6 +111,8 @@ class CacheLedger:
             stats.bytes_loaded_migration += self._bytes_of(key)
         else:
             stats.bytes_loaded_demand += self._bytes_of(key)
+        if key >= self._keys and self._replicas:
+            stats.bytes_loaded_low_bit += self._bytes_of(key)
         if job.writeback:
             stats.bytes_written_back += self._bytes_of(key)
         if copied.event is None:
@@ -193,6 +198,11 @@ class CacheLedger:
         stats.hits += len({segment % keys for segment in resident} - lacking)
         stats.misses += len(lacking)
         stats.top_hits += sum(segment in lacking for segment in resident)  # a top's number is its expert's
+
+    def _count_replicas(self, stats: LayerStats, plan: LayerPlan) -> None:
+        hits = sum(key >= self._keys for key in plan.run[: plan.resident])
+        stats.low_bit_hits += hits
+        stats.low_bit_misses += sum(key >= self._keys for key in plan.run) - hits
 
     def _count_guessed(self, stats: LayerStats, plan: LayerPlan) -> None:
         keys = self._keys

@@ -141,13 +141,18 @@ class LinkDone:
 
 
 def copy_queue(
-    device: Device, pool: SlotPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None
+    device: Device,
+    pool: SlotPool,
+    weights: Sequence[ExpertSource],
+    settings: CopySettings | None = None,
+    replicas: Sequence[LayerWeights] = (),
 ) -> CopyQueue:
     """What makes a cache's copies: on a GPU its streams, as far as experts are in pinned memory; for the CPU stand-in
     the link's own thread, where it can read the experts itself; else a Python thread.
 
     Args:
         weights: pinned already, where that is done. settings: of copies to a GPU; None: as they are by default.
+        replicas: of the same layers, which go into slots of their own; none: the cache has no such slots.
     """
     if isinstance(device, CpuDevice):
         return LinkQueue(device.link) if LinkQueue.supports(pool, weights) else Loader(device)
@@ -160,6 +165,8 @@ def copy_queue(
     mapped = [layer.tensors if isinstance(layer, LayerWeights) else None for layer in weights]
     casts = any(s.dtype != d.dtype for t in mapped if t is not None for s, d in zip(t, pool.tensors, strict=True))
     pinned = [tensors is not None and device.is_pinned(tensors) for tensors in mapped]
+    if replicas:
+        pinned = [all_in and device.is_pinned(r.tensors) for all_in, r in zip(pinned, replicas, strict=True)]
     return StreamQueue(device, pinned, settings.ahead_mib << 20, casts)
 
 

@@ -43,7 +43,10 @@ def make_policy(
     prefetch, layers = policy.prefetch, len(blocks)
     top = prefetch.top if prefetch.top is not None else top_k
     if not prefetch.uses_maps:
-        options = PrefetchOptions(layers, experts, top, prefetch.distance, prefetch.synchronous, predictors)
+        options = PrefetchOptions(
+            layers, experts, top, prefetch.distance, prefetch.synchronous, predictors,
+            precisions=policy.guess_precisions,
+        )  # fmt: skip
         try:
             made = make_prefetch(prefetch.kind, options)
         except ValueError as error:

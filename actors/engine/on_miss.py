@@ -37,7 +37,7 @@ def make_miss_rule(
     Raises:
         ConfigError: there is no profile, or it has no output similarity and the policy ranks by it.
     """
-    if policy.on_miss == "load":
+    if policy.on_miss in ("load", "low-bit"):  # low-bit replicas are `low_bits`' affair
         return None
     settings = policy.substitution
     options = SubstitutionOptions(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel, Group
+    from ...kernels.packed_slots import PackedKernel
 
 Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
 
@@ -21,10 +22,13 @@ class ExpertRunner:
 
     The result of a pair does not depend on when its expert arrived, nor on which others run beside it. Of an expert
     cut in two, what runs first is written and what runs second is added to it: a sum of two, in either order the same.
+
+    Args:
+        low_bit: runs the low-bit replicas of plans that have some; None where none has.
     """
 
-    def __init__(self, cache: ExpertCache, planner: LoadOnMiss) -> None:
-        self._cache, self._planner = cache, planner
+    def __init__(self, cache: ExpertCache, planner: LoadOnMiss, low_bit: PackedKernel | None = None) -> None:
+        self._cache, self._planner, self._low_bit = cache, planner, low_bit
 
     def start(self, layer: int, keys: Sequence[int], keep: frozenset[int] = frozenset()) -> LayerPlan:
         """Plan these experts of a layer, count them, and issue their first loads.
@@ -62,12 +66,28 @@ class ExpertRunner:
             if cache.divided:
                 groups = self._segment_groups(layer, keys, spans, begun)
             else:
-                groups = [(*spans[key], cache.await_expert(key, layer) * whole, whole, False) for key in keys]
-            kernel.run(hidden, pairs, groups, top_k, y)
+                full: Sequence[int] = keys
+                if self._low_bit is not None:
+                    full = self._run_replicas(self._low_bit, layer, keys, spans, hidden, pairs, top_k, y)
+                groups = [(*spans[key], cache.await_expert(key, layer) * whole, whole, False) for key in full]
+            if groups:
+                kernel.run(hidden, pairs, groups, top_k, y)
             cache.ran(keys)
             done = stop
             if issue_next:
                 cache.issue([load for load in plan.loads if load.after == stop])
+
+    def _run_replicas(
+        self, kernel: PackedKernel, layer: int, segments: Sequence[int], spans: Spans, hidden: torch.Tensor,
+        pairs: torch.Tensor, top_k: int, y: torch.Tensor,
+    ) -> Sequence[int]:  # fmt: skip
+        """Run those of the segments that are replicas; the others."""
+        cache, experts = self._cache, len(self._cache.uses)
+        groups = [(*spans[s % experts], cache.replica_slot(s, layer)) for s in segments if s >= experts]
+        if not groups:
+            return segments
+        kernel.run(hidden, pairs, groups, top_k, y)
+        return [segment for segment in segments if segment < experts]
 
     def _segment_groups(self, layer: int, segments: Sequence[int], spans: Spans, begun: set[int]) -> list[Group]:
         """As `run` makes them of whole experts; the experts are added to `begun`."""

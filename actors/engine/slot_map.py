@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from ..policies.residency import Reservation, Residency, State
 from ..policies.split.cut import CacheCut
 from ..policies.split.segments import Segments
+from .low_bit_part import LowBitPart
 from .promise import Promise, PromisedSegment, Shared, neuron_slice
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -19,7 +21,8 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 class SlotMap:
     """Segments of experts, their slots' places in the pool, and their sources.
 
-    Without a cut an expert is one segment, which has its key, and slot s is the s-th expert of the pool.
+    Without a cut an expert is one segment, which has its key, and slot s is the s-th expert of the pool. With slots for
+    low-bit replicas (`add_low_bit`) a replica is a segment, too, which stands in for its expert's.
 
     Args:
         pool: the slot tensors. weights: where the experts of each MoE layer come from.
@@ -32,6 +35,8 @@ class SlotMap:
         self._expert_bytes = residency.slot_bytes
         self._neurons = pool.neurons
         self._segments: Segments | None = None
+        self._low_bit: LowBitPart | None = None
+        self.whole_slots = residency.slots  # before those of replicas
         self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
 
     @property
@@ -63,8 +68,17 @@ class SlotMap:
         self._residency.divide(segments.class_of, segments.slots, sizes)
         self._segments = segments
 
-    def of(self, keys: Sequence[int]) -> Sequence[int]:
-        """The segments of these experts, each expert's together."""
+    def add_low_bit(self, part: LowBitPart) -> None:
+        """Further slots, for replicas, while nothing is held and there is no cut."""
+        self._residency.divide(
+            [0] * self.keys + [1] * self.keys, [self.whole_slots, part.slots], [self._expert_bytes, part.slot_bytes]
+        )
+        self._low_bit = part
+
+    def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
+        """The segments of these experts, each expert's together; of those in `low` their replicas."""
+        if low:
+            return [key + self.keys if key in low else key for key in keys]
         return keys if self._segments is None else self._segments.of(keys)
 
     def layer_of(self, segment: int) -> int:
@@ -72,9 +86,10 @@ class SlotMap:
 
     def experts_of(self, segments: Sequence[int]) -> Iterable[int]:
         """The experts of which all or, under a cut, the segment that stands for them is among these."""
+        keys = self.keys
         if self._segments is None:
-            return segments
-        keys, shown = self.keys, self._segments.shown
+            return segments if self._low_bit is None else [segment % keys for segment in segments]
+        shown = self._segments.shown
         return [segment % keys for segment in segments if shown[segment % keys] == segment]
 
     def shown(self) -> Sequence[int] | None:
@@ -84,7 +99,7 @@ class SlotMap:
     def states(self) -> list[State]:
         """Of all experts at one moment, from any thread; under a cut those of their tops."""
         shown, states = self.shown(), self._residency.states()
-        return states if shown is None else [states[segment] for segment in shown]
+        return states[: self.keys] if shown is None else [states[segment] for segment in shown]
 
     def standing(self, layer: int) -> tuple[list[State], int]:
         """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
@@ -101,11 +116,12 @@ class SlotMap:
     def bytes_of(self, segment: int) -> int:
         """Bytes that its load moves."""
         if self._segments is None:
-            return self._expert_bytes
+            low_bit = self._low_bit
+            return self._expert_bytes if low_bit is None or segment < self.keys else low_bit.slot_bytes
         return self._segments.neurons[segment] * self._expert_bytes // self._neurons
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:
-        """Where it lies while it has this slot: its first neuron in the pool, and how many."""
+        """Where it, no replica, lies while it has this slot: its first neuron in the pool, and how many."""
         if self._segments is None:
             return slot * self._neurons, self._neurons
         return self._segments.first[slot], self._segments.neurons[segment]
@@ -114,6 +130,10 @@ class SlotMap:
         """Where a load goes, and where from."""
         segments, segment = self._segments, reservation.key
         key = segment % self.keys
+        low_bit = self._low_bit
+        if low_bit is not None and segment >= self.keys:
+            source = low_bit.weights[key // self.experts].expert(key % self.experts)
+            return low_bit.pool.slot(reservation.slot - self.whole_slots), source
         whole = self._weights[key // self.experts].expert(key % self.experts)
         if segments is None:
             return self.pool.slot(reservation.slot), whole

@@ -18,7 +18,8 @@ class LayerStats:
     A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
     later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
     what an NDP worker or another shard computes is neither.
-    Under a cut an expert is a hit where all of it was resident. Bytes are slot bytes (the slot's dtype) on every
+    Under a cut an expert is a hit where all of it was resident, and one that is to run in low precision where its
+    replica was. Bytes are slot bytes (the slot's dtype) on every
     executor, whatever the link carried.
     """
 
@@ -26,10 +27,14 @@ class LayerStats:
     misses: int = 0
     prefetched_hits: int = 0  # hits whose bytes a prefetch brought, first use only
     top_hits: int = 0  # misses whose top was resident, under a cut: only the bottom was loaded
+    low_bit_hits: int = 0  # of the hits those that ran on a resident low-bit replica
+    low_bit_misses: int = 0  # of the misses those that ran on one that was loaded
+    low_bit_pairs: int = 0  # (token, expert) pairs that ran on one
     late_prefetches: int = 0  # misses whose prefetch was still on its way
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
     bytes_loaded_migration: int = 0  # brought in once after a sequence's prefill, by its placement
+    bytes_loaded_low_bit: int = 0  # of all these bytes those of low-bit replicas, which are fewer for an expert
     bytes_demanded_decode: int = 0  # asked for by forwards that held no row of any prompt
     failed_prefetches: int = 0  # prefetch copies that raised; demand loads those experts again
     bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
@@ -149,6 +154,7 @@ class EngineStats:
     expert_budget_bytes: int = 0
     expert_bytes_peak: int = 0  # the pool's one allocation, made before the first load: it never grows
     slots: int = 0
+    low_bit_slots: int = 0  # further slots, for low-bit replicas
     experts: int = 0
     executor: str = "real"
     bytes_preloaded: int = 0  # loaded before the first request, in no layer's counters

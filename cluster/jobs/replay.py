@@ -108,6 +108,7 @@ def replay(
     """
     header = trace.header
     settings = settings.model_copy(update={"prefetch": settings.prefetch.model_copy(update={"kind": prefetch})})
+    options = replace(options, precisions=settings.guess_precisions)
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
     eviction = eviction_of(settings, header)
     if isinstance(eviction, ExpertMapEviction):

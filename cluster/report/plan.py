@@ -27,6 +27,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
         *([("split", _split(plan["split"]))] if plan.get("split") else []),
+        *([("low precision", _low_bit(plan["low_bit"]))] if plan.get("low_bit") else []),
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
         ("link", _link(plan)),
@@ -80,6 +81,14 @@ def _split(split: dict[str, Any]) -> str:
 
     tops = f"{span(split['top_slots'], '')} tops a layer, of {span([100 * r for r in split['top_ratio']], ' %')}"
     return f"{split['kind']}: {tops}; {split['buffer_slots']} slots for bottoms ({size(split['buffer_bytes'])})"
+
+
+def _low_bit(low: Mapping[str, Any]) -> str:
+    """Which misses are loaded as replicas, and the slots for those."""
+    rule = f"a miss behind {low['t1']:.0%} of its token's weight is loaded in {low['bits']} bits"
+    rest = f", behind {low['t2']:.0%} not at all" if low["t2"] < 1 else ""
+    slots = f"{low['slots']} slots of {size(low['slot_bytes'])} ({size(low['bytes'])})"
+    return f"{rule}{rest}; {slots}, {low['kernel']} kernel"
 
 
 def _ndp(ndp: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         ("expert hit rate", f"{result['hit_rate']:.1%} ({result['hits']} hits, {result['misses']} misses)"),
         ("loaded", f"{size(result['bytes_loaded'])}, of it prefetched {size(result['bytes_loaded_prefetch'])}, "
                    f"wasted {size(result['bytes_wasted'])}"),
+        *low_bit_rows(result),
         *prefetch_rows(result),
         *configurator_rows(result),
         ("link busy", f"{seconds(result['total_io_s'])}, compute blocked by it {seconds(result['blocked_io_s'])}"),
@@ -35,6 +36,18 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
         rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
     return facts("Summary", rows)
+
+
+def low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What ran in low precision; nothing where there are no slots for that."""
+    if not counters.get("low_bit_slots"):
+        return []
+    hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]
+    loaded = size(counters["bytes_loaded_low_bit"])
+    return [
+        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} replicas were there, "
+                          f"{misses} not; {loaded} of what was loaded, with guesses"),
+    ]  # fmt: skip
 
 
 def prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:

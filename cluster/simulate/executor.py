@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.budget import budget_bytes
+from ...actors.budget import budget_bytes, mixed_slots
 from ...actors.engine.cache import ExpertCache
+from ...actors.engine.low_bit_part import LowBitPart
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.reroute_view import reroute_view
 from ...actors.engine.runner import ExpertRunner
@@ -23,14 +24,16 @@ from ...actors.engine.stats import EngineStats, LayerStats
 from ...actors.engine.timeline import Timeline
 from ...actors.engine.virtual_link import VirtualClock, VirtualLoader
 from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.mixed_precision import MixedPrecision
 from ...actors.policies.plan import LoadOnMiss
 from ...actors.policies.pre_evict import PreEviction
 from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from ...actors.policies.prefetch.governor import PrefetchGovernor
 from ...actors.policies.rerouting import Rerouting
-from ...actors.policies.residency import Residency
+from ...actors.policies.residency import Residency, State
 from ...actors.policies.split.cut import CacheCut
-from ...actors.policy_settings import PolicySettings
+from ...actors.policy_settings import LowBitSettings, PolicySettings
+from ...kernels.pack import PackedShape
 from .machine import Machine
 from .splitting import Routed, SimulatedConfiguring
 from .trace import Iteration
@@ -84,6 +87,16 @@ class _TimedKernel:
         self._clock.advance(seconds)
 
 
+class _TimedReplicas:
+    """The same of replicas: `PackedKernel.run`."""
+
+    def __init__(self, clock: VirtualClock, machine: Machine) -> None:
+        self._clock, self._machine = clock, machine
+
+    def run(self, hidden: Any, pairs: Any, groups: Sequence[tuple[int, int, int]], top_k: int, y: Any) -> None:
+        self._clock.advance(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
+
+
 class SimulatedEngine:
     """The expert engine of one device without a device.
 
@@ -100,9 +113,11 @@ class SimulatedEngine:
         writeback: see `ExpertCache`.
         cut: how the slots are divided, and then `eviction` is a `SplitEviction`; None: a slot is a whole expert.
         adaptive: policy by which the cut adapts; None: it does not.
+        low_bit: misses that matter little are loaded as replicas, and then `eviction` is a `TwoWidths`. Their kernels
+            take as long as those of experts in full. None: all are loaded in full.
 
     Raises:
-        BudgetError: the budget holds no expert. ValueError: the cut is not within the budget.
+        BudgetError: the budget holds no expert, or not one of each kind. ValueError: the cut is not within the budget.
     """
 
     def __init__(
@@ -119,10 +134,17 @@ class SimulatedEngine:
         writeback: bool = False,
         cut: CacheCut | None = None,
         adaptive: PolicySettings | None = None,
+        low_bit: LowBitSettings | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         held = budget_bytes(budget, slot_bytes, keys)
-        slots = min(held // slot_bytes, keys)
+        slots, replicas = min(held // slot_bytes, keys), None
+        if low_bit is not None:
+            packed = replica_bytes(header, low_bit.bits)
+            slots, low = mixed_slots(held, slot_bytes, packed, low_bit.share, keys)
+            nowhere = _NoPool(low * packed)
+            replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
+        self._mixed = None if low_bit is None else MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
         self.header, self.machine, self.clock = header, machine, VirtualClock()
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=held, slots=slots, experts=keys,
@@ -134,12 +156,12 @@ class SimulatedEngine:
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
             VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut, writeback,
+            replicas,
         )  # fmt: skip
         self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
         self._configuring = (
             None if adaptive is None else SimulatedConfiguring(header, adaptive, self.cache, self.clock)
         )
-        self._runner = ExpertRunner(self.cache, self._planner)
         self._rerouting = rerouting
         self._pre_evicting = (
             None
@@ -147,6 +169,8 @@ class SimulatedEngine:
             else PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
         )
         self._kernel = cast(Any, _TimedKernel(self.clock, machine, neurons))
+        packed_kernel = None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine))
+        self._runner = ExpertRunner(self.cache, self._planner, packed_kernel)
 
     def _bytes_of(self, segment: int) -> int:
         return self.cache.bytes_of(segment)
@@ -184,9 +208,13 @@ class SimulatedEngine:
         stats = self.stats.layers[layer]
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         cache.poll()
-        experts, starts = _grouped(ids) if self._rerouting is None else self._rerouted(layer, ids, parts)
+        low: frozenset[int] = frozenset()
+        if self._mixed is not None:
+            experts, starts, low = self._in_two_widths(self._mixed, layer, ids, parts)
+        else:
+            experts, starts = _grouped(ids) if self._rerouting is None else self._rerouted(layer, ids, parts)
         keys = [base + e for e in experts]
-        needed = cache.segments(keys)
+        needed = cache.segments(keys, low)
         cache.drop_stale(layer, needed)
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
         cache.eviction.routed(keys, counts, len(ids))
@@ -226,6 +254,21 @@ class SimulatedEngine:
         self.stats.dropped += found.dropped
         return _grouped(found.ids, (found.weights != 0) | (weights == 0))
 
+    def _in_two_widths(
+        self, rule: MixedPrecision, layer: int, ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
+    ) -> tuple[list[int], list[int], frozenset[int]]:
+        """`_grouped`, of the pairs that run, and the keys of the experts that run on replicas."""
+        weights = _joined([part.weights[:, layer] for _, part in parts]).astype(np.float32)
+        base, residency, all_keys = layer * self.header.experts, self.cache.residency, self.stats.experts
+        found = rule.decide(
+            ids.astype(np.int64), weights, lambda e: residency.state(base + e) != State.ABSENT,
+            lambda e: residency.state(all_keys + base + e) != State.ABSENT,
+        )  # fmt: skip
+        self.stats.dropped += found.dropped
+        kept = (found.weights != 0) | (weights == 0)
+        self.stats.layers[layer].low_bit_pairs += int(np.isin(found.ids[kept], list(found.low)).sum())
+        return *_grouped(found.ids, kept), frozenset(base + e for e in found.low)
+
     def _fetch(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
         """As `engine.prefetching` does it."""
         if not allowed or not wanted or self._prefetch is None:
@@ -236,6 +279,13 @@ class SimulatedEngine:
             held.update(keys)
         if self._prefetch.synchronous:
             self.cache.finish_prefetch([want.key for want in wanted], layer)
+
+
+def replica_bytes(header: TraceHeader, bits: int) -> int:
+    """Of one replica of the trace's experts, gated ones without biases, in groups of 64 inputs."""
+    weight_bytes = 4 if header.expert_dtype == "float32" else 2
+    neurons = max(1, header.slot_bytes // (3 * header.hidden * weight_bytes))
+    return PackedShape(header.hidden, neurons, bits, 64).nbytes()
 
 
 def spans_of(parts: Sequence[tuple[str, Iteration]]) -> list[Span]:

@@ -29,7 +29,8 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
             f"give one of {', '.join(LAYER_EVICTION)}",
         )
     return make_eviction(
-        settings.eviction, header.layers, header.experts, settings.split.kind != "off", alpha=options.alpha,
+        settings.eviction, header.layers, header.experts, settings.split.kind != "off",
+        settings.on_miss == "low-bit", alpha=options.alpha,
         gamma=options.gamma, window=options.window,
     )  # fmt: skip
 
@@ -57,11 +58,14 @@ def engine_of(
     return SimulatedEngine(
         header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
         pre_evict=None if options.kind == "off" else PreEviction(header.top_k, options.tau, options.r_max),
-        rerouting=BudgetAwareTopK(narrowest=settings.routing.narrowest) if replays_routing(settings) else None,
+        rerouting=(
+            BudgetAwareTopK(narrowest=settings.routing.narrowest) if settings.routing.kind == "budget-aware" else None
+        ),
+        low_bit=settings.low_bit if settings.on_miss == "low-bit" else None,
         writeback=settings.evict_writeback, adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
     )  # fmt: skip
 
 
 def replays_routing(settings: PolicySettings) -> bool:
     """Whether the preset changes the routing by a rule that a trace has enough for."""
-    return settings.routing.kind == "budget-aware"
+    return settings.routing.kind == "budget-aware" or settings.on_miss == "low-bit"

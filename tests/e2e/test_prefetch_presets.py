@@ -25,8 +25,7 @@ PROMPTS, PROMPT_TOKENS, TOKENS = 4, 40, 24
 KV = KvSettings(page_size=32, num_blocks=32)
 MAPS = ("fmoe", "fmoe-blend", "fmoe-t", "fmoe-ts")
 OTHERS = (
-    "deepspeed-inference", "mixtral-offloading", "mixtral-offloading-swap", "moe-apex", "moe-infinity",
-    "moe-offloading",
+    "deepspeed-inference", "mixtral-offloading", "mixtral-offloading-swap", "moe-infinity", "moe-offloading",
 )  # fmt: skip
 _PATIENCE_S = 30.0
 
@@ -53,7 +52,8 @@ def test_all_presets_that_prefetch_are_tried() -> None:
         "test_split.py": {"prefetch-only"},
         "test_speculative.py": {"pre-gated"},
         "test_configuring.py": {"moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca", "adapmoe"},
-        "test_active_evict.py": {"moe-offloading", "moe-apex", "mixtral-offloading-swap"},
+        "test_active_evict.py": {"moe-offloading", "mixtral-offloading-swap"},
+        "test_low_bit.py": {"hobbit", "moe-apex"},
         "test_on_miss.py": {"buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop", "original"},
         "test_bench_buddymoe.py": {"buddymoe-own-weight"},
     }

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from substitution_cases import OPTIONS, assert_same, case, on_tensors, taus
+from substitution_cases import OPTIONS, Arguments, assert_same, case, on_tensors, taus
 
 from tiermoe.actors.policies import substitution
-from tiermoe.actors.policies.substitution import SubstitutionOptions
+from tiermoe.actors.policies.substitution import SubstitutionOptions, reach
 from tiermoe.actors.policies.substitution_gates import replaceable
 from tiermoe.kernels import substitute as kernels
 

@@ -14,10 +14,11 @@ from .lru import Lru
 from .per_layer import PerLayer
 from .random_order import RandomOrder
 from .split import SplitEviction
+from .two_widths import TwoWidths
 
 __all__ = [
     "EVICTION", "HALF_LIFE", "LAYER_EVICTION", "EvictionPolicy", "ExpertMapEviction", "ImportanceEviction", "Lcp",
-    "Lfu", "Lru", "PerLayer", "RandomOrder", "SplitEviction",
+    "Lfu", "Lru", "PerLayer", "RandomOrder", "SplitEviction", "TwoWidths",
 ]  # fmt: skip
 
 HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers

@@ -6,6 +6,7 @@ from . import EVICTION, LAYER_EVICTION
 from .base import EvictionPolicy
 from .importance import ImportanceEviction
 from .split import SplitEviction
+from .two_widths import TwoWidths
 
 
 def make_eviction(
@@ -13,6 +14,7 @@ def make_eviction(
     layers: int,
     experts: int,
     split: bool = False,
+    low_bit: bool = False,
     *,
     alpha: float = 0.5,
     gamma: float = 0.97,
@@ -23,6 +25,7 @@ def make_eviction(
     Args:
         kind: a name in `EVICTION`, or importance. layers, experts: MoE layers and experts of each.
         split: the cache is cut, so that the tops of each layer have an order of their own.
+        low_bit: replicas have slots of their own.
         alpha, gamma, window: of importance, see `ImportanceEviction`.
 
     Raises:
@@ -32,4 +35,4 @@ def make_eviction(
         return SplitEviction(LAYER_EVICTION[kind], layers, experts)
     if kind == "importance":
         return ImportanceEviction(layers, experts, alpha, gamma, window)
-    return EVICTION[kind]()
+    return TwoWidths(EVICTION[kind](), layers * experts) if low_bit else EVICTION[kind]()

@@ -11,6 +11,7 @@ from .expert_map import ExpertMapPrefetch
 from .layerwise import LayerwisePrefetch
 from .map_policy import Expect, ExpertMapPolicy
 from .map_store import ExpertMapStore
+from .mixed_gate import MixedGatePrefetch
 from .next_gate import NextGatePrefetch
 from .popularity import PopularityPrefetch
 from .pre_gated import PreGatedPrefetch
@@ -31,7 +32,8 @@ class PrefetchOptions:
 
     layers, experts: L and E. top: experts per token, or per layer, to ask for. distance: layers ahead. predictors: of
     layers 0..L-distance-1, for stride. hidden, capacity, semantic, dynamic, expect: for expert maps, see
-    `ExpertMapPolicy`, `ExpertMapStore` and `ExpertMapPrefetch`.
+    `ExpertMapPolicy`, `ExpertMapStore` and `ExpertMapPrefetch`. precisions: T1 and T2, by which next-gate's guesses are
+    asked for in full or in low precision; None: all in full.
     """
 
     layers: int
@@ -45,6 +47,7 @@ class PrefetchOptions:
     semantic: bool = True
     dynamic: bool = True
     expect: Expect | None = None
+    precisions: tuple[float, float] | None = None
 
 
 def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
@@ -58,6 +61,8 @@ def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
         case "none":
             return None
         case "next-gate":
+            if o.precisions is not None:
+                return MixedGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous, *o.precisions)
             return NextGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
         case "speculative":
             return SpeculativePrefetch(o.layers, o.experts, o.top, o.synchronous)

@@ -158,7 +158,8 @@ def _replayed(cell: Cell, recorded: Recorded, machine: Machine) -> dict[str, Any
     gbps = link_gbps(machine, header.layers, header.top_k, header.slot_bytes, cell.ratio)
     on = machine.model_copy(update={"link_gbps": gbps, "link_latency_us": _LATENCY_US})
     options = PrefetchOptions(
-        header.layers, header.experts, header.top_k, preset.prefetch.distance, preset.prefetch.synchronous
+        header.layers, header.experts, header.top_k, preset.prefetch.distance, preset.prefetch.synchronous,
+        precisions=preset.guess_precisions,
     )
     engine = engine_of(
         preset, header, on, cell.budget, eviction_of(preset, header), make_prefetch(preset.prefetch.kind, options)

@@ -17,8 +17,9 @@ Row = dict[str, Any]
 _LIMITS = (
     "Replays keep the recorded routing: with dynamic top-k later layers see what the full model did, so its quality is "
     "not on this page (`tiermoe eval --policy activeevict`). A trace holds a router's prediction for its top K only; "
-    "the rest is spread evenly, so the boundary redundancy is at its greatest. moe-apex is without the lower-precision "
-    "fallback of that system. All layers share one pool of slots, where the paper gives each layer its own. What is "
+    "the rest is spread evenly, so the boundary redundancy is at its greatest. moe-apex loads replicas of 4 bits where "
+    "a guess or a miss matters little to its token, into a quarter of the memory; they are timed as experts in full. "
+    "All layers share one pool of slots, where the paper gives each layer its own. What is "
     "written back is copied when its slot is used again, also after pre-eviction, which the paper copies ahead of the "
     "gate: rows of activeevict that write back are worse than the paper's would be."
 )

@@ -1,0 +1,187 @@
+"""Packed experts on slots of a pool: what an implementation offers, the plain torch one, and that of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .pack import INPUTS, OUTPUTS, PackedShape, PackError
+from .packed_ffn import ACTIVATIONS, PackedLayer, Threads
+
+PackedGroup = tuple[int, int, int]  # pairs `start` to `stop` of the sorted pair list go through the expert in a slot
+_DTYPES = {"U8": torch.uint8, "F16": torch.float16}
+
+
+class PackedKernel(Protocol):
+    """One way to run packed experts on slots.
+
+    Attributes:
+        name: what plans call it.
+    """
+
+    name: str
+
+    def run(
+        self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
+    ) -> None:
+        """y[pair] = FFN(hidden[pair // top_k]) of the group's expert, for the pairs of each group; other rows of y are
+        left alone.
+
+        Args:
+            hidden: [T, H]. pairs: numbers t * top_k + k, sorted by expert [T * top_k], int64.
+            groups: (start, stop, slot): ranges of `pairs` and their slots.
+            y: [T * top_k, H], contiguous, of the type of `hidden`.
+
+        Raises:
+            ValueError: shapes, types or memory layouts that do not fit, or a group or slot out of range.
+        """
+        ...
+
+
+def packed_shapes(shape: PackedShape) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of each tensor of one packed expert, in the order of `PackedShape.tensors()`."""
+    return [(_DTYPES[code], dims) for code, dims in shape.tensors().values()]
+
+
+def check_slots(slots: Sequence[torch.Tensor], shape: PackedShape) -> None:
+    """Raise PackError unless these are the tensors of some packed experts of `shape`, contiguous, on one device."""
+    expected = packed_shapes(shape)
+    if len(slots) != len(expected):
+        raise PackError(f"packed experts have {len(expected)} tensors, not {len(slots)}")
+    for tensor, (dtype, dims) in zip(slots, expected, strict=True):
+        fits = tensor.dtype == dtype and tuple(tensor.shape) == (len(slots[0]), *dims)
+        if not fits or not tensor.is_contiguous() or tensor.device != slots[0].device:
+            raise PackError(f"a tensor of packed slots must be contiguous {dtype} {dims}, not {tensor.dtype} "
+                            f"{tuple(tensor.shape)} on {tensor.device}")  # fmt: skip
+
+
+def try_out(kernel: PackedKernel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Run a kernel on the bytes that slot 0 happens to have, at few rows and at many, and wait for it: so one that is
+    compiled is compiled, and one that cannot run here says so."""
+    for rows in (1, 17):
+        hidden, pairs = torch.zeros((rows, hidden_size), dtype=dtype, device=device), torch.arange(rows, device=device)
+        y = torch.empty_like(hidden)
+        kernel.run(hidden, pairs, [(0, rows, 0)], 1, y)
+        y[0, 0].item()
+
+
+def check_call(
+    shape: PackedShape, slots: int, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup],
+    top_k: int, y: torch.Tensor,
+) -> None:  # fmt: skip
+    """Raise ValueError unless `PackedKernel.run` can be carried out."""
+    count = pairs.numel()
+    if hidden.shape != (count // top_k, shape.hidden):
+        raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {shape.hidden}")
+    if pairs.dtype != torch.int64 or pairs.dim() != 1:
+        raise ValueError(f"pairs must be int64 [N], not {pairs.dtype} {tuple(pairs.shape)}")
+    if y.shape != (count, shape.hidden) or y.dtype != hidden.dtype or not y.is_contiguous():
+        raise ValueError(f"y must be contiguous {hidden.dtype} [{count}, {shape.hidden}], not {y.dtype} "
+                         f"{tuple(y.shape)}")  # fmt: skip
+    for start, stop, slot in groups:
+        if not (0 <= start <= stop <= count and 0 <= slot < slots):
+            raise ValueError(f"group {(start, stop, slot)}: there are {count} pairs and {slots} slots")
+
+
+class TorchPackedKernel:
+    """Reference for any device: unpacks an expert's weights, then plain GEMMs in the type of the activations.
+
+    Args: as `TritonPackedKernel`.
+    """
+
+    name = "torch"
+
+    def __init__(self, slots: Sequence[torch.Tensor], shape: PackedShape, activation: str) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"there is no activation {activation}: choose one of {', '.join(ACTIVATIONS)}")
+        check_slots(slots, shape)
+        self._slots, self._shape, self._activation = tuple(slots), shape, activation
+
+    def run(
+        self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
+    ) -> None:
+        """As `PackedKernel.run`."""
+        check_call(self._shape, len(self._slots[0]), hidden, pairs, groups, top_k, y)
+        for start, stop, slot in groups:
+            gate, up, down = (m.to(hidden.dtype) for m in self.weights(slot))
+            rows = pairs[start:stop]
+            x = hidden[rows // top_k]
+            y[rows] = (_activated(x @ gate.t(), self._activation) * (x @ up.t())) @ down.t()
+
+    def weights(self, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gate and up [I, H], down [H, I] of the expert in a slot, dequantized, float32."""
+        shape = self._shape
+        gate_up, gate_up_scales, down, down_scales = (tensor[slot] for tensor in self._slots)
+        blocks = gate_up.permute(0, 3, 1, 2, 4)  # [B, half, tile, gate or up, 64 b]
+        affine = gate_up_scales.permute(0, 3, 1, 2, 4, 5)  # [B, half, group, gate or up, scale or offset, 16]
+        gate, up = (
+            _dequantized(blocks[:, :, :, m].flatten(0, 1), affine[:, :, :, m].flatten(0, 1), shape)
+            for m in range(2)
+        )
+        codes = down.permute(1, 0, 2, 3).flatten(1, 2)  # [output tile, input tile, 64 b]
+        back = _dequantized(codes, down_scales.permute(1, 0, 2, 3), shape)
+        h, i = shape.hidden, shape.intermediate
+        return gate[:i, :h], up[:i, :h], back[:h, :i]
+
+
+class CpuPackedKernel:
+    """The C++ kernel of the NDP worker on slot memory of the CPU; it rounds activations to eight bits.
+
+    Args:
+        slots, shape, activation: as `TritonPackedKernel`. threads: that compute.
+    """
+
+    name = "cpu"
+
+    def __init__(self, slots: Sequence[torch.Tensor], shape: PackedShape, activation: str, threads: int = 1) -> None:
+        check_slots(slots, shape)
+        self._shape, self._count = shape, len(slots[0])
+        arrays = {name: tensor.numpy() for name, tensor in zip(shape.tensors(), slots, strict=True)}
+        self._layer = PackedLayer(arrays, shape, activation, Threads(threads))  # reads the very memory
+
+    def run(
+        self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
+    ) -> None:
+        """As `PackedKernel.run`."""
+        check_call(self._shape, self._count, hidden, pairs, groups, top_k, y)
+        chosen = torch.cat([pairs[start:stop] for start, stop, _ in groups])
+        x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
+        found, out, first = [], np.empty_like(x), 0
+        for start, stop, slot in groups:
+            found.append((slot, first, first + stop - start))
+            first += stop - start
+        self._layer.run(found, np.arange(first, dtype=np.int32), np.ones(first, np.float32), x, out)
+        y[chosen] = torch.from_numpy(out).to(y.dtype)
+
+
+def _dequantized(codes: torch.Tensor, affine: torch.Tensor, shape: PackedShape) -> torch.Tensor:
+    """codes [R, tiles, 64 b] and affine [R, groups, 2, 16] -> [16 R, 32 tiles], filling included."""
+    rows, units, _ = codes.shape
+    bits = shape.bits
+    p = codes.reshape(rows, units, bits, 64).to(torch.int32)
+    if bits == 3:
+        a, b, c = p[:, :, 0], p[:, :, 1], p[:, :, 2]
+        vectors = [
+            a & 7, a >> 3 & 7, b & 7, b >> 3 & 7, c & 7, c >> 3 & 7,
+            a >> 6 | (c >> 6 & 1) << 2, b >> 6 | (c >> 7) << 2,
+        ]  # fmt: skip
+        v = torch.stack(vectors, dim=2)
+    else:
+        v = torch.stack([p >> (field * bits) & ((1 << bits) - 1) for field in range(8 // bits)], dim=3)
+    whole = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).permute(0, 3, 1, 2, 4)
+    matrix = whole.reshape(rows * OUTPUTS, units * INPUTS).float()
+    spread = affine.float().permute(2, 0, 3, 1).reshape(2, rows * OUTPUTS, -1)  # [2, outputs, groups]
+    scales, offsets = (part.repeat_interleave(shape.group, dim=1)[:, : matrix.shape[1]] for part in spread)
+    return scales * matrix + offsets
+
+
+def _activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    functional = torch.nn.functional
+    if activation == "silu":
+        return functional.silu(gate)
+    if activation == "relu":
+        return functional.relu(gate)
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
