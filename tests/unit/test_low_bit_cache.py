@@ -13,6 +13,7 @@ import traces
 
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.host_view import LayerView, share
 from tiermoe.actors.engine.link_queue import copy_queue
 from tiermoe.actors.engine.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_part
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
@@ -198,14 +199,14 @@ def test_one_link_carries_both_one_after_the_other() -> None:
 def test_who_runs_on_a_replica(mixed: Mixed) -> None:
     low_bits = LowBits(MixedPrecision(0.6, 0.9, renormalise=True), mixed.cache, EXPERTS)
     ids, weights = torch.tensor([[3, 0, 5, 2]]), torch.tensor([[0.5, 0.25, 0.2, 0.05]])
-    new_ids, new_weights, low = low_bits.layer(1, ids, weights)
-    assert low == {EXPERTS + 5}
-    assert new_ids.tolist() == [[3, 0, 5]]
-    torch.testing.assert_close(new_weights, weights[:, :3] / 0.95)
+    view = LayerView(share, torch.zeros(1, 1), ids, weights)
+    assert low_bits.layer(1, view) == ({EXPERTS + 5}, True)
+    assert view.ids.tolist() == [[3, 0, 5]]
+    np.testing.assert_allclose(view.weights, weights[:, :3] / 0.95, rtol=1e-6)
     assert (mixed.stats.dropped, mixed.stats.layers[1].low_bit_pairs) == (1, 1)
     mixed.forward(1, [3, 0, 5], [])
-    _, _, low = low_bits.layer(1, ids[:, :3], weights[:, :3])
-    assert low == set()
+    view = LayerView(share, torch.zeros(1, 1), ids[:, :3], weights[:, :3])
+    assert low_bits.layer(1, view) == (set(), False)
     assert mixed.stats.layers[1].low_bit_pairs == 1
 
 
