@@ -48,6 +48,7 @@ class GpuWorker:
     ) -> None:
         self._settings, self._view, self._ndp, self._shards = settings, view, tuple(ndp), tuple(shards)
         self._stores, self._matcher = tuple(stores), matcher
+        self._device: Any = None
         self._sources: Any = None
         self._model: Any = None
         self._engine: Any = None
@@ -79,9 +80,10 @@ class GpuWorker:
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
         torch.set_num_threads(settings.threads)
-        device = make_device(settings.device, settings.link)
+        device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
         self._sources = open_sources(self._view, self._stores, settings.store)
+        pinned = self._sources.pin(device, settings.copies)
         weights, tables, predictors = self._sources.weights, None, None
         with front_here(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
@@ -93,11 +95,6 @@ class GpuWorker:
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             calibrated = read_calibrated(settings.policy, folder, manifest)
         blocks = find_blocks(self._model, manifest)
-        pinned = None
-        if device.executor == "real":
-            mapped = self._sources.mapped
-            layers_pinned = [device.pin_host(layer.tensors) for layer in mapped]  # all layers, even after a failure
-            pinned = all(layers_pinned) and self._sources.remote is None
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
@@ -269,6 +266,8 @@ class GpuWorker:
             self._batcher.close()
         if self._engine is not None:
             self._engine.close()
+        if self._device is not None:
+            self._device.close()
 
 
 def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:

@@ -22,6 +22,21 @@ class LinkSettings(Settings):
     latency_us: float = Field(default=0.0, ge=0, description="microseconds before each copy starts")
 
 
+class CopySettings(Settings):
+    """Copies of experts to a GPU (ignored on the CPU stand-in)."""
+
+    pinned_gib: float | None = Field(
+        default=None, ge=0, description="GiB of host memory that each GPU's process may pin; none: all experts"
+    )
+    unpinned: Literal["stage", "copy"] = Field(
+        default="stage",
+        description="experts that the driver cannot pin where they lie: through a small pinned buffer, or copied whole "
+        "to pinned memory of the process, which is then needed twice",
+    )
+    ahead_mib: int = Field(
+        default=64, ge=1, le=1 << 20, description="MiB of prefetches given to the GPU at a time; demand waits for these"
+    )
+
 
 class NdpSettings(Settings):
     """The NDP workers, all alike, and the channels to them."""
@@ -103,6 +118,7 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     link: LinkSettings = LinkSettings()
+    copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
     shards: ShardSettings = ShardSettings()

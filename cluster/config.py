@@ -19,6 +19,7 @@ from ..actors.base_settings import Settings
 from ..actors.policies.cost import NdpProfile
 from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
+    CopySettings,
     EngineSettings,
     KvSettings,
     LinkSettings,
@@ -76,6 +77,7 @@ class RunConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = Field(default=None, ge=1, le=1024, description="worker threads; none: all cores but one")
     link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
+    copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
     ndp: NdpConfig = NdpConfig()
     matcher: MatcherOptions = MatcherOptions()
@@ -237,6 +239,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         dtype=config.dtype,
         threads=threads,
         link=config.link,
+        copies=config.copies,
         kv=config.kv,
         ndp=NdpSettings(
             **config.ndp.model_dump(exclude={"hardware"}), hardware=asdict(load_hardware(config.ndp.hardware))

@@ -78,7 +78,7 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
-        copy_queue(device, pool, weights),
+        copy_queue(device, pool, weights, settings.copies),
         cut=cut,
         writeback=policy.evict_writeback,
     )

@@ -5,6 +5,7 @@ one. Plans, loads and jobs go by segment; without a cut an expert's segment is t
 
 All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
 So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
+On a GPU an expert is resident as soon as the compute's stream waits for its copy: what is enqueued from then on finds it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import RuntimeFailure, StoreError
 from ..policies.eviction import EvictionPolicy
@@ -115,12 +116,13 @@ class ExpertCache:
             if room[layer]:
                 room[layer] -= 1
                 loads.append(key)
-        self._loader.submit([self._reserve(key, "migration") for key in loads], PREFETCH)
+        self._loader.submit(self._reserve(loads, "migration"), PREFETCH)
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
     def poll(self) -> None:
         """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
+        self._loader.poll(self.ledger)
         if self._jobs:
             for key in [k for k, job in self._jobs.items() if job.done.is_set()]:
                 self._land(key)
@@ -153,7 +155,7 @@ class ExpertCache:
         for load in loads:
             if load.evict is not None:
                 self._evict(load.evict, self._layer_of(load.key))
-        jobs = [self._reserve(load.key, "demand") for load in loads]
+        jobs = self._reserve([load.key for load in loads], "demand")
         for load in loads:
             self.residency.pin(load.key)
         if self.decode_only and loads:
@@ -200,7 +202,7 @@ class ExpertCache:
 
         absent = self._make_room(absent, may_go)
         self.ledger.guessed(absent, source)
-        self._loader.submit([self._reserve(k, "prefetch") for k in absent], PREFETCH)
+        self._loader.submit(self._reserve(absent, "prefetch"), PREFETCH)
         return len(absent)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
@@ -243,17 +245,17 @@ class ExpertCache:
         if not keep_others:
             for victim in self.eviction.victims(residency.slots, may_go):
                 self._evict(victim, self._layer_of(victim))
-        self._loader.submit([self._reserve(k, "migration") for k in self._make_room(absent, may_go)], DEMAND)
+        self._loader.submit(self._reserve(self._make_room(absent, may_go), "migration"), DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
-        jobs = [self._reserve(k, "demand") for k in self._make_room(self.segments(keys), lambda k: False)]
+        jobs = self._reserve(self._make_room(self.segments(keys), lambda k: False), "demand")
         self._loader.submit(jobs, DEMAND)
         for job in jobs:
             job.done.wait()
             if job.copied is None:
                 self._fail(job)
-            self._publish(job, job.copied)
+            self._publish(job)
         self.ledger.preloaded(jobs)
 
     def flush(self) -> None:
@@ -261,8 +263,13 @@ class ExpertCache:
         for key in list(self._jobs):
             self._jobs[key].done.wait()
             self._land(key)
+        self.settle_times()
         for key in list(self.residency.held()):
             self._evict(key, self._layer_of(key))
+
+    def settle_times(self) -> None:
+        """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late."""
+        self._loader.poll(self.ledger)
 
     def abandon(self) -> None:
         """The forward under way failed: what it pinned may go. Its loads still arrive."""
@@ -303,19 +310,23 @@ class ExpertCache:
         found = set(fit)
         return [key for key in absent if key in found]
 
-    def _reserve(self, key: int, cause: Cause) -> LoadJob:
-        reservation = self.residency.reserve(key)
-        self.eviction.admitted(key)
-        return self._new_job(reservation, cause)
+    def _reserve(self, keys: Sequence[int], cause: Cause) -> list[LoadJob]:
+        """Slots for absent experts and their jobs. Whatever ran in these slots is before one mark for all of them."""
+        after, jobs = self.device.mark_use() if keys else None, list[LoadJob]()
+        for key in keys:
+            reservation = self.residency.reserve(key)
+            self.eviction.admitted(key)
+            jobs.append(self._new_job(reservation, cause, after))
+        return jobs
 
-    def _new_job(self, reservation: Reservation, cause: Cause) -> LoadJob:
+    def _new_job(self, reservation: Reservation, cause: Cause, after: Any) -> LoadJob:
         key = reservation.key
         dst, src = self._map.copy_of(reservation)
         job = self._jobs[key] = LoadJob(
             reservation=reservation,
             dst=dst,
             src=src,
-            after=self.device.mark_use(),
+            after=after,
             layer=self._layer_of(key),
             cause=cause,
             done=self._loader.event(),
@@ -332,12 +343,11 @@ class ExpertCache:
         if copied is None:
             self._drop_failed(job)
             return False
-        self._publish(job, copied)
+        self._publish(job)
         self.ledger.landed(job, copied)
         return True
 
-    def _publish(self, job: LoadJob, copied: Copied) -> None:
-        self.device.wait(copied)
+    def _publish(self, job: LoadJob) -> None:
         self.residency.publish(job.reservation)
         del self._jobs[job.reservation.key]
 
@@ -346,7 +356,7 @@ class ExpertCache:
         if job.cause != "demand" and job.error is not None:
             self.ledger.failed(job)
             self.ledger.forget(job.reservation.key)
-            job = self._new_job(job.reservation, "demand")
+            job = self._new_job(job.reservation, "demand", job.after)
             self._loader.submit([job], DEMAND)
             self._wait(job, layer)
         if job.copied is None:
@@ -386,21 +396,29 @@ class ExpertCache:
         self.eviction.removed(key)
 
     def _wait(self, job: LoadJob, layer: int) -> None:
-        """Block until a copy is done; the time is `layer`'s, whose forward waits."""
+        """Have the compute wait until a copy is done; the time is `layer`'s, whose forward waits."""
         if job.done.is_set():
             return
         start_s = self._clock()
-        job.done.wait()
-        self.ledger.waited(layer, start_s, self._clock())
+        if self._loader.join(job, layer):
+            self.ledger.waited(layer, start_s, self._clock())
+
+    def _overtake(self, job: LoadJob, layer: int) -> None:
+        """Have the slot of a copy under way given to another one; where that takes time it is `layer`'s."""
+        if job.done.is_set():
+            return
+        start_s = self._clock()
+        if self._loader.overtake(job):
+            self.ledger.waited(layer, start_s, self._clock())
 
     def _evict(self, key: int, layer: int) -> None:
-        """Free a slot, for the forward of `layer`; a copy under way into it is waited for."""
+        """Free a slot, for the forward of `layer`; a copy under way into it comes to its end first."""
         job = self._jobs.get(key)
         if job is not None:
             if self._loader.cancel(job):
                 self._release(key)
                 return
-            self._wait(job, layer)
+            self._overtake(job, layer)
             if not self._land(key):
                 return
         if self._unwritten is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from ..expert_store import StoreView
 from ..settings import EngineSettings
 from .batcher import Batcher
+from .device import PinReport
 from .engine import ExpertEngine
 from .shards import account, owners
 
@@ -14,12 +15,13 @@ _REPORT_S = 5.0
 
 
 def describe(
-    settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any, pinned: bool | None
+    settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any,
+    pinned: PinReport | None,
 ) -> dict[str, Any]:
     """The plan as flat names and values; sizes are bytes.
 
     Args:
-        pinned: whether host memory was pinned; None where that is not done.
+        pinned: what became of the store's memory on this host; None where nothing is pinned.
     """
     manifest, stats, policy = view.manifest, engine.stats(), settings.policy
     dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}  # tied parameters once
@@ -46,7 +48,9 @@ def describe(
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
         "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
-        "pinned": pinned,
+        "pinned": None if pinned is None else pinned.staged == 0 and len(view.layers) == len(manifest.layers),
+        "pinned_bytes": None if pinned is None else pinned.registered + pinned.copied,
+        "staged_bytes": None if pinned is None else pinned.staged,
         "prefetch": policy.prefetch.kind,
         "prefetch_distance": policy.prefetch.distance if policy.prefetch.kind != "none" else None,
         "prefetch_synchronous": policy.prefetch.synchronous,
@@ -133,13 +137,17 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
     ]
 
 
-def _notes(engine: ExpertEngine, batcher: Batcher, pinned: bool | None) -> list[str]:
+def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> list[str]:
     """What a user would not expect."""
     notes, slots = list(engine.notes), engine.stats().slots
     if batcher.serial_because is not None:
         notes.append(f"requests run one after another: {batcher.serial_because}")
-    if pinned is False:
-        notes.append("host memory could not be pinned: copies are slower and not asynchronous")
+    if pinned is not None and pinned.problem is not None:
+        became = f"{pinned.copied} bytes were copied to pinned memory" if pinned.copied else "nothing was copied instead"
+        notes.append(
+            f"not all experts are pinned where they lie ({pinned.problem}): {became}, copies of {pinned.staged} bytes "
+            "are staged, slower, and waited for"
+        )
     if slots < engine.top_k:
         notes.append(f"{slots} slots are fewer than one token's {engine.top_k} experts: layers run in waves")
     return notes

@@ -7,13 +7,17 @@ for a copy. It knows no experts and decides nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from ...errors import ConfigError
-from ..settings import LinkSettings
+from ..settings import CopySettings, LinkSettings
+
+if TYPE_CHECKING:
+    from .pool import LayerWeights
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -23,7 +27,7 @@ class Copied:
     """A finished copy.
 
     start_s, end_s: the time the link was given to it, `time.perf_counter` seconds.
-    event: what the compute stream must wait for; None when the bytes are already there.
+    event: of a copy that is enqueued on a GPU's stream and timed later (`loader.Books`); None: the times are these.
     link_s: what it took by the clock of the link: on the stand-in latency and bytes at the stated rate, however late
     the processor was; on a GPU the same as the time above.
     """
@@ -32,6 +36,21 @@ class Copied:
     end_s: float
     event: Any
     link_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PinReport:
+    """What became of the experts in this host's memory when a GPU was to copy from them: bytes, and seconds it took.
+
+    registered: pinned where they lie. copied: pinned as a copy of this process's own. staged: neither; their copies go
+    through staging buffers, and the forward waits for them. problem: why some are not registered; None: all are.
+    """
+
+    registered: int
+    copied: int
+    staged: int
+    problem: str | None
+    seconds: float
 
 
 class Device(Protocol):
@@ -49,15 +68,18 @@ class Device(Protocol):
         ...
 
     def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
-        """Copy one expert; called on the loader's thread. `after` is a token of `mark_use`."""
+        """Copy one expert and wait for it; called on a loader's thread. `after` is a token of `mark_use`."""
         ...
 
-    def wait(self, copied: Copied) -> None:
-        """Make compute enqueued from now on see the copied bytes."""
+    def pin(
+        self, layers: Sequence[LayerWeights], settings: CopySettings
+    ) -> tuple[Sequence[LayerWeights], PinReport | None]:
+        """Pin host memory that experts are copied from: the layers, some perhaps in other memory now, and what it came
+        to; None: this device copies from any memory alike."""
         ...
 
-    def pin_host(self, tensors: Tensors) -> bool:
-        """Register host memory as pinned; False when the device cannot."""
+    def close(self) -> None:
+        """Give back what was taken of the host; after the copy queues. Safe to call twice."""
         ...
 
 
@@ -93,58 +115,11 @@ class CpuDevice:
             time.sleep(left_s)
         return Copied(start_s, end_s, None, duration_s)
 
-    def wait(self, copied: Copied) -> None:
+    def pin(self, layers: Sequence[LayerWeights], settings: CopySettings) -> tuple[Sequence[LayerWeights], None]:
+        return layers, None
+
+    def close(self) -> None:
         return None
-
-    def pin_host(self, tensors: Tensors) -> bool:
-        return False
-
-
-class CudaDevice:
-    """One CUDA device with one copy stream beside the compute stream.
-
-    The loader's thread waits for each copy before it starts the next, so that at most one is under way and a
-    demand load overtakes every queued prefetch; the thread of the forward never waits for the device here.
-    Double buffering through pinned staging memory and more streams are later work.
-    """
-
-    executor: Literal["real", "emulated"] = "real"
-
-    def __init__(self, index: int = 0) -> None:
-        self.torch_device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.torch_device)
-
-    def mark_use(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return event
-
-    def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
-        stream = self._stream
-        start_s = time.perf_counter()
-        with torch.cuda.stream(stream):
-            if after is not None:
-                stream.wait_event(after)
-            for d, s in zip(dst, src, strict=True):
-                # Cast on the device: the link carries the store's bytes.
-                staged = s if s.dtype == d.dtype else s.to(self.torch_device, non_blocking=True)
-                d.copy_(staged, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        done.synchronize()
-        end_s = time.perf_counter()
-        return Copied(start_s, end_s, done, end_s - start_s)
-
-    def wait(self, copied: Copied) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(copied.event)
-
-    def pin_host(self, tensors: Tensors) -> bool:
-        cudart = torch.cuda.cudart()
-        for tensor in tensors:
-            read_only = 8  # cudaHostRegisterReadOnly: the mapping is read-only
-            if int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, read_only)) != 0:
-                return False
-        return True
 
 
 def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
@@ -169,4 +144,7 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
                 "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
             )
         torch.cuda.set_device(gpu)
-    return CudaDevice(torch.cuda.current_device())
+    from .cuda.device import CudaDevice
+    from .cuda.runtime import TorchRuntime
+
+    return CudaDevice(TorchRuntime(torch.cuda.current_device()))

@@ -100,7 +100,7 @@ class CacheLedger:
         self._unused_prefetches.update(dict.fromkeys(keys, counters))
 
     def landed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy has become resident: its bytes by cause, and the link's seconds."""
+        """A copy has become resident: its bytes by cause, and the link's seconds where they are known."""
         key, stats = job.reservation.key, self.stats.layers[job.layer]
         if job.cause == "prefetch":
             stats.bytes_loaded_prefetch += self._bytes_of(key)
@@ -110,11 +110,25 @@ class CacheLedger:
             stats.bytes_loaded_demand += self._bytes_of(key)
         if job.writeback:
             stats.bytes_written_back += self._bytes_of(key)
+        if copied.event is None:
+            stats.total_io_s += copied.end_s - copied.start_s
+            stats.link_s += copied.link_s
+            if self.timeline.enabled:
+                self._show(job, copied)
+
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        """A copy on a GPU's stream has ended, after its layer may have gone on (`loader.Books`)."""
+        stats = self.stats.layers[job.layer]
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
+        stats.link_path_s += copied.link_s  # which the layer itself can add only for what ended while it ran
         if self.timeline.enabled:
-            track = "prefetch" if job.prefetch else "copy"
-            self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)
+            self._show(job, copied)
+
+    def held(self, layer: int, start_s: float, end_s: float) -> None:
+        """The compute of `layer` stood still for a copy, on a GPU's stream (`loader.Books`)."""
+        self.waited(layer, start_s, end_s)
+        self.stats.layers[layer].io_path_s += end_s - start_s  # as above
 
     def preloaded(self, jobs: Sequence[LoadJob]) -> None:
         """These were loaded before the first request; they count in no layer."""
@@ -155,6 +169,10 @@ class CacheLedger:
             raise ResidencyError(f"unused prefetches {sorted(self._unused_prefetches)} are not all held")
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _show(self, job: LoadJob, copied: Copied) -> None:
+        track, key = "prefetch" if job.prefetch else "copy", job.reservation.key
+        self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)
 
     def _count_premature(self, stats: LayerStats, layer: int, plan: LayerPlan) -> None:
         first = layer * self._experts

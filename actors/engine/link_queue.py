@@ -13,13 +13,13 @@ import torch
 
 from ...errors import RuntimeFailure
 from ...kernels import _cpu
-from ..settings import LinkSettings
+from ..settings import CopySettings, LinkSettings
 from .device import Copied, CpuDevice, Device, Tensors
-from .loader import PREFETCH, CopyQueue, Loader, LoadJob
+from .loader import PREFETCH, CopyQueue, HostWaits, Loader, LoadJob
 from .pool import ExpertSource, LayerWeights, SlotPool
 
 
-class LinkQueue:
+class LinkQueue(HostWaits):
     """A `CopyQueue` of copies from host memory into slots, demand before prefetch, then first come first served.
 
     A copy occupies the link for latency + bytes / rate. Copies follow each other without overlap, and without a gap
@@ -140,11 +140,27 @@ class LinkDone:
         self._ended, self._job = True, None  # a job and its event know each other no longer
 
 
-def copy_queue(device: Device, pool: SlotPool, weights: Sequence[ExpertSource]) -> CopyQueue:
-    """What makes a cache's copies: the link's own thread for the CPU stand-in where it can read the experts itself."""
-    if isinstance(device, CpuDevice) and LinkQueue.supports(pool, weights):
-        return LinkQueue(device.link)
-    return Loader(device)
+def copy_queue(
+    device: Device, pool: SlotPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None
+) -> CopyQueue:
+    """What makes a cache's copies: on a GPU its streams, as far as experts are in pinned memory; for the CPU stand-in
+    the link's own thread, where it can read the experts itself; else a Python thread.
+
+    Args:
+        weights: pinned already, where that is done. settings: of copies to a GPU; None: as they are by default.
+    """
+    if isinstance(device, CpuDevice):
+        return LinkQueue(device.link) if LinkQueue.supports(pool, weights) else Loader(device)
+    from .cuda.device import CudaDevice
+    from .cuda.stream_queue import StreamQueue
+
+    if not isinstance(device, CudaDevice):
+        return Loader(device)
+    settings = CopySettings() if settings is None else settings
+    mapped = [layer.tensors if isinstance(layer, LayerWeights) else None for layer in weights]
+    casts = any(s.dtype != d.dtype for t in mapped if t is not None for s, d in zip(t, pool.tensors, strict=True))
+    pinned = [tensors is not None and device.is_pinned(tensors) for tensors in mapped]
+    return StreamQueue(device, pinned, settings.ahead_mib << 20, casts)
 
 
 def _copies(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -31,7 +31,8 @@ class Done(Protocol):
 class LoadJob:
     """One expert on its way into one slot.
 
-    `copied` is set by the loader's thread before `done`; `error` instead of it when the copy raised.
+    `copied` is set by the loader's thread before `done`; `error` instead of it when the copy raised. On a GPU's streams
+    it is set once the copy is enqueued, without times.
     """
 
     reservation: Reservation
@@ -52,8 +53,24 @@ class LoadJob:
         return self.cause == "prefetch"
 
 
+class Books(Protocol):
+    """Who is told what copies took, where that is known only after their experts are in use."""
+
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        """A copy has ended, whose expert may be long evicted."""
+        ...
+
+    def held(self, layer: int, start_s: float, end_s: float) -> None:
+        """The compute of `layer` waited for a copy, on the device."""
+        ...
+
+
 class CopyQueue(Protocol):
-    """What the cache asks of a loader."""
+    """What the cache asks of a loader.
+
+    A copy is over at the latest when its `done` is set. Where the device has streams, the compute can go on before: it
+    waits for the copy itself (`join`), and a later copy into the same slot does (`overtake`).
+    """
 
     def event(self) -> Done: ...
     def submit(self, jobs: list[LoadJob], priority: int) -> None: ...
@@ -61,11 +78,41 @@ class CopyQueue(Protocol):
     def cancel(self, job: LoadJob) -> bool: ...
     def close(self) -> None: ...
 
+    def join(self, job: LoadJob, layer: int) -> bool:
+        """Have the compute of `layer` that is enqueued from now on see the bytes. True: the host has waited for them.
+
+        After that `copied` is set, or the copy failed or was dropped.
+        """
+        ...
+
+    def overtake(self, job: LoadJob) -> bool:
+        """Have copies that are submitted from now on come after this one, which nobody needs. As `join` else."""
+        ...
+
+    def poll(self, books: Books) -> None:
+        """A layer begins, or the cache looks: tell what is known by now."""
+        ...
+
     @property
     def pending(self) -> int: ...
 
 
-class Loader:
+class HostWaits:
+    """The part of a `CopyQueue` whose copies the host waits for, and whose jobs tell what they took when they end."""
+
+    def join(self, job: LoadJob, layer: int) -> bool:
+        job.done.wait()
+        return True
+
+    def overtake(self, job: LoadJob) -> bool:
+        job.done.wait()
+        return True
+
+    def poll(self, books: Books) -> None:
+        return None
+
+
+class Loader(HostWaits):
     """A priority queue of copies in front of one device link.
 
     Order: demand before prefetch, then first come first served. A copy that has started is never

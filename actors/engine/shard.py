@@ -98,6 +98,7 @@ class ShardEngine:
             blocked_s, busy_s = stats.blocked_io_s, stats.link_s
             try:
                 partial = self._sum(batch).cpu().numpy()
+                self.cache.settle_times()  # by now all has ended
             except BaseException:
                 self.cache.abandon()
                 raise
@@ -170,6 +171,7 @@ class ShardEngine:
         """Hang up, which ends what the loader waits for, and stop it. Safe to call twice."""
         self.sources.close()
         self.cache.close()
+        self.cache.device.close()
 
     def _sum(self, batch: ExpertBatch) -> torch.Tensor:
         cache, layer, base = self.cache, batch.layer, batch.layer * self._experts
@@ -236,14 +238,13 @@ def open_shard(
     dtype = compute_dtype(settings.dtype, device.torch_device)
     sources = open_sources(view, stores, settings.store)
     try:
-        if device.executor == "real":
-            for layer in sources.mapped:
-                device.pin_host(layer.tensors)
+        sources.pin(device, settings.copies)
         with front_here(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
         return ShardEngine(settings, index, view.manifest.experts, sources, blocks, device, dtype)
     except BaseException:
         sources.close()
+        device.close()
         raise
 
 

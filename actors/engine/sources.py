@@ -39,10 +39,10 @@ from ...errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
 from ..expert_store import LayerArrays, StoreView, open_views
 from ..kept import Kept
 from ..links import StoreLink
-from ..settings import StoreSettings
+from ..settings import CopySettings, StoreSettings
 from ..store_format import Manifest
 from ..store_readers import PART_BYTES, Answer, ChannelReader, RefReader, connect_store
-from .device import Tensors
+from .device import Device, PinReport, Tensors
 from .model import DTYPES
 from .pool import ExpertSource, LayerWeights
 
@@ -316,6 +316,14 @@ class Sources:
 
     def __init__(self, weights: list[ExpertSource], mapped: list[LayerWeights], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
+
+    def pin(self, device: Device, settings: CopySettings) -> PinReport | None:
+        """Have the device pin what is mapped; before caches are made. None where that is not done."""
+        layers, report = device.pin(self.mapped, settings)
+        now = {id(old): new for old, new in zip(self.mapped, layers, strict=True)}
+        self.weights = [now.get(id(source), source) for source in self.weights]
+        self.mapped = list(layers)
+        return report
 
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""

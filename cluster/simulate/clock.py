@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from ...actors.engine.loader import LoadJob
+from ...actors.engine.loader import HostWaits, LoadJob
 from ...actors.policies.cost import Link, load_s
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class VirtualDone:
         raise AssertionError("a simulated copy ends by the clock")
 
 
-class VirtualLoader:
+class VirtualLoader(HostWaits):
     """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never

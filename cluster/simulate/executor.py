@@ -63,9 +63,6 @@ class _NoDevice:
     def mark_use(self) -> None:
         return None
 
-    def wait(self, copied: object) -> None:
-        return None
-
 
 class _TimedKernel:
     """Lets the time of a kernel call pass; that of a segment is its share of the expert's.

@@ -10,7 +10,7 @@ import torch
 
 from tiermoe.actors.engine import device as device_module
 from tiermoe.actors.engine.device import CpuDevice, make_device
-from tiermoe.actors.settings import LinkSettings
+from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.errors import ConfigError
 
 
@@ -107,8 +107,7 @@ def test_a_tensor_too_many_is_refused() -> None:
 def test_the_cpu_does_not_claim_what_it_cannot() -> None:
     device = CpuDevice(LinkSettings())
     assert (device.executor, device.torch_device, device.mark_use()) == ("emulated", torch.device("cpu"), None)
-    assert device.pin_host((torch.zeros(1),)) is False
-    assert device.wait(copy(device)) is None
+    assert device.pin([], CopySettings()) == ([], None)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "auto"])

@@ -1,0 +1,1 @@
+"""A real GPU: streams, events and pinned host memory. Only here and in the Triton kernels is `torch.cuda` called."""

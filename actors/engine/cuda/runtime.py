@@ -1,0 +1,154 @@
+"""The few calls on streams, events and pinned memory that copies to a GPU are made of, and `torch.cuda` behind them.
+
+Everything that decides (`stream_queue`, `staging`, `registration`) speaks to the protocol, so that tests run it on a
+GPU made of lists, which carries out the operations in any order that streams and events allow.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped read-only, as the store's files are
+_PLAIN = 0
+
+
+class GpuRuntime(Protocol):
+    """What is asked of one GPU. Streams and events are opaque; streams can be compared.
+
+    Operations of one stream run in their order; those of two streams in any, unless one waits for an event of the other.
+    """
+
+    device: torch.device
+
+    def stream(self, urgent: bool = False) -> Any:
+        """A new stream. urgent: before others, as far as the device knows (kernels, not copies)."""
+        ...
+
+    def current(self) -> Any:
+        """The stream that the calling thread's compute is enqueued on."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """While it is entered, this thread's operations go to `stream`."""
+        ...
+
+    def event(self, timing: bool = True) -> Any:
+        """A new event; it may be recorded again once nobody asks about its last record."""
+        ...
+
+    def record(self, event: Any, stream: Any) -> None:
+        """The event is done when all that is enqueued on `stream` so far is."""
+        ...
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """What is enqueued on `stream` from now on runs after the event's last record."""
+        ...
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src on the stream that is entered. Host tensors are pinned; dtypes differ on the device only."""
+        ...
+
+    def query(self, event: Any) -> bool:
+        """Whether the event is done. The host that saw so may rely on all that was enqueued before it."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Make the host wait for an event. Never on a forward's way."""
+        ...
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        """Seconds between two events that are done and were made with `timing`."""
+        ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Device memory [nbytes], uint8."""
+        ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory [nbytes], uint8."""
+        ...
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether copies from this host tensor are asynchronous."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Pin whole pages of host memory that others allocated. None: done; else why it could not be."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`, once no copy from there is under way."""
+        ...
+
+
+class TorchRuntime:
+    """`torch.cuda`, one device; see `GpuRuntime`."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def stream(self, urgent: bool = False) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def event(self, timing: bool = True) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=timing)
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+
+    def query(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def elapsed_s(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(later)) * 1e-3
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return bool(tensor.is_pinned())
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        codes = []
+        with torch.cuda.device(self.device):
+            for flag in (_READ_ONLY, _PLAIN):  # a driver without the first refuses it; the second needs writable pages
+                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, flag))
+                if code == 0:
+                    return None
+                codes.append(code)
+                self._forget_error()
+        return f"cudaHostRegister gave error {codes[0]} as read-only memory and {codes[1]} as plain memory"
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """CUDA keeps the error of a refused call and gives it to whoever asks next: the first kernel. Let this be it."""
+        try:
+            torch.empty(1, device=self.device).fill_(0)
+        except RuntimeError:
+            return

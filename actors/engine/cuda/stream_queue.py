@@ -1,0 +1,349 @@
+"""The copy queue of a GPU: copies from pinned memory on two streams, enqueued by the forward's own thread.
+
+    demand      every copy at once, a batch back to back after one wait for the slots' last use
+    prefetch    as many as `ahead_bytes` allow at a time, behind the demand that is under way; the rest waits here,
+                where demand still overtakes it, and is fed whenever the cache asks something
+
+A copy engine takes copies in the order in which they were enqueued, whatever the priorities of their streams. So what
+a demand load may have to wait for is bounded by `ahead_bytes`, and what keeps the link busy while the host is away too.
+
+The host never waits for a copy on a forward's way: `join` has the compute's stream wait for the copy's event. What the
+compute waited is seen from timing events around that wait, which are read once they are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....errors import RuntimeFailure
+from ..device import Copied
+from ..loader import DEMAND, Books, Loader, LoadJob
+from ..promise import Promise
+from .device import CudaDevice
+from .event_clock import EventClock
+from .staging import DeviceSide
+
+_CAST_BYTES = 16 << 20  # of each stream's buffer for experts that are kept in another dtype than the store's
+
+
+class StreamDone:
+    """Whether a copy has ended: one of a stream, or one that the loader's thread makes."""
+
+    __slots__ = ("_event", "_queue", "copy")
+
+    def __init__(self, queue: StreamQueue) -> None:
+        self._queue = queue
+        self.copy: _Copy | None = None  # of a stream
+        self._event: threading.Event | None = None  # where a thread tells
+
+    def by_thread(self) -> None:
+        """The loader's thread makes this copy."""
+        self._event = threading.Event()
+
+    @property
+    def of_thread(self) -> bool:
+        return self._event is not None
+
+    def is_set(self) -> bool:
+        if self._event is not None:
+            return self._event.is_set()
+        return self.copy is not None and (self.copy.ended or self._queue.ended(self.copy))
+
+    def wait(self) -> bool:
+        """Make the host wait: for what is not on a forward's way."""
+        if self._event is not None:
+            return self._event.wait()
+        if self.copy is not None and not self.copy.ended:
+            self._queue.finish(self.copy)
+        return True
+
+    def set(self) -> None:
+        """The copy was dropped, or the thread has ended it."""
+        if self._event is not None:
+            self._event.set()
+        elif self.copy is not None:
+            self.copy.ended = True
+
+
+class _Copy:
+    """A job of the streams. `lane` and `end` once it is enqueued, `start` where its wait for others ended then."""
+
+    __slots__ = ("end", "ended", "job", "lane", "nbytes", "start")
+
+    def __init__(self, job: LoadJob, nbytes: int) -> None:
+        self.job, self.nbytes = job, nbytes
+        self.lane: _Lane | None = None
+        self.start: Any = None
+        self.end: Any = None
+        self.ended = False
+
+
+class _Lane:
+    """One copy stream and what is enqueued on it, in order."""
+
+    def __init__(self, device: CudaDevice, urgent: bool) -> None:
+        self.stream = device.runtime.stream(urgent)
+        self.under_way: deque[_Copy] = deque()
+        self.bytes = 0  # under way
+        self.end_s = 0.0  # of the last one that has ended
+        self.side = DeviceSide(device.runtime, _CAST_BYTES)
+        self.scratch: torch.Tensor | None = None  # pinned bytes, where experts that are copied back go
+
+
+class StreamQueue:
+    """A `CopyQueue` for a GPU.
+
+    Args:
+        device: the GPU.
+        pinned: of each MoE layer, whether its experts lie in pinned memory. The others' go through the loader's thread
+            and staging buffers; for them the host waits.
+        ahead_bytes: of prefetches enqueued at a time; one at least.
+        casts: whether slots have another dtype than the store.
+    """
+
+    def __init__(self, device: CudaDevice, pinned: Sequence[bool], ahead_bytes: int, casts: bool = False) -> None:
+        self._device, self._runtime, self._pinned = device, device.runtime, tuple(pinned)
+        self._ahead_bytes = ahead_bytes
+        self._demand, self._prefetch = _Lane(device, urgent=True), _Lane(device, urgent=False)
+        self._clock = EventClock(self._runtime, self._demand.stream)
+        self._waiting: dict[LoadJob, None] = {}  # prefetches that are not enqueued
+        self._staged = None if all(self._pinned) else Loader(device)
+        self._told: list[tuple[LoadJob, Copied]] = []  # ended, in no book yet
+        self._holds: deque[tuple[int, Any, Any]] = deque()  # layer, and the compute's events around a wait
+        self._link_free_s = 0.0
+        self._closed = False
+        if casts:
+            for lane in (self._demand, self._prefetch):
+                with self._runtime.on(lane.stream):
+                    lane.side.reserve()
+
+    # -- as `CopyQueue` ----------------------------------------------------------------------------------
+
+    def event(self) -> StreamDone:
+        """For a new job's `done`."""
+        return StreamDone(self)
+
+    def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        """Enqueue demand, queue prefetches. Raises RuntimeFailure after `close`."""
+        if self._closed:
+            for job in jobs:
+                job.cancelled = True
+                self._known(job).ended = True
+            raise RuntimeFailure("the expert cache is closed", "start a new worker")
+        if self._staged is not None:
+            jobs = self._stage(jobs, priority)
+        for job in jobs:
+            self._known(job)
+        if priority == DEMAND:
+            self._enqueue(self._demand, jobs)
+        else:
+            self._waiting.update(dict.fromkeys(jobs))
+        self._feed()
+
+    def promote(self, job: LoadJob) -> None:
+        """Enqueue a waiting prefetch as demand; nothing if it is enqueued."""
+        if _done(job).of_thread:
+            assert self._staged is not None  # whose job it is
+            self._staged.promote(job)
+        elif job in self._waiting:
+            del self._waiting[job]
+            self._enqueue(self._demand, [job])
+
+    def cancel(self, job: LoadJob) -> bool:
+        """Drop a copy that is not enqueued. False if it is: then `overtake` it."""
+        if _done(job).of_thread:
+            assert self._staged is not None
+            return self._staged.cancel(job)
+        if job not in self._waiting:
+            return False
+        del self._waiting[job]
+        job.cancelled = True
+        job.done.set()
+        return True
+
+    def join(self, job: LoadJob, layer: int) -> bool:
+        """Have the compute wait for a copy in its stream; True: the host has waited, for there was no stream to."""
+        done = _done(job)
+        if done.of_thread:
+            done.wait()
+            return True
+        self.promote(job)
+        copy = done.copy
+        if copy is not None and copy.end is not None and not copy.ended:
+            runtime, compute = self._runtime, self._device.compute_stream()
+            before, after = self._clock.event(), self._clock.event()
+            runtime.record(before, compute)
+            runtime.wait_event(compute, copy.end)
+            runtime.record(after, compute)
+            self._holds.append((layer, before, after))
+        return False
+
+    def overtake(self, job: LoadJob) -> bool:
+        """Let its slot be used anew: later copies come after this one. True: the host has waited."""
+        done = _done(job)
+        if done.of_thread:
+            done.wait()
+            return True
+        copy = done.copy
+        if copy is not None and copy.lane is not None and not copy.ended:
+            other = self._prefetch if copy.lane is self._demand else self._demand
+            self._runtime.wait_event(other.stream, copy.end)
+            if self._staged is not None:  # its stream is the thread's affair
+                self.finish(copy)
+                return True
+        return False
+
+    def poll(self, books: Books) -> None:
+        """Enqueue what there is room for, and write down the times of what has ended, without waiting for any."""
+        self._device.compute_stream()
+        self._settle(self._demand)
+        self._settle(self._prefetch)
+        self._feed()
+        told, self._told = self._told, []
+        for job, copied in sorted(told, key=lambda one: one[1].end_s):
+            start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
+            self._link_free_s = max(self._link_free_s, copied.end_s)
+            books.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s))
+        holds, clock = self._holds, self._clock
+        while holds and self._runtime.query(holds[0][2]):
+            layer, before, after = holds.popleft()
+            books.held(layer, clock.read(before), clock.read(after))
+
+    @property
+    def pending(self) -> int:
+        """Copies queued or under way, as far as the cache has looked; from any thread."""
+        staged = 0 if self._staged is None else self._staged.pending
+        return len(self._waiting) + len(self._demand.under_way) + len(self._prefetch.under_way) + staged
+
+    def close(self) -> None:
+        """Drop what waits, and wait for what is enqueued: then slots and pinned memory can go. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for job in list(self._waiting):
+            self.cancel(job)
+        if self._staged is not None:
+            self._staged.close()
+        for lane in (self._demand, self._prefetch):
+            if lane.under_way:
+                self._runtime.synchronize(lane.under_way[-1].end)
+
+    # -- for `StreamDone` --------------------------------------------------------------------------------
+
+    def ended(self, copy: _Copy) -> bool:
+        """Whether a copy has ended, without waiting."""
+        if copy.lane is not None:
+            self._settle(copy.lane)
+        return copy.ended
+
+    def finish(self, copy: _Copy) -> None:
+        """Make the host wait for a copy."""
+        self.promote(copy.job)
+        if copy.lane is not None and not copy.ended:
+            self._runtime.synchronize(copy.end)
+            self._settle(copy.lane)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _known(self, job: LoadJob) -> _Copy:
+        copy = _Copy(job, 0 if isinstance(job.src, Promise) else sum(s.nbytes for s in job.src))
+        _done(job).copy = copy
+        return copy
+
+    def _stage(self, jobs: list[LoadJob], priority: int) -> list[LoadJob]:
+        """Give the loader's thread what is not in pinned memory; the others."""
+        assert self._staged is not None
+        slow = [job for job in jobs if not self._pinned[job.layer]]
+        if not slow:
+            return jobs
+        for job in slow:
+            _done(job).by_thread()
+        self._staged.submit(slow, priority)
+        return [job for job in jobs if self._pinned[job.layer]]
+
+    def _feed(self) -> None:
+        """Enqueue prefetches while less than `ahead_bytes` are under way."""
+        if not self._waiting:
+            return
+        lane = self._prefetch
+        self._settle(lane)
+        left, batch = self._ahead_bytes - lane.bytes, list[LoadJob]()
+        for job in self._waiting:
+            nbytes = _copy(job).nbytes
+            if nbytes > left and (batch or lane.under_way):
+                break
+            left -= nbytes
+            batch.append(job)
+        if not batch:
+            return
+        for job in batch:
+            del self._waiting[job]
+        if self._demand.under_way:
+            self._runtime.wait_event(lane.stream, self._demand.under_way[-1].end)
+        self._enqueue(lane, batch)
+
+    def _enqueue(self, lane: _Lane, jobs: Sequence[LoadJob]) -> None:
+        """Copies back to back; one wait for the last use of slots that were given away together."""
+        if not jobs:
+            return
+        runtime, clock = self._runtime, self._clock
+        after: Any = None
+        start = clock.event()
+        with runtime.on(lane.stream):
+            for job in jobs:
+                copy = _copy(job)
+                try:
+                    if job.after is not None and job.after is not after:
+                        after = job.after
+                        runtime.wait_event(lane.stream, after)
+                    if start is not None:
+                        runtime.record(start, lane.stream)
+                        copy.start, start = start, None
+                    if job.writeback:
+                        self._write_back(lane, job)
+                    for d, s in zip(job.dst, job.src, strict=True):  # type: ignore[arg-type]  # no promises: pinned
+                        lane.side.copy(d, s)
+                    end = clock.event()
+                    runtime.record(end, lane.stream)
+                except Exception as error:  # the cache drops a guess and fails a forward that waits
+                    job.error, copy.ended = error, True
+                    continue
+                copy.lane, copy.end = lane, end
+                job.started, job.copied = True, Copied(0.0, 0.0, end)
+                lane.under_way.append(copy)
+                lane.bytes += copy.nbytes
+
+    def _settle(self, lane: _Lane) -> None:
+        """Note what has ended on a stream, and when."""
+        under_way, clock = lane.under_way, self._clock
+        while under_way and self._runtime.query(under_way[0].end):
+            copy = under_way.popleft()
+            copy.ended = True
+            lane.bytes -= copy.nbytes
+            start_s = lane.end_s if copy.start is None else clock.read(copy.start)
+            lane.end_s = clock.read(copy.end)
+            self._told.append((copy.job, Copied(start_s, lane.end_s, None, lane.end_s - start_s)))
+
+    def _write_back(self, lane: _Lane, job: LoadJob) -> None:
+        """Copy what is in the slot to the host, where nobody needs it: only what it takes matters."""
+        need = max(d.nbytes for d in job.dst)
+        if lane.scratch is None or lane.scratch.nbytes < need:
+            lane.scratch = self._runtime.pinned(need)
+        for d in job.dst:
+            self._runtime.copy(lane.scratch[: d.nbytes].view(d.dtype).view(d.shape), d)
+
+
+def _done(job: LoadJob) -> StreamDone:
+    assert isinstance(job.done, StreamDone)  # made by `event`
+    return job.done
+
+
+def _copy(job: LoadJob) -> _Copy:
+    copy = _done(job).copy
+    assert copy is not None  # made when it was queued
+    return copy
