@@ -15,6 +15,9 @@ from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
 
+ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
+
+
 class LinkSettings(Settings):
     """The host-to-device link that the CPU stand-in throttles copies to (ignored on CUDA)."""
 
@@ -125,6 +128,9 @@ class EngineSettings(Settings):
     store: StoreSettings = StoreSettings()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    expert_kernel: ExpertKernelName = Field(
+        default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
+    )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
 

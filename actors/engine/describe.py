@@ -47,6 +47,7 @@ def describe(
         "dense_bytes": sum(dense.values()),
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
+        "expert_kernel": engine.kernels.plan.as_dict(),
         "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
         "pinned": None if pinned is None else pinned.staged == 0 and len(view.layers) == len(manifest.layers),
         "pinned_bytes": None if pinned is None else pinned.registered + pinned.copied,

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 
 from ...errors import ConfigError
-from ...kernels.expert_ffn import ExpertKernel, Operands, TorchKernel
 from ..links import PeerLink
 from ..policies.on_miss import MissRule
 from ..policies.plan import LoadOnMiss
@@ -25,6 +24,7 @@ from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
+from .kernel_choice import Kernels
 from .layer import MoeLayer
 from .make_pre_evicting import make_pre_evicting
 from .make_prefetch import gate_probes, make_policy, unasked_layers
@@ -35,7 +35,7 @@ from .on_miss import make_miss_rule, meter
 from .operator import attach, detach
 from .placer import GpuPlacer, Placer
 from .placers import make_placer, refuse_unsuitable
-from .pool import ExpertSource, SlotPool
+from .pool import ExpertSource
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import Prefetching
 from .remote import RemoteExperts
@@ -46,18 +46,6 @@ from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
-
-
-def kernel_for(pool: SlotPool, block: MoeBlock) -> ExpertKernel:
-    """The fastest kernel that can run a layer's experts."""
-    operands = Operands(pool.gate_up, pool.down, pool.gate_up_bias, pool.down_bias)
-    reference = TorchKernel(operands, block.gate)
-    if pool.gate_up.device.type == "cpu" and block.activation is not None:
-        from ...kernels.cpu_ffn import CpuKernel
-
-        if CpuKernel.supports(operands, block.activation):
-            return CpuKernel(operands, block.activation, reference)
-    return reference
 
 
 class ExpertEngine:
@@ -119,6 +107,7 @@ class ExpertEngine:
         self._placer: Placer | None = None
         self._on_miss: MissRule | None = None
         try:
+            self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             planner = LoadOnMiss()
             if settings.shards.count > 1 or shards:
                 self.shards = Shards(settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats)
@@ -127,7 +116,7 @@ class ExpertEngine:
                 self.ndp = self._make_ndp(settings, shape, blocks, ndp)
                 self._placer = make_placer(
                     settings, self.cache, planner, shape, self.shards, self.ndp,
-                    kernel_for(self.cache.pool, blocks[0]), tables,
+                    self.kernels.of(blocks[0]), tables,
                 )  # fmt: skip
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
@@ -216,7 +205,7 @@ class ExpertEngine:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
-                i, self.experts, self.cache, planner, dispatcher, kernel_for(self.cache.pool, block), block.post,
+                i, self.experts, self.cache, planner, dispatcher, self.kernels.of(block), block.post,
                 check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
             )  # fmt: skip
             layer.configuring = self.configuring

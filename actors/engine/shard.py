@@ -24,7 +24,7 @@ from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
 from .device import Device, make_device
-from .engine import kernel_for
+from .kernel_choice import Kernels
 from .matching import tell_eviction, wanted_keys
 from .model import MoeBlock, build_blocks, compute_dtype
 from .runner import ExpertRunner
@@ -66,7 +66,7 @@ class ShardEngine:
         self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
         self._check = settings.integrity_checks
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
-        self._kernels: list[ExpertKernel] = [kernel_for(self.cache.pool, block) for block in blocks]
+        self._kernels: list[ExpertKernel] = []
         self._posts = [block.post for block in blocks]
         self._runner = ExpertRunner(self.cache, LoadOnMiss())
         self._lock = threading.Lock()
@@ -75,6 +75,8 @@ class ShardEngine:
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
         try:
+            kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)
+            self._kernels += [kernels.of(block) for block in blocks]
             if settings.policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
