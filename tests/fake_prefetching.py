@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import Prefetching
 from tiermoe.actors.policies.prefetch.base import PrefetchPolicy
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
@@ -71,6 +72,11 @@ def blocks_of(routers: Sequence[torch.Tensor | None]) -> Any:
 
 def prefetching(policy: PrefetchPolicy, cache: FakeCache, routers: Sequence[Any], shards: Any = None) -> Prefetching:
     return Prefetching(policy, cache, blocks_of(routers), EXPERTS, shards)  # type: ignore[arg-type]
+
+
+def view_of(hidden: torch.Tensor, ids: torch.Tensor) -> LayerView:
+    """What a layer of this input [T, H] and routing [T, K] shows."""
+    return HostViews().look(0, hidden, ids, torch.ones(ids.shape))
 
 
 def hidden_rows(tokens: int) -> torch.Tensor:

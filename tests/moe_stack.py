@@ -58,10 +58,10 @@ def make_case(seed: int, layers: int, experts: int, top_k: int, native: bool, dt
 
 @contextlib.contextmanager
 def engine_for(
-    case: Case, budget: float | int, prefetch: str = "none", distance: int = 1, **options: Any
+    case: Case, budget: float | int, prefetch: str = "none", distance: int = 1, lossless: bool = True, **options: Any
 ) -> Iterator[ExpertEngine]:
     policy = PolicySettings(
-        name="test", lossless=True, prefetch=PrefetchSettings(kind=prefetch, distance=distance, min_useful=0.0),
+        name="test", lossless=lossless, prefetch=PrefetchSettings(kind=prefetch, distance=distance, min_useful=0.0),
         **options,
     )  # fmt: skip
     blocks = [

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from ..policies.placement import HotSet, RoutingCounts
 from ..policies.plan import LayerPlan, LoadOnMiss
 from .cache import ExpertCache
+from .host_view import LayerView
 from .ndp_pool import NdpPool
 from .placer import HotPlacer
 from .routing import Routing
@@ -85,27 +84,24 @@ class ContextPlacer(HotPlacer):
     def end_sequence(self, name: str) -> None:
         self._ended.append(name)
 
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
             return self._on_gpus(needed)
         prompts = [s for s in self._rows if not s.decode]
         warm: set[int] = set()
         if prompts:
-            warm = self._count(layer, prompts, ids, weights)
+            warm = self._count(layer, prompts, view)
         if len(prompts) == len(self._rows):
             return self._on_gpus(needed, self._keep)
         return self._plan_hot(layer, needed, self._bits[layer], warm)
 
-    def _count(self, layer: int, prompts: list[SequenceRows], ids: torch.Tensor, weights: torch.Tensor) -> set[int]:
+    def _count(self, layer: int, prompts: list[SequenceRows], view: LayerView) -> set[int]:
         """Add the prompts' rows to their counts; the experts that they need."""
-        host_ids: NDArray[np.int64] = ids.cpu().numpy()
-        host_weights: NDArray[np.floating] = weights.float().cpu().numpy()
+        ids, weights = view.ids, view.weights
         wanted: set[int] = set()
         for s in prompts:
-            rows = host_ids[s.start : s.stop]
-            self._counting[s.name].add(layer, rows, host_weights[s.start : s.stop])
+            rows = ids[s.start : s.stop]
+            self._counting[s.name].add(layer, rows, weights[s.start : s.stop])
             wanted.update(np.unique(rows).tolist())
         return wanted
 

@@ -11,6 +11,7 @@ import torch
 from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from .cache import ExpertCache
+from .host_view import LayerView
 from .remote import RemoteCall, RemoteExperts
 from .routing import Routing
 from .runner import ExpertRunner, Spans
@@ -60,9 +61,10 @@ class Dispatcher:
         self._peer_named = peer_named
 
     def send(
-        self, layer: int, plan: LayerPlan, routing: Routing, hidden: torch.Tensor, weights: torch.Tensor
+        self, layer: int, plan: LayerPlan, routing: Routing, hidden: torch.Tensor, view: LayerView
     ) -> list[Errand]:
         """Hand the plan's remote experts to their peers, one batch each; returns at once."""
+        weights = torch.from_numpy(view.weights)
         base = layer * self._experts
         place = {expert: i for i, expert in enumerate(routing.experts)}
         parts: dict[str, list[Remote]] = {}

@@ -24,9 +24,10 @@ from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device
 from .dispatch import Dispatcher
+from .host_view import Asker, HostViews, fetch_from, share
 from .kernel_choice import Kernels
 from .layer import MoeLayer
-from .make_pre_evicting import make_pre_evicting
+from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .matching import MatcherLink
 from .model import MoeBlock
@@ -105,6 +106,7 @@ class ExpertEngine:
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
+        self._fetch = fetch_from(device.torch_device)
         self._on_miss: MissRule | None = None
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
@@ -123,7 +125,8 @@ class ExpertEngine:
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
             rerouter = self._make_rerouter(policy, blocks, calibrated)
-            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter)
+            views = self._make_views(blocks, rerouter)
+            self._attach_layers(blocks, planner, settings.integrity_checks, rerouter, views)
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -199,14 +202,26 @@ class ExpertEngine:
             )
         return Rerouter(rule, self.cache, blocks, self.top_k)
 
+    def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
+        """What the layers' policies read on the host: on a GPU all that they will want, together."""
+        askers: list[Asker] = []
+        if rerouter is not None:
+            askers.append(rerouter.asks)
+        if self.prefetching is not None:
+            askers.append(self.prefetching.asks)
+        if self.pre_evicting is not None:
+            askers.append(pre_evicting_asks(self.pre_evicting, blocks))
+        weighed = rerouter is not None or self._placer is not None
+        return HostViews(self._fetch, self._fetch is not share, askers, weighed)
+
     def _attach_layers(
-        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None
+        self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None, views: HostViews
     ) -> None:
         dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, self.kernels.of(block), block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting,
+                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, views,
             )  # fmt: skip
             layer.configuring = self.configuring
             self.layers.append(layer)
@@ -228,7 +243,7 @@ class ExpertEngine:
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates)
+        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
 
     def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
         """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LoadOnMiss
 from .cache import ExpertCache
 from .configuring import Configuring
 from .dispatch import Dispatcher
+from .host_view import HostViews, upload
 from .placer import Placer
 from .pre_evicting import PreEvicting
 from .prefetching import Prefetching
@@ -19,7 +22,8 @@ from .routing import Routing
 from .shards import Shards
 from .stats import LayerStats
 
-Observer = Callable[[int, torch.Tensor, torch.Tensor], None]  # (layer, ids [T, K], weights [T, K])
+# (layer, ids [T, K], weights [T, K]), as the model picked them; to be copied by who keeps them
+Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
 
 
 class MoeLayer:
@@ -34,6 +38,7 @@ class MoeLayer:
         rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
             nothing does.
         pre_evicting: frees slots for the next layer; None where nothing does.
+        views: what all of these read on the host; None: in host memory, as they come.
 
     Attributes:
         observe: shown the routing of every forward, for whoever records it; None: nobody.
@@ -55,12 +60,13 @@ class MoeLayer:
         prefetching: Prefetching | None = None,
         rerouter: Rerouter | None = None,
         pre_evicting: PreEvicting | None = None,
+        views: HostViews | None = None,
     ) -> None:
         self.index, self._base, self._experts = index, index * experts, experts
         self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
         self.kernel, self._post, self._check = kernel, post, check
         self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
-        self._pre_evicting = pre_evicting
+        self._pre_evicting, self._views = pre_evicting, HostViews() if views is None else views
         self.observe: Observer | None = None
         self.configuring: Configuring | None = None
 
@@ -78,13 +84,13 @@ class MoeLayer:
         cache, base = self._cache, self._base
         stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        picked = ids  # route: done by the model
+        view = self._views.look(self.index, hidden, ids, weights, self.observe is not None)  # route: done by the model
         if self.observe is not None:
-            self.observe(self.index, ids, weights)
+            self.observe(self.index, view.picked, view.weights)
         cache.poll()  # view
-        if self._rerouter is not None:
-            ids, weights = self._rerouter.layer(self.index, hidden, ids, weights)
-        routing = Routing.of(ids)
+        if self._rerouter is not None and self._rerouter.layer(self.index, view):
+            weights = upload(view.weights, hidden.device).to(weights.dtype)
+        routing = Routing.of(view.ids, hidden.device)
         keys = [base + e for e in routing.experts]
         needed = cache.segments(keys)
         cache.drop_stale(self.index, needed)
@@ -96,16 +102,16 @@ class MoeLayer:
         if self._placer is None:
             plan = self._planner.plan(needed, cache.residency, cache.eviction)
         else:
-            plan = self._placer.plan(self.index, needed, routing, ids, weights)
+            plan = self._placer.plan(self.index, needed, routing, view)
         try:
             cache.begin(self.index, plan)
-            errands = self._dispatcher.send(self.index, plan, routing, hidden, weights) if plan.remote else []
+            errands = self._dispatcher.send(self.index, plan, routing, hidden, view) if plan.remote else []
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:
-                self._prefetching.layer(self.index, hidden, picked)
+                self._prefetching.layer(self.index, view)
             if self._pre_evicting is not None:
-                self._pre_evicting.layer(self.index, hidden, picked.cpu().numpy())
+                self._pre_evicting.layer(self.index, view, view.picked)
             out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
         except BaseException:
             cache.abandon()

@@ -63,6 +63,12 @@ class MatcherPrefetch(PrefetchPolicy):
         self._sequences: NDArray[np.int64] = np.empty(0, np.int64)
         self._starts: list[int] = []
 
+    @property
+    def looks_ahead(self) -> int:
+        if self._blend is not None:
+            return self._blend.distance
+        return self._fallback.looks_ahead if self._link.problem is not None else 0
+
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
         self._iteration = self._next_iteration()
         self._sequences = np.array([self._number(span.sequence) for span in spans], np.int64)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-import torch
-
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
 from ..policies.residency import State
 from .cache import ExpertCache
+from .host_view import LayerView
 from .ndp_pool import NdpPool
 from .routing import Routing
 from .sequences import SequenceRows
@@ -64,14 +63,12 @@ class Placer(ABC):
         return None
 
     @abstractmethod
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         """Plan one layer.
 
         Args:
             needed: keys of `routing.experts`.
-            ids, weights: [T, K].
+            view: the ids and weights that run.
         """
 
     def _gpu_of(self, key: int) -> str | None:
@@ -94,9 +91,7 @@ class Placer(ABC):
 class GpuPlacer(Placer):
     """Every expert to the GPU that owns it; those of a lost one to the lead, until it is back."""
 
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         return self._on_gpus(needed)
 
 
@@ -200,9 +195,7 @@ class StaticPlacer(HotPlacer):
         if self._displaced and self._pool.available:
             self._hold(self._hot, keep_others=False)
 
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         return self._plan_hot(layer, needed, self._bits[layer])
 
 
@@ -225,9 +218,7 @@ class MondePlacer(Placer):
         super().__init__(cache, planner, experts, None)
         self._pool, self._choose, self._bits = pool, choose, bits
 
-    def plan(
-        self, layer: int, needed: Sequence[int], routing: Routing, ids: torch.Tensor, weights: torch.Tensor
-    ) -> LayerPlan:
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         there = self._pool.living
         if not there:
             return self._split(needed, ())

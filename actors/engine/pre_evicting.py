@@ -29,8 +29,8 @@ class PreEvicting:
     Args:
         decide: the release target.
         layers, experts: L and E.
-        score: (layer, hidden) -> logits [T, E] of that layer's router on hidden states [T, H], or None where it
-            cannot be asked; then nothing is freed.
+        score: (layer, hidden) -> logits [T, E] of that layer's router on what `layer` was given for the hidden states
+            [T, H], or None where it cannot be asked; then nothing is freed.
     """
 
     def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
@@ -43,8 +43,13 @@ class PreEvicting:
         """The next forward carries sequences whose last rows are these."""
         self._last_rows = list(last_rows)
 
+    def scored_at(self, index: int) -> list[int]:
+        """The layers of which `layer` will ask for the scores."""
+        following = [index + 1] if index + 1 < self._layers else []
+        return [0, *following] if index == 0 else following
+
     def layer(self, index: int, hidden: Any, ids: NDArray[np.integer]) -> None:
-        """A layer's routing is known and its loads are queued: hidden [T, H], ids [T, K]. Free slots for the next."""
+        """A layer's routing is known and its loads are queued: hidden as `score` takes it, ids [T, K]. Free slots."""
         if self._importance is not None:
             self._importance.saw(index, ids)
         if index == 0:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from .cache import ExpertCache
+from .host_view import Asked, Fetch, LayerView, share
 from .model import MoeBlock, RouterProbe
 from .sequences import SequenceRows
 from .shards import Shards
@@ -36,6 +37,7 @@ class Prefetching:
         shards: told what belongs to them; None where there are none. What is asked for past the last layer, of the next
             forward, is not sent to them: they count forwards by what reaches them.
         gates: of layers 0..L-2, which answer `lookahead(1)` where the policy `needs_gates`.
+        fetch: brings the embeddings' means to the host, once per forward, where the policy needs them.
 
     Attributes:
         on_predicted: shown, as each layer's routing is known, the scores by which the policy foresaw the next layer:
@@ -54,9 +56,10 @@ class Prefetching:
         experts: int,
         shards: Shards | None = None,
         gates: Sequence[RouterProbe] | None = None,
+        fetch: Fetch = share,
     ) -> None:
         self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
-        self._routers, self._gates = [block.router for block in blocks], gates
+        self._routers, self._gates, self._fetch = [block.router for block in blocks], gates, fetch
         self._last = len(blocks) - 1
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._rows: Sequence[SequenceRows] = ()
@@ -81,49 +84,81 @@ class Prefetching:
         """A sequence is over; from any thread."""
         self._ended.append(name)
 
-    def layer(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-        """A layer's routing is known and its loads are queued: hidden [T, H], ids [T, K]. Queue those of later layers.
+    def asks(self, layer: int, tokens: int) -> list[Asked]:
+        """The scores that `layer` will look at, as far as it can be known (`host_view.Asker`)."""
+        policy = self.policy
+        if self._in_vain(layer, not self._cache.governor.resting):
+            return []
+        found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
+        if policy.needs_probabilities:
+            found.append(self._own(layer))
+        return [asked for asked in found if asked is not None]
+
+    def layer(self, index: int, view: LayerView) -> None:
+        """A layer's routing is known and its loads are queued: queue those of later layers.
 
         A policy that keeps no state is not asked while prefetch rests, unless other shards, whose own governors decide,
         could use what it says.
         """
-        policy = self.policy
+        policy, tokens = self.policy, view.tokens
         allowed = self._cache.governor.allows()
-        if policy.stateless:
-            nothing_later = index == self._last and policy.distance > 0 and not policy.wraps
-            rests = not allowed and self._shards is None and self.on_predicted is None
-            if nothing_later or rests:
-                return
+        if self._in_vain(index, allowed):
+            return
         by_spans = policy.wraps or (index == 0 and not policy.stateless)
-        if by_spans and not (self._running and self._spans[-1].stop == len(hidden)):
-            self._begin_unannounced(len(hidden))
-        self._ask(index, policy.observed(self._seen(index, hidden, ids)), allowed)
+        if by_spans and not self._announced(tokens):
+            self._begin_unannounced(tokens)
+        self._ask(index, policy.observed(self._seen(index, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
             self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
         if index == self._last:
             self._rows, self._running = (), False
 
-    def _seen(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> LayerSeen:
-        policy, probabilities, router = self.policy, None, self._routers[index]
+    def _in_vain(self, index: int, allowed: bool) -> bool:
+        """Whether what the policy would say of this layer is of no use, and it learns nothing either."""
+        policy = self.policy
+        if not policy.stateless:
+            return False
+        nothing_later = index == self._last and policy.distance > 0 and not policy.wraps
+        return nothing_later or (not allowed and self._shards is None and self.on_predicted is None)
+
+    def _announced(self, tokens: int) -> bool:
+        return self._running and self._spans[-1].stop == tokens
+
+    def _seen(self, index: int, view: LayerView) -> LayerSeen:
+        policy, probabilities = self.policy, None
 
         def lookahead(distance: int) -> NDArray[np.floating] | None:
-            layer, rows = index + distance, hidden
-            if layer > self._last:
-                if not policy.wraps:
-                    return None
-                layer %= self._last + 1
-                if len(self._spans) != len(hidden):
-                    rows = hidden[[span.stop - 1 for span in self._spans]]
-            asked = self._gates[index] if self._gates is not None and distance == 1 else self._routers[layer]
-            if asked is None:
-                return None
-            scores = asked(rows).float()
-            return (torch.softmax(scores, dim=-1) if policy.lookahead_softmax else scores).cpu().numpy()
+            asked = self._lookahead(index, distance, view.tokens)
+            return None if asked is None else view.scores(asked)
 
-        if policy.needs_probabilities and router is not None:
-            probabilities = torch.softmax(router(hidden).float(), dim=-1).cpu().numpy()
-        picked = ids.cpu().numpy() if policy.needs_ids else _NO_IDS
+        if policy.needs_probabilities:
+            own = self._own(index)
+            probabilities = None if own is None else view.scores(own)
+        picked = view.picked if policy.needs_ids else _NO_IDS
         return LayerSeen(index, self._spans, picked, probabilities, lookahead)
+
+    def _own(self, index: int) -> Asked | None:
+        """The probabilities of a layer's own router."""
+        router = self._routers[index]
+        return None if router is None else Asked(router, softmax=True)
+
+    def _lookahead(self, index: int, distance: int, tokens: int) -> Asked | None:
+        """Of the layer `distance` after this one, of which the forward has so many rows."""
+        layer = index + distance
+        rows: tuple[int, ...] = ()
+        if layer > self._last:
+            if not self.policy.wraps:
+                return None
+            layer %= self._last + 1
+            rows = self._last_rows(tokens)
+        probe = self._gates[index] if self._gates is not None and distance == 1 else self._routers[layer]
+        return None if probe is None else Asked(probe, self.policy.lookahead_softmax, rows)
+
+    def _last_rows(self, tokens: int) -> tuple[int, ...]:
+        """The last row of each sequence; empty where each has one row."""
+        if not self._announced(tokens):
+            return (tokens - 1,) if tokens > 1 else ()
+        return tuple([span.stop - 1 for span in self._spans]) if len(self._spans) != tokens else ()
 
     def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
         """Queue loads behind the demand of `layer`, which counts what a synchronous policy waits for.
@@ -151,7 +186,7 @@ class Prefetching:
     def _begin(self, embedded: torch.Tensor | None) -> None:
         """Tell the policy of the forward; embedded [T, H] are its rows' input embeddings."""
         rows = self._rows
-        means = None if embedded is None else _span_means(embedded, rows)
+        means = None if embedded is None else self._fetch((_span_means(embedded, rows),))[0]
         self._spans = [
             Span(row.name, row.start, row.stop, row.decode, None if means is None else means[i])
             for i, row in enumerate(rows)
@@ -177,9 +212,8 @@ class Prefetching:
             self.policy.end(self._ended.popleft())
 
 
-def _span_means(embedded: torch.Tensor, rows: Sequence[SequenceRows]) -> NDArray[np.float32]:
+def _span_means(embedded: torch.Tensor, rows: Sequence[SequenceRows]) -> torch.Tensor:
     """The mean of each sequence's rows [S, H] of embedded [T, H]."""
     if len(rows) != rows[-1].stop:
         embedded = torch.stack([embedded[row.start : row.stop].float().mean(dim=0) for row in rows])
-    means: NDArray[np.float32] = embedded.float().cpu().numpy()
-    return means
+    return embedded.float()

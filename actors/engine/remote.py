@@ -143,8 +143,7 @@ class RemoteExperts:
         channel = self._channel
         if channel is None:
             return None
-        pairs = routing.pairs.cpu().numpy()
-        spans = [pairs[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
+        spans = [routing.order[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
         chosen = np.concatenate(spans)
         tokens: NDArray[np.int64] = np.zeros(1, np.int64)
         rows: NDArray[np.integer[Any]] = np.zeros(len(chosen), np.int32)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ..policies.rerouting import RerouteView, Rerouting
@@ -15,6 +13,7 @@ from ..policies.routing_budget import BudgetAwareTopK
 from ..policy_settings import PolicySettings
 from .cache import ExpertCache
 from .calibrated import Calibrated
+from .host_view import Asked, LayerView
 from .model import MoeBlock
 from .reroute_view import reroute_view
 
@@ -40,22 +39,26 @@ class Rerouter:
                 "choose a policy with exact routing",
             )
         self.rule, self._cache, self._top_k = rule, cache, top_k
-        self._routers = [block.router for block in blocks]
+        self._asked = [
+            Asked(block.router, softmax=True) if rule.needs_probabilities and block.router is not None else None
+            for block in blocks
+        ]
 
-    def layer(
-        self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routing to carry out for what the model picked: hidden [T, H], ids [T, K], weights [T, K].
+    def asks(self, layer: int, tokens: int) -> list[Asked]:
+        """The scores that `layer` will look at (`host_view.Asker`)."""
+        asked = self._asked[layer]
+        return [] if asked is None else [asked]
 
-        A place that no token uses any more is left out, so ids and weights may come back as [T, K'], 1 <= K' <= K.
+    def layer(self, index: int, view: LayerView) -> bool:
+        """Let the view have the routing to carry out for what the model picked; False: it stays the model's.
+
+        A place that no token uses any more is left out, so ids and weights may become [T, K'], 1 <= K' <= K.
         """
-        rule, probabilities, router = self.rule, None, self._routers[index]
-        if rule.needs_probabilities and router is not None:
-            probabilities = torch.softmax(router(hidden).float(), dim=-1).cpu().numpy()
-        picked = ids.cpu().numpy()
-        found = rule.reroute(index, picked, weights.float().cpu().numpy(), probabilities, self._view(index))
+        rule, asked = self.rule, self._asked[index]
+        probabilities = None if asked is None else view.scores(asked)
+        found = rule.reroute(index, view.picked, view.weights, probabilities, self._view(index))
         if not found.substituted and not found.dropped:
-            return ids, weights
+            return False
         stats = self._cache.stats
         stats.substitutions += found.substituted
         stats.dropped += found.dropped
@@ -64,7 +67,8 @@ class Rerouter:
             used = new_weights.any(axis=0)  # [K]
             if used.any() and not used.all():
                 new_ids, new_weights = new_ids[:, used], new_weights[:, used]
-        return _like(new_ids, ids), _like(new_weights, weights)
+        view.reroute(np.ascontiguousarray(new_ids), np.ascontiguousarray(new_weights))
+        return True
 
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
@@ -95,7 +99,3 @@ def make_rerouting(
             "measure it with `tiermoe prepare MODEL --sensitivity TEXT`",
         )
     return AdaptiveGating(sensitivity, routing.threshold or 0.0, normalised)
-
-
-def _like(array: NDArray[np.generic], model: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device=model.device, dtype=model.dtype)

@@ -9,6 +9,9 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from .host_view import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class Routing:
     """A layer's routing, with its (token, expert) pairs sorted by expert.
 
     experts: the distinct experts. starts: where each one's pairs start in `pairs`, and N at the end.
-    pairs: pair numbers t*K + k, grouped by expert [N], on the compute device.
+    pairs: pair numbers t*K + k, grouped by expert [N], on the compute device. order: the same on the host.
     """
 
     tokens: int
@@ -24,6 +27,7 @@ class Routing:
     experts: list[int]
     starts: list[int]
     pairs: torch.Tensor
+    order: NDArray[np.int64]
 
     @property
     def counts(self) -> list[int]:
@@ -32,19 +36,19 @@ class Routing:
         return [stop - start for start, stop in itertools.pairwise(starts)]
 
     @staticmethod
-    def of(ids: torch.Tensor) -> Routing:
-        """Sort the pairs of ids [T, K]; reads the ids on the host."""
+    def of(ids: NDArray[np.integer], device: torch.device) -> Routing:
+        """Sort the pairs of ids [T, K], for compute on `device`."""
         tokens, top_k = ids.shape
         if tokens == 1:
             experts = ids[0].tolist()
             if len(set(experts)) == top_k:
-                return Routing(1, top_k, experts, *_in_order(top_k, ids.device))
-        flat = ids.cpu().numpy().ravel()
+                return Routing(1, top_k, experts, *_in_order(top_k, device))
+        flat = ids.ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat)
         used = counts.nonzero()[0]
         starts = [0, *counts[used].cumsum().tolist()]
-        return Routing(tokens, top_k, used.tolist(), starts, torch.from_numpy(order).to(ids.device))
+        return Routing(tokens, top_k, used.tolist(), starts, upload(order, device), order)
 
     def pairs_of(self, experts: Sequence[int]) -> torch.Tensor:
         """The pairs of some of the layer's experts, in the order given [n]."""
@@ -54,6 +58,6 @@ class Routing:
 
 
 @cache
-def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
+def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor, NDArray[np.int64]]:
     """Starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
-    return list(range(top_k + 1)), torch.arange(top_k, device=device)
+    return list(range(top_k + 1)), torch.arange(top_k, device=device), np.arange(top_k)

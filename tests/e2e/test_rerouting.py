@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from serving import default_model_greedy, greedy, prepared, serving, settings
 
 from tiermoe.actors.expert_store import ExpertStore
@@ -49,8 +49,8 @@ def test_adaptive_gating(store: ExpertStore) -> None:
     dropped, computed = [], []
     for threshold in (0.0, 0.01, 0.05, 100.0):
         with serving(store, settings(0.25, kv=KV, policy=_policy(threshold))) as worker:
-            seen: list[torch.Tensor] = []
-            worker.engine.layers[1].observe = lambda layer, ids, weights, seen=seen: seen.append(ids.clone())
+            seen: list[np.ndarray] = []
+            worker.engine.layers[1].observe = lambda layer, ids, weights, seen=seen: seen.append(ids.copy())
             tokens = greedy(worker, prompts[:1], TOKENS)
             stats = worker.stats()
             total = stats.total()

@@ -19,6 +19,7 @@ from fake_prefetching import (
     hidden_rows,
     make_routers,
     prefetching,
+    view_of,
 )
 
 from tiermoe.actors.engine.prefetching import Prefetching
@@ -78,7 +79,7 @@ def test_next_gate_asks_as_before(distance: int, tokens: int, routers: list[torc
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, distance), cache, routers)
     ids = torch.zeros((tokens, 2), dtype=torch.int64)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden, ids)
+        tested.layer(layer, view_of(hidden, ids))
     expected = []
     for layer in range(LAYERS):
         held: set[int] = set()
@@ -94,7 +95,7 @@ def test_a_layer_without_router_is_left_out(routers: list[torch.Tensor]) -> None
     cache = FakeCache()
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, [*routers[:2], None, routers[3]])
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     assert [keys[0] // EXPERTS for keys, _, _ in cache.asked] == [1, 3]
 
 
@@ -105,7 +106,7 @@ def test_order_sources_and_waiting(routers: list[torch.Tensor]) -> None:
     policy.synchronous = True
     tested = prefetching(policy, cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-    tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
+    tested.layer(0, view_of(hidden_rows(1), torch.tensor([[1, 2]])))
     assert cache.asked == [
         ([8, 7], set(), "scripted"),
         ([14], {8, 7}, "other"),
@@ -120,7 +121,7 @@ def test_what_a_policy_is_shown(routers: list[torch.Tensor]) -> None:
     tested = prefetching(policy, FakeCache(), routers)
     tested.begin_forward([SequenceRows("a", 0, 2, decode=False), SequenceRows("b", 2, 3, decode=True)])
     hidden, ids = hidden_rows(3), torch.tensor([[0, 1], [2, 3], [4, 5]])
-    tested.layer(0, hidden, ids)
+    tested.layer(0, view_of(hidden, ids))
     seen = policy.seen[0]
     assert policy.begun == [[Span("a", 0, 2, False), Span("b", 2, 3, True)]]
     assert (seen.layer, seen.spans) == (0, policy.begun[0])
@@ -144,7 +145,7 @@ def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
     (spans,) = policy.begun
     for span, wanted in zip(spans, (embedded[:2].mean(0), embedded[2]), strict=True):
         np.testing.assert_allclose(span.embedding, wanted.numpy(), rtol=1e-6)
-    tested.layer(0, hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64))
+    tested.layer(0, view_of(hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64)))
     assert len(policy.begun) == 1
 
 
@@ -157,7 +158,7 @@ def test_a_forward_that_nobody_announced_is_a_sequence_of_its_own(routers: list[
         with torch.no_grad():
             embedded = model.embedding(torch.tensor([[4, 5, 6]]))[0]
         for layer in range(LAYERS):
-            tested.layer(layer, hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64))
+            tested.layer(layer, view_of(hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64)))
     assert [(s.start, s.stop, s.decode) for spans in policy.begun for s in spans] == [(0, 3, False)] * 2
     np.testing.assert_allclose(policy.begun[0][0].embedding, embedded.mean(0).numpy(), rtol=1e-6)
     assert policy.ended == []
@@ -179,7 +180,7 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
     learning = Scripted([Wanted(8, 1.0)])
     tested = prefetching(learning, cache, routers)
     tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-    tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
+    tested.layer(0, view_of(hidden_rows(1), torch.tensor([[1, 2]])))
     assert len(learning.seen) == 1
 
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,7 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
 
     blocks: Any = [Block(refuse)] * LAYERS
     plain = Prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, blocks, EXPERTS)  # type: ignore[arg-type]
-    plain.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
+    plain.layer(0, view_of(hidden_rows(1), torch.tensor([[1, 2]])))
     assert cache.asked == []
 
 
@@ -196,6 +197,6 @@ def test_shards_are_told_of_what_is_theirs_even_while_the_lead_rests(routers: li
         cache, shards = FakeCache(governor), FakeShards()
         tested = prefetching(Scripted([Wanted(k, -float(k)) for k in (9, 8, 7, 6)]), cache, routers, shards)
         tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-        tested.layer(0, hidden_rows(1), torch.tensor([[1, 2]]))
+        tested.layer(0, view_of(hidden_rows(1), torch.tensor([[1, 2]])))
         assert shards.told == [(0, [9, 7])]
         assert [keys for keys, _, _ in cache.asked] == ([mine] if mine else [])

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.engine.calibrated import Calibrated
+from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
@@ -185,13 +186,15 @@ def test_a_rule_sees_routing_and_cache_and_is_counted() -> None:
             cache.residency.publish(reservation)
     rule = Scripted(Rerouted(np.array([[2, 0]]), np.array([[0.7, 0.3]], np.float32), substituted=1))
     hidden, ids, weights = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[3, 0]]), torch.tensor([[0.6, 0.4]])
-    new_ids, new_weights = _rerouter(rule, cache).layer(1, hidden, ids, weights.to(torch.bfloat16))
+    seen = HostViews().look(1, hidden, ids, weights.to(torch.bfloat16))
+    assert _rerouter(rule, cache).layer(1, seen)
     layer, seen_ids, seen_weights, probabilities, view = rule.shown[0]
     assert (layer, seen_ids.tolist(), seen_weights.dtype) == (1, [[3, 0]], np.float32)
     np.testing.assert_allclose(probabilities, torch.softmax(hidden * 2, -1).numpy(), rtol=1e-6)
     assert view.available.tolist() == [True, False, True, False]
     assert (view.free_slots, view.top_k) == (3, 2)
-    assert (new_ids.tolist(), new_ids.dtype, new_weights.dtype) == ([[2, 0]], torch.int64, torch.bfloat16)
+    assert (seen.ids.tolist(), seen.ids.dtype, seen.weights.dtype) == ([[2, 0]], np.int64, np.float32)
+    assert seen.picked.tolist() == [[3, 0]]
     assert (cache.stats.substitutions, cache.stats.dropped) == (1, 0)
 
 
@@ -200,19 +203,21 @@ def test_places_that_nobody_uses_are_left_out() -> None:
     ids, weights = torch.tensor([[3, 0], [1, 2]]), torch.tensor([[0.6, 0.4], [0.5, 0.5]])
     one = Rerouted(np.array([[3, 3], [1, 2]]), np.array([[1, 0], [0.5, 0.5]], np.float32), dropped=1)
     two = Rerouted(np.array([[3, 3], [1, 1]]), np.array([[1, 0], [1, 0]], np.float32), dropped=2)
-    found = _rerouter(Scripted(one), cache).layer(0, torch.zeros(2, 4), ids, weights)
-    assert found[0].tolist() == [[3, 3], [1, 2]]
-    found = _rerouter(Scripted(two), cache).layer(0, torch.zeros(2, 4), ids, weights)
-    assert (found[0].tolist(), found[1].tolist()) == ([[3], [1]], [[1.0], [1.0]])
+    seen = HostViews().look(0, torch.zeros(2, 4), ids, weights)
+    assert _rerouter(Scripted(one), cache).layer(0, seen)
+    assert seen.ids.tolist() == [[3, 3], [1, 2]]
+    seen = HostViews().look(0, torch.zeros(2, 4), ids, weights)
+    assert _rerouter(Scripted(two), cache).layer(0, seen)
+    assert (seen.ids.tolist(), seen.weights.tolist()) == ([[3], [1]], [[1.0], [1.0]])
     assert cache.stats.dropped == 3
 
 
 def test_an_unchanged_routing_is_the_model_s_own() -> None:
     ids, weights = torch.tensor([[3, 0]]), torch.tensor([[0.6, 0.4]])
     rule = Scripted(Rerouted(ids.numpy(), weights.numpy()))
-    found = _rerouter(rule, Cache()).layer(0, torch.zeros(1, 4), ids, weights)
-    assert found[0] is ids
-    assert found[1] is weights
+    seen = HostViews().look(0, torch.zeros(1, 4), ids, weights)
+    assert not _rerouter(rule, Cache()).layer(0, seen)
+    assert seen.ids is seen.picked
 
 
 def test_a_rule_that_needs_a_mute_router_is_refused() -> None:

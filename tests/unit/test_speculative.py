@@ -19,6 +19,7 @@ from fake_prefetching import (
     hidden_rows,
     make_routers,
     prefetching,
+    view_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def test_speculation_follows_equation_3(tokens: int, top: int, routers: list[tor
     tested.begin_forward(rows)
     hidden, expected = hidden_rows(tokens), []
     for layer in range(LAYERS):
-        tested.layer(layer, hidden, torch.zeros((tokens, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden, torch.zeros((tokens, 2), dtype=torch.int64)))
         following = (layer + 1) % LAYERS
         last = [row.stop - 1 for row in rows]
         seen = hidden if following else hidden[last]
@@ -97,7 +98,7 @@ def test_a_forward_that_nobody_announced_ends_with_its_last_row(routers: list[to
     tested.begin_forward([SequenceRows("a", 0, 1, True)])
     hidden = hidden_rows(3)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden, torch.zeros((3, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden, torch.zeros((3, 2), dtype=torch.int64)))
     assert cache.asked[-1][0] == transcription(softmax((hidden[2:] @ routers[0].T).numpy()), 2)
 
 
@@ -107,7 +108,7 @@ def test_a_mute_router_is_not_foreseen(routers: list[torch.Tensor]) -> None:
     tested.on_predicted = lambda layer, scores: seen.append(layer)
     seen: list[int] = []
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     assert seen == [1, 2]
     assert [keys[0] // EXPERTS for keys, _, _ in cache.asked] == [1, 2]
 
@@ -116,10 +117,10 @@ def test_while_prefetch_rests_scores_are_made_for_who_records_them_only(routers:
     cache, seen = FakeCache(Resting(0.5)), []
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, routers)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     tested.on_predicted = lambda layer, scores: seen.append(layer)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     assert (cache.asked, seen) == ([], [1, 2, 3, 0])
 
 
@@ -128,7 +129,7 @@ def test_next_gate_does_not_wrap_and_shows_its_scores(routers: list[torch.Tensor
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 2), FakeCache(), routers)
     tested.on_predicted = lambda layer, scores: seen.append(layer)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     assert seen == [1, 2, 3]
 
 
@@ -137,7 +138,7 @@ def test_other_shards_are_not_told_of_the_next_forward(routers: list[torch.Tenso
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, EXPERTS), cache, routers, shards)
     tested.begin_forward([SequenceRows("a", 0, 1, True)])
     for layer in range(LAYERS):
-        tested.layer(layer, hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
     assert [layer for layer, _ in shards.told] == [0, 1, 2]
     assert all(key % 2 == 0 for keys, _, _ in cache.asked for key in keys)
     assert len(cache.asked[-1][0]) == EXPERTS // 2
@@ -184,7 +185,7 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
     tested = Prefetching(made, cache, blocks_of([None] * LAYERS), EXPERTS, None, probes)  # type: ignore[arg-type]
     hidden = hidden_rows(2)
     for layer in range(LAYERS):
-        tested.layer(layer, hidden.to(torch.bfloat16), torch.zeros((2, 2), dtype=torch.int64))
+        tested.layer(layer, view_of(hidden.to(torch.bfloat16), torch.zeros((2, 2), dtype=torch.int64)))
     shown = hidden.to(torch.bfloat16).float().numpy()
     assert cache.asked == [
         ([(i + 1) * EXPERTS + e for e in predicted_experts(gate(shown), 2)], set(), "pre-gated")

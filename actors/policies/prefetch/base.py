@@ -96,6 +96,11 @@ class PrefetchPolicy(ABC):
     distance: int = 1
     synchronous: bool = False
 
+    @property
+    def looks_ahead(self) -> int:
+        """Up to which distance `lookahead` will probably be asked at the next layer, so that it can be made ready."""
+        return self.distance if self.needs_lookahead else 0
+
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
         """A forward pass begins; sequences that were not seen before begin with it."""
         return []

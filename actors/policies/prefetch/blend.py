@@ -30,7 +30,8 @@ class BlendPrefetch:
     """
 
     def __init__(self, layers: int, experts: int, top: int, distance: int, fade: float = 0.98) -> None:
-        self._layers, self._experts, self._top, self._distance, self._fade = layers, experts, top, distance, fade
+        self._layers, self._experts, self._top, self._fade = layers, experts, top, fade
+        self.distance = distance
         self._right: dict[tuple[str, int, int], float] = {}
         self._guessed: dict[tuple[str, int, int], float] = {}
         self._mapped: dict[int, tuple[int, list[int]]] = {}  # layer -> distance and keys of the newest map's guess
@@ -58,7 +59,7 @@ class BlendPrefetch:
                 self._mapped[layer] = (layer - seen.layer, keys)
                 self._open[MAP, layer, layer - seen.layer] = set(keys)
         wanted: list[Wanted] = []
-        for layer in range(seen.layer + 1, min(seen.layer + 1 + self._distance, self._layers)):
+        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
             wanted += self._of_layer(seen, layer)
         return sorted(wanted, key=lambda want: (-want.priority, want.key))
 

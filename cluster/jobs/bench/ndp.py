@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from rich.progress import Progress
 
+from ....actors.engine.layer import Observer
 from ....actors.engine.scoring import score_with
 from ....actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
 from ....actors.settings import EngineSettings
@@ -185,11 +185,11 @@ def _similarity(
     return activation_similarity(prefill, decode), activation_similarity(prefill, np.roll(decode, 1, axis=0))
 
 
-def _counter(counts: np.ndarray, engine: Any) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+def _counter(counts: np.ndarray, engine: Any) -> Observer:
     """Counts [2, L, E] of one document."""
 
-    def count(layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def count(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
         phase = int(engine.cache.decode_only)
-        counts[phase, layer] += np.bincount(ids.cpu().numpy().ravel(), minlength=counts.shape[-1])
+        counts[phase, layer] += np.bincount(ids.ravel(), minlength=counts.shape[-1])
 
     return count

@@ -1,0 +1,162 @@
+"""What a layer's policies read on the host: in one transfer.
+
+On a GPU each look of the host at a tensor waits for the compute stream. So what the policies of a layer will want is
+known up front (`Asker`), computed on the device and fetched together; what nobody foresaw is fetched when it is asked
+for. Where the tensors are host memory, nothing is copied, and scores are made when they are asked for: there is nothing
+to wait for, and a demand load need not wait for a later layer's router.
+
+    look (ids, weights, scores that will be asked for) -> one fetch -> LayerView: NumPy arrays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .model import RouterProbe
+
+# Tensors of any shape, without gradient, in a dtype that NumPy has -> arrays of the same shapes, after at most one
+# wait. On the CPU the arrays share the tensors' memory; on a GPU they are copies.
+Fetch = Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]
+
+
+class Asked(NamedTuple):
+    """Scores [T, E] that a router gives on a layer's input, in float32.
+
+    softmax: over the experts. rows: of these rows of the input alone; empty: of all.
+    """
+
+    probe: RouterProbe
+    softmax: bool
+    rows: tuple[int, ...] = ()
+
+
+# (layer, its tokens) -> the scores that somebody will ask for once its routing is known
+Asker = Callable[[int, int], Iterable[Asked]]
+
+
+def share(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    """The `Fetch` of host memory: nothing is copied."""
+    return [tensor.numpy() for tensor in tensors]
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on a device; the host does not wait for the copy, and may change the array at once on a GPU only."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class LayerView:
+    """One layer of one forward, as the host sees it.
+
+    Args:
+        hidden: the layer's input [T, H]. ids, weights: its routing [T, K].
+        weighed: whether the weights will be asked for. asked: the scores that will be.
+
+    Attributes:
+        tokens: T. device: of the tensors.
+        picked: ids as the model picked them [T, K].
+        ids: as they will run; `picked` until `reroute`.
+    """
+
+    __slots__ = ("_fetch", "_hidden", "_scores", "_weights", "_weights_there", "device", "ids", "picked", "tokens")
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        weighed: bool = False,
+        asked: Sequence[Asked] = (),
+    ) -> None:
+        self._fetch, self._hidden, self._weights_there = fetch, hidden, weights
+        self.tokens, self.device = len(hidden), hidden.device
+        self._weights: NDArray[np.float32] | None = None
+        self._scores: dict[Asked, NDArray[np.float32]] | None = None
+        if not weighed and not asked:
+            (self.picked,) = fetch((ids,))
+        else:
+            tensors = [ids, *(scores_of(one, hidden) for one in asked)]
+            if weighed:
+                tensors.append(weights.detach().float())
+            self.picked, *found = fetch(tensors)
+            if weighed:
+                self._weights = found.pop()
+            self._scores = dict(zip(asked, found, strict=True))
+        self.ids = self.picked
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """Of `ids` [T, K]."""
+        found = self._weights
+        if found is None:
+            (found,) = self._fetch((self._weights_there.detach().float(),))
+            self._weights = found
+        return found
+
+    def scores(self, asked: Asked) -> NDArray[np.float32]:
+        """[T, E], or [R, E] of R rows; fetched now if nobody foresaw it."""
+        there = self._scores
+        if there is None:
+            there = self._scores = {}
+        found = there.get(asked)
+        if found is None:
+            (found,) = self._fetch((scores_of(asked, self._hidden),))
+            there[asked] = found
+        return found
+
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating]) -> None:
+        """From now on the layer is to run these [T, K']."""
+        self.ids, self._weights = ids, weights.astype(np.float32, copy=False)
+
+
+def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
+    """What is asked for, on the device of hidden [T, H]."""
+    if asked.rows:
+        hidden = hidden[upload(np.array(asked.rows, np.int64), hidden.device)]
+    found = asked.probe(hidden).float()
+    return torch.softmax(found, dim=-1) if asked.softmax else found
+
+
+class HostViews:
+    """Makes the views of one engine's layers.
+
+    Args:
+        fetch: brings tensors to the host.
+        ahead: whether to fetch what will be asked for together, which pays where a fetch waits.
+        askers: say which scores those will be.
+        weighed: whether somebody reads the weights of every layer.
+    """
+
+    def __init__(
+        self, fetch: Fetch = share, ahead: bool = False, askers: Sequence[Asker] = (), weighed: bool = False
+    ) -> None:
+        self.fetch, self._ahead, self._askers, self._weighed = fetch, ahead, tuple(askers), weighed
+
+    def look(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, weighed: bool = False
+    ) -> LayerView:
+        """View a layer: hidden [T, H], ids [T, K], weights [T, K].
+
+        Args:
+            weighed: whether somebody reads the weights of this one.
+        """
+        if not self._ahead:
+            return LayerView(self.fetch, hidden, ids, weights)
+        tokens = len(hidden)
+        asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
+        return LayerView(self.fetch, hidden, ids, weights, self._weighed or weighed, tuple(asked))
+
+
+def fetch_from(device: torch.device) -> Fetch:
+    """How tensors of a device come to the host."""
+    if device.type == "cpu":
+        return share
+    from .cuda.fetch import PinnedFetch
+
+    return PinnedFetch(device)

@@ -1,0 +1,155 @@
+"""What a layer's policies read on the host comes in one transfer, and is the same as when each reads on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moe_stack import HIDDEN, engine_for, make_case
+from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
+
+from tiermoe.actors.engine import engine as engine_module
+from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
+from tiermoe.actors.engine.routing import Routing
+from tiermoe.actors.engine.sequences import SequenceRows
+from tiermoe.actors.policy_settings import PreEvictSettings, RoutingSettings, SubstitutionSettings
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+_AHEAD = PreEvictSettings(kind="release-target")
+_BUDGET = RoutingSettings(kind="budget-aware")
+_READS = {
+    torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.nonzero,
+    torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
+    torch.Tensor.__array__, torch.nonzero,
+}  # fmt: skip
+
+
+class Link(TorchFunctionMode):
+    """Stands for the way to a GPU: tensors are fetched in copies and counted; read otherwise they raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetches: list[int] = []
+        self._inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not self._inside:
+            raise AssertionError(f"{func.__name__} reads the device outside of a fetch")
+        return func(*args, **(kwargs or {}))
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        self.fetches.append(len(tensors))
+        self._inside = True
+        try:
+            return [tensor.detach().numpy().copy() for tensor in tensors]
+        finally:
+            self._inside = False
+
+
+@contextmanager
+def _linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    link = Link()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "fetch_from", lambda device: link.fetch)
+        yield link
+
+
+def _forwards(rows: Sequence[Sequence[int]]) -> list[tuple[list[SequenceRows], torch.Tensor, torch.Tensor]]:
+    """Of each forward whose sequences have so many rows: them, hidden states and the routing's scores per layer."""
+    generator, out = torch.Generator().manual_seed(7), []
+    for lengths in rows:
+        ends = np.cumsum([0, *lengths]).tolist()
+        spans = [SequenceRows(f"s{i}", ends[i], ends[i + 1], n == 1) for i, n in enumerate(lengths)]
+        hidden = torch.randn(ends[-1], HIDDEN, generator=generator)
+        out.append((spans, hidden, torch.rand(LAYERS, ends[-1], EXPERTS, generator=generator)))
+    return out
+
+
+def _run(options: dict[str, Any], mode: Link | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    case = make_case(3, LAYERS, EXPERTS, TOP_K, False, torch.float32)
+    outs = []
+    with engine_for(case, 0.5, **options) as engine:
+        for spans, hidden, scores in _forwards([(4, 3), (1, 1), (1,), (1, 1)]):
+            engine.begin_forward(spans)
+            for index, layer in enumerate(engine.layers):
+                weights, ids = scores[index].topk(TOP_K)
+                if mode is None:
+                    outs.append(layer.forward(hidden, ids, weights))
+                    continue
+                with mode:
+                    outs.append(layer.forward(hidden, ids, weights))
+        total = engine.stats().total()
+        counters = {name: getattr(total, name) for name in ("hits", "misses", "vacated")}
+        counters |= {name: getattr(engine.stats(), name) for name in ("substitutions", "dropped")}
+    return outs, counters
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefetch": "next-gate", "distance": 2},
+        {"prefetch": "speculative"},
+        {"prefetch": "activation-matrix"},
+        {"pre_evict": _AHEAD, "eviction": "importance", "prefetch": "next-gate"},
+        {"pre_evict": _AHEAD, "eviction": "importance", "routing": _BUDGET, "lossless": False},
+        {"on_miss": "drop", "lossless": False, "substitution": SubstitutionSettings(tau=0.5)},
+    ],
+    ids=["none", "next-gate", "speculative", "matrix", "pre-evict", "budget-aware", "drop"],
+)
+def test_one_transfer_per_layer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counted = _run(options, None)
+    with _linked(monkeypatch) as link:
+        found, counters = _run(options, link)
+    assert len(link.fetches) == 4 * LAYERS
+    if "prefetch" not in options:  # else they depend on what arrived in time
+        assert counters == counted
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_what_nobody_foresaw_is_fetched_when_asked_for() -> None:
+    fetches: list[int] = []
+
+    def fetch(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        fetches.append(len(tensors))
+        return [tensor.numpy().copy() for tensor in tensors]
+
+    weight = torch.randn(EXPERTS, HIDDEN)
+    probe: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden @ weight.T  # noqa: E731
+    foreseen, other = Asked(probe, softmax=True), Asked(probe, softmax=False, rows=(2,))
+    views = HostViews(fetch, True, [lambda layer, tokens: [foreseen], lambda layer, tokens: [foreseen]], weighed=True)
+    hidden, ids, weights = torch.randn(3, HIDDEN), torch.tensor([[0, 1]] * 3), torch.rand(3, 2).bfloat16()
+    view = views.look(0, hidden, ids, weights)
+    assert fetches == [3]  # ids, what two ask for, weights
+    np.testing.assert_array_equal(view.weights, weights.float().numpy())
+    np.testing.assert_allclose(view.scores(foreseen), torch.softmax(hidden @ weight.T, -1).numpy(), rtol=1e-6)
+    assert fetches == [3]
+    for _ in range(2):
+        np.testing.assert_allclose(view.scores(other), (hidden @ weight.T)[2:].numpy(), rtol=1e-6)
+    assert fetches == [3, 1]
+
+
+def test_host_memory_is_shared_and_only_read_when_asked_for() -> None:
+    def refuse(hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a router was asked in vain")
+
+    views = HostViews(askers=[lambda layer, tokens: [Asked(refuse, softmax=True)]])
+    ids = torch.tensor([[5, 1]])
+    view: LayerView = views.look(0, torch.zeros(1, HIDDEN), ids, torch.ones(1, 2))
+    assert np.shares_memory(view.ids, ids.numpy())
+
+
+@pytest.mark.parametrize("ids", [[[5, 1]], [[5, 5]], [[5, 1], [1, 3], [0, 5]]])
+def test_the_order_of_pairs_is_the_same_on_host_and_device(ids: list[list[int]]) -> None:
+    routing = Routing.of(np.array(ids), torch.device("cpu"))
+    assert routing.pairs.tolist() == routing.order.tolist()
+    flat = [e for row in ids for e in row]
+    assert [flat[p] for p in routing.order] == [
+        e for e, n in zip(routing.experts, routing.counts, strict=True) for _ in range(n)
+    ]
