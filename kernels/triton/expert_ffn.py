@@ -1,0 +1,311 @@
+"""Experts on a GPU, straight from slots: gate_up with the activation, down, and the weighted sum per token.
+
+A call is a table of tiles, up to M rows of one expert each, and two launches for all of them: programs of the first
+take a tile and N neurons (2N rows of gate_up, one product, then act(gate) * up), programs of the second a tile and N
+columns of down. Which neurons of the pool a tile goes through stands in the table, so segments of split experts are
+tiles like others: what is written first is stored, what is added is rounded by itself and then added.
+
+    a[row, j] = act(x[row] . gate_up[first + j, 0]) * (x[row] . gate_up[first + j, 1])        j < neurons
+    y[pair]   = sum_j a[row, j] * down[first + j]      (+ y[pair])
+
+Sums are in float32; `a` is rounded to the slots' dtype between the launches.
+
+Decode is bound by the bytes of weights, each of which is read once: 3 * I * H * bytes per expert. Floor of an H100
+(3.35 TB/s), bfloat16, in microseconds per call, at the 80% that a stream of weights is expected to reach:
+
+    Qwen1.5-MoE-A2.7B  H 2048  I  1408  4 experts    69 MB   21 -> 26
+    DeepSeek-V2-Lite   H 2048  I  1408  6 experts   104 MB   31 -> 39
+    Mixtral-8x7B       H 4096  I 14336  2 experts   705 MB  210 -> 263
+
+Nothing of it has to come from a second pass: a program of gate_up reads rows of H values that no other reads. Four
+experts of Qwen1.5-MoE give 176 programs of gate_up and 128 of down on 132 SMs, with 24 to 64 KiB on the way in each.
+
+Numbers that change from call to call are in the table or not specialised, so that nothing is compiled but at the first
+use of a shape; H is specialised by whether 16 divides it, so that models share what is compiled.
+
+With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU.
+"""
+
+# mypy: allow-untyped-defs
+# the types of a kernel's arguments are those of its launch
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+from ..expert_ffn import ExpertKernel, Group, Operands
+from ..row_class import ROW_CLASSES, RowClass, row_class
+from .shapes import PAD, Shape, shapes_for
+from .tables import TableRing
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
+_COMBINE_BLOCK = 1024
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 2:  # x/2 (1 + tanh u) = x / (1 + e^-2u)
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        y = tl.where(x < 0, 0.0, x)  # NaN stays
+    return y
+
+
+@triton.jit(do_not_specialize=["first_tile", "top_k"])
+def _gate_up(
+    hidden, pairs, gate_up, activations, table, first_tile, top_k, H, STRIDE,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    PADDED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
+    neurons = tl.load(tile + 3)
+    n = tl.program_id(1) * N
+    if n < tl.cdiv(neurons, PADDED) * PADDED:
+        m = tl.arange(0, M)
+        used = m < tl.load(tile + 1)
+        pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
+        row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron follow each other
+        there = row < 2 * neurons
+        k = tl.arange(0, K)
+        x = hidden + (pair // top_k)[:, None] * H + k[None, :]
+        w = gate_up + (2 * tl.load(tile + 2).to(tl.int64) + row)[None, :] * H + k[:, None]
+        total = tl.zeros((M, 2 * N), dtype=tl.float32)
+        for done in range(0, tl.where(n < neurons, H, 0), K):
+            if EVEN:
+                a = tl.load(x, mask=used[:, None], other=0.0)
+                b = tl.load(w, mask=there[None, :], other=0.0)
+            else:
+                left = H - done
+                a = tl.load(x, mask=used[:, None] & (k < left)[None, :], other=0.0)
+                b = tl.load(w, mask=there[None, :] & (k < left)[:, None], other=0.0)
+            if WIDEN:  # the interpreter multiplies no bfloat16
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            x += K
+            w += K
+        gate, up = tl.split(tl.reshape(total, (M, N, 2)))
+        j = n + tl.arange(0, N)
+        # zero in the padding, also where a row is not finite: there zero times the row is not zero
+        values = tl.where((j < neurons)[None, :], _activate(gate, ACTIVATION) * up, 0.0)
+        out = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + j[None, :]
+        tl.store(out, values.to(activations.dtype.element_ty), mask=used[:, None])
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def _down(
+    activations, pairs, down, y, table, first_tile, H, STRIDE,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
+    neurons = tl.load(tile + 3)
+    m = tl.arange(0, M)
+    used = m < tl.load(tile + 1)
+    pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
+    k = tl.arange(0, K)
+    h = tl.program_id(1) * N + tl.arange(0, N)
+    a_at = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + k[None, :]
+    b_at = down + (tl.load(tile + 2).to(tl.int64) + k)[:, None] * H + h[None, :]
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for done in range(0, neurons, K):
+        a = tl.load(a_at, mask=used[:, None], other=0.0)  # zero behind the neurons
+        there = (k < neurons - done)[:, None]
+        if EVEN:
+            b = tl.load(b_at, mask=there, other=0.0)
+        else:
+            b = tl.load(b_at, mask=there & (h < H)[None, :], other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a_at += K
+        b_at += K * H
+    at = y + pair.to(tl.int64)[:, None] * H + h[None, :]
+    mask = used[:, None] & (h < H)[None, :]
+    values = total.to(y.dtype.element_ty)
+    if tl.load(tile + 5) != 0:
+        values = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + values.to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(at, values, mask=mask)
+
+
+@triton.jit
+def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = h < H
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = token * TOP_K + i
+        total += tl.load(weights + pair).to(tl.float32) * tl.load(y + pair * H + h, mask=used, other=0.0).to(tl.float32)
+    tl.store(out + token * H + h, total.to(out.dtype.element_ty), mask=used)
+
+
+class TritonKernel:
+    """Experts on slots by Triton; each expert's own row count decides in which shape it is computed.
+
+    Args:
+        operands: the slot pool: contiguous, G = 2, no biases.
+        activation: a key of `ACTIVATIONS`.
+        reference: runs calls whose hidden states or results are of another dtype than the slots.
+        ring: brings the tables to the device; kernels of one thread may share it.
+        shapes: one for each class of row counts that is not to have the default.
+
+    Raises:
+        ValueError: the operands or the activation are none that the kernel supports (see `supports`).
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        activation: str,
+        reference: ExpertKernel,
+        ring: TableRing | None = None,
+        shapes: Mapping[RowClass, Shape] | None = None,
+    ) -> None:
+        if not self.supports(operands, activation):
+            raise ValueError(f"the Triton kernel does not support activation {activation} on these operands")
+        self._gate_up, self._down, self._reference = operands.gate_up, operands.down, reference
+        slots, self._neurons, _, self._width = operands.gate_up.shape
+        self._pool_neurons = slots * self._neurons
+        self._dtype, self._device = operands.gate_up.dtype, operands.gate_up.device
+        self._activation = ACTIVATIONS[activation]
+        self._stride = triton.cdiv(self._neurons, PAD) * PAD
+        self._widen = self._device.type == "cpu" and self._dtype == torch.bfloat16
+        self.ring = TableRing(self._device) if ring is None else ring
+        defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
+        self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
+
+    @staticmethod
+    def supports(operands: Operands, activation: str | None) -> bool:
+        """Whether the kernel can run these operands."""
+        gate_up, down = operands.gate_up, operands.down
+        slots, neurons, rows, width = gate_up.shape
+        return (
+            activation in ACTIVATIONS
+            and gate_up.dtype == down.dtype
+            and gate_up.dtype in DTYPES
+            and gate_up.device == down.device
+            and rows == 2
+            and down.shape == (slots, neurons, width)
+            and operands.gate_up_bias is None
+            and operands.down_bias is None
+            and gate_up.is_contiguous()
+            and down.is_contiguous()
+            and 2 * slots * neurons < 1 << 31
+        )
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        """See `ExpertKernel.run`; waits for nothing.
+
+        Raises:
+            ValueError: shapes do not fit together, or a group lies outside the pairs or the pool.
+        """
+        if hidden.dtype != self._dtype or y.dtype != self._dtype:
+            self._reference.run(hidden, pairs, groups, top_k, y)
+            return
+        self._refuse(hidden, pairs, top_k, y)
+        tiles, launches, rows = self._tiles(groups, pairs.numel())
+        if not tiles:
+            return
+        hidden, device = hidden.contiguous(), self._device
+        elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            table = self.ring.put(tiles)
+            activations = torch.empty((rows, self._stride), dtype=self._dtype, device=device)
+            for name, first, phases, widest in launches:
+                self._launch(name, first, phases, widest, hidden, pairs, top_k, y, table, activations)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `ExpertKernel.combine`."""
+        tokens, top_k = weights.shape
+        if y.shape != (tokens * top_k, self._width):
+            raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
+        if y.dtype not in DTYPES or weights.dtype not in DTYPES:
+            return self._reference.combine(y, weights)
+        y, weights, device = y.contiguous(), weights.contiguous(), self._device
+        out = torch.empty((tokens, self._width), dtype=y.dtype, device=y.device)
+        if tokens:
+            grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK))
+            elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+            with torch.cuda.device(device) if elsewhere else nullcontext():
+                _combine[grid](y, weights, out, self._width, TOP_K=top_k, BLOCK=_COMBINE_BLOCK, num_warps=4)
+        return out
+
+    def _launch(
+        self, name: RowClass, first: int, phases: list[int], widest: int, hidden: torch.Tensor, pairs: torch.Tensor,
+        top_k: int, y: torch.Tensor, table: torch.Tensor, activations: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """One class: gate_up of all tiles, then down phase after phase.
+
+        Args:
+            first: its first tile. phases: tiles of each phase. widest: the most neurons of a tile.
+        """
+        shape, width, stride = self.shapes[name], self._width, self._stride
+        up, down = shape.gate_up, shape.down
+        _gate_up[sum(phases), triton.cdiv(widest, PAD) * PAD // up.N](
+            hidden, pairs, self._gate_up, activations, table, first, top_k, width, stride,
+            ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
+            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages,
+        )  # fmt: skip
+        for tiles in phases:
+            _down[tiles, triton.cdiv(width, down.N)](
+                activations, pairs, self._down, y, table, first, width, stride,
+                M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
+                WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages,
+            )  # fmt: skip
+            first += tiles
+
+    def _tiles(
+        self, groups: list[Group], pairs: int
+    ) -> tuple[list[tuple[int, ...]], list[tuple[RowClass, int, list[int], int]], int]:
+        """The table, the launches (class, first tile, tiles of each phase, most neurons), and rows of activations.
+
+        Segments of one expert in one call are in different phases, the one that is added in the later.
+        """
+        found: dict[RowClass, list[list[tuple[int, ...]]]] = {}
+        widest: dict[RowClass, int] = {}
+        seen: dict[int, int] = {}
+        total = 0
+        for start, stop, first, neurons, add in groups:
+            if not (0 <= start <= stop <= pairs and 0 <= neurons <= self._neurons):
+                raise ValueError(f"group {(start, stop, first, neurons)} has more pairs or neurons than there are")
+            if first < 0 or first + neurons > self._pool_neurons:
+                raise ValueError(f"neurons {first} to {first + neurons} are out of range 0 to {self._pool_neurons}")
+            if start == stop:
+                continue
+            name = row_class(stop - start)
+            phases = found.setdefault(name, [])
+            phase = seen[start] = seen.get(start, -1) + 1
+            if phase == len(phases):
+                phases.append([])
+            widest[name] = max(widest.get(name, 0), neurons)
+            for begin in range(start, stop, self.shapes[name].M):
+                rows = min(self.shapes[name].M, stop - begin)
+                phases[phase].append((begin, rows, first, neurons, total, int(add), 0, 0))
+                total += rows
+        table: list[tuple[int, ...]] = []
+        launches = []
+        for name in ROW_CLASSES:
+            if name in found:
+                launches.append((name, len(table), [len(tiles) for tiles in found[name]], widest[name]))
+                table += [tile for tiles in found[name] for tile in tiles]
+        return table, launches, total
+
+    def _refuse(self, hidden: torch.Tensor, pairs: torch.Tensor, top_k: int, y: torch.Tensor) -> None:
+        count, width = pairs.numel(), self._width
+        if hidden.shape != (count // top_k, width):
+            raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {width}")
+        if pairs.dtype != torch.int64 or not pairs.is_contiguous():
+            raise ValueError(f"pairs must be contiguous int64, not {pairs.dtype} with strides {pairs.stride()}")
+        if not y.is_contiguous() or y.shape != (count, width):
+            raise ValueError(f"y must be contiguous [{count}, {width}], not {tuple(y.shape)}")
