@@ -5,7 +5,7 @@ one. Plans, loads and jobs go by segment; without a cut an expert's segment is t
 
 All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
 So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
-On a GPU an expert is resident as soon as the compute's stream waits for its copy: what is enqueued from then on finds it.
+On a GPU an expert is resident once the compute's stream waits for its copy: what is enqueued from then on finds it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .stats import EngineStats
 from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
-    from .device import Copied, Device
+    from .device import Device
     from .pool import ExpertSource, SlotPool
 
 

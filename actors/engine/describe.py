@@ -144,10 +144,9 @@ def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> 
     if batcher.serial_because is not None:
         notes.append(f"requests run one after another: {batcher.serial_because}")
     if pinned is not None and pinned.problem is not None:
-        became = f"{pinned.copied} bytes were copied to pinned memory" if pinned.copied else "nothing was copied instead"
         notes.append(
-            f"not all experts are pinned where they lie ({pinned.problem}): {became}, copies of {pinned.staged} bytes "
-            "are staged, slower, and waited for"
+            f"not all experts could be pinned where they lie ({pinned.problem}): {pinned.copied} bytes were copied to "
+            f"pinned memory; {pinned.staged} bytes go through a staging buffer, slower, and the forward waits for them"
         )
     if slots < engine.top_k:
         notes.append(f"{slots} slots are fewer than one token's {engine.top_k} experts: layers run in waves")

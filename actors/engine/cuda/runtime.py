@@ -18,7 +18,7 @@ _PLAIN = 0
 class GpuRuntime(Protocol):
     """What is asked of one GPU. Streams and events are opaque; streams can be compared.
 
-    Operations of one stream run in their order; those of two streams in any, unless one waits for an event of the other.
+    Operations of one stream run in their order, those of two in any, unless one waits for an event of the other.
     """
 
     device: torch.device
@@ -48,7 +48,8 @@ class GpuRuntime(Protocol):
         ...
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src on the stream that is entered. Host tensors are pinned; dtypes differ on the device only."""
+        """Enqueue dst <- src on the stream that is entered. Host tensors are pinned; only on the device may dtypes
+        differ."""
         ...
 
     def query(self, event: Any) -> bool:
@@ -147,7 +148,7 @@ class TorchRuntime:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a refused call and gives it to whoever asks next: the first kernel. Let this be it."""
+        """CUDA keeps the error of a refused call for whoever asks next, which is the first kernel: let this be it."""
         try:
             torch.empty(1, device=self.device).fill_(0)
         except RuntimeError:

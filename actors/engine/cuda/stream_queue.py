@@ -232,6 +232,7 @@ class StreamQueue:
         for lane in (self._demand, self._prefetch):
             if lane.under_way:
                 self._runtime.synchronize(lane.under_way[-1].end)
+                self._settle(lane)
 
     # -- for `StreamDone` --------------------------------------------------------------------------------
 
