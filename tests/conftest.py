@@ -26,6 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 _STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme")  # beside tests/cluster and tests/multinode
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-cpu", action="store_true", help="tests/cuda/test_identity.py on the CPU stand-in: to try the test itself"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
 

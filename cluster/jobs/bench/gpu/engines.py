@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .....actors.engine.matching import MatcherLink
 from .....actors.engine.model import RouterProbe
 from .....actors.map_file import MapShape
 from .....actors.settings import EngineSettings, LinkSettings, NdpSettings
-from ....config import load_policy
+from ....config import load_hardware, load_policy
 from ....worker_process import Role, WorkerProcess
 from .host_experts import HostExperts
 from .ndp_child import ndp_process, random_tables
@@ -48,7 +48,7 @@ def engine_of(
     layers, expert = len(host.layers), shape.expert
     settings = EngineSettings(
         policy=policy, budget=budget, device=context.device.type, link=LinkSettings(gbps=None),
-        ndp=NdpSettings(threads=ndp_threads),
+        ndp=NdpSettings(threads=ndp_threads, hardware=asdict(load_hardware("cpu-ndp"))),
     )  # fmt: skip
     blocks = [replace(block, router=probe) for block, probe in zip(built.blocks, probes, strict=True)]
     embedding = built.model.get_input_embeddings()
