@@ -178,7 +178,7 @@ def blocks_at(model: Any, modules: Sequence[str], num_experts: int) -> list[MoeB
             raise UnsupportedModelError(
                 f"the model has no experts module {name}", "prepare the store again with --force"
             ) from error
-        post = experts.post_expert_norm if experts.has_post_expert_norm else None
+        post = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
         parent = model.get_submodule(name.rpartition(".")[0])
         router = _router_probe(routers, parent, num_experts)
         blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router, normalised))
