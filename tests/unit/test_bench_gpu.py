@@ -45,7 +45,9 @@ def child(code: str, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> 
     return job._child(PART, plan(Path("unused"), PART), limit_s)
 
 
-WRITE = "import json, time; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
+WRITE = (
+    "import json; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
+)
 
 
 def test_a_part_that_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ def build(root: Path) -> list[Path]:
     os.chdir(root)  # setup.py's paths are relative
     try:
         distribution = Distribution({
-            "name": "tiermoe", "ext_modules": extensions(root), "packages": list(PACKAGES), "package_dir": {"tiermoe": "."},
+            "name": "tiermoe", "ext_modules": extensions(root), "packages": list(PACKAGES),
+            "package_dir": {"tiermoe": "."},
         })  # fmt: skip
         command = build_ext(distribution)
         command.inplace = True

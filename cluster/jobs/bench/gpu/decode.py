@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -160,8 +161,15 @@ def _cases(bench: Bench) -> None:
             begin_s = time.monotonic()
             try:
                 speed = _case(bench, preset, budget)
-            except TierMoeError as error:
-                record.note(f"{bench.shape.name}, {preset} at {budget:g}: {error}")
+            except (TierMoeError, torch.OutOfMemoryError) as error:
+                record.note(f"{bench.shape.name}, {preset} at {budget:g}: {str(error)[:400]}")
+                continue
+            except Exception as error:  # the other cases are measured all the same; this one fails the run
+                if "CUDA error" in str(error):  # the context is gone, and with it every later case
+                    raise
+                what = "".join(traceback.format_exception(error)[-3:])[-700:]
+                record.note(f"{bench.shape.name}, {preset} at {budget:g} failed: {what}")
+                record.check(f"{bench.shape.name}, {preset} at {budget:g}: ran", 0, ">=", 1, always=True)
                 continue
             finally:
                 free_memory(context.device)
@@ -242,7 +250,8 @@ def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
     return {
         "ndp": {
             "calls_per_token": total.ndp_calls / tokens, "experts_per_layer": total.ndp_experts / tokens / layers,
-            "wait_us_per_call": total.ndp_wait_s / calls * 1e6, "kernel_us_per_call": total.ndp_measured_s / calls * 1e6,
+            "wait_us_per_call": total.ndp_wait_s / calls * 1e6,
+            "kernel_us_per_call": total.ndp_measured_s / calls * 1e6,
             "recomputed": total.ndp_recomputed, "transports": transports,
         }
     }  # fmt: skip

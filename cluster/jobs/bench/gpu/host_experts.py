@@ -85,7 +85,8 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
 def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
     """Random numbers of an expert's scale; the same block over and over, since no time depends on the values."""
     generator = torch.Generator(device).manual_seed(seed)
-    block = torch.empty(min(flat.numel(), 64 << 20), dtype=flat.dtype, device=device).normal_(0, 0.02, generator=generator)
+    block = torch.empty(min(flat.numel(), 64 << 20), dtype=flat.dtype, device=device)
+    block.normal_(0, 0.02, generator=generator)
     for start in range(0, flat.numel(), block.numel()):
         part = flat[start : start + block.numel()]
         part.copy_(block[: part.numel()])

@@ -27,6 +27,8 @@ _GRACE_S = 8.0  # of a child past its deadline, to write what it has
 _LAST_WORDS = 2000
 _LEAST_S = 5.0  # a part that has less left is not begun
 
+_EMPTY: dict[str, Any] = {"rows": [], "checks": [], "goals": [], "notes": []}
+
 Run = Callable[[Context, Record], None]
 
 
@@ -80,14 +82,15 @@ def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     for part in plan.parts:
         limit_s = TOY_S if plan.sizes == "toy" else min(part.seconds, until_s - time.monotonic())
         if limit_s < _LEAST_S:
-            found: dict[str, Any] = {"outcome": "not run: no time was left", "seconds": 0.0}
+            found = _EMPTY | {"outcome": "not run: no time was left", "seconds": 0.0}
         else:
             say(f"{part.name} (at most {limit_s:.0f} s) ...")
             found = _child(part, plan, limit_s)
         document["parts"][part.name] = found
         _write(plan.out, document)
         bad = [check["name"] for check in found.get("checks", ()) if not check["ok"]]
-        say(f"{part.name}: {found['outcome']} in {found['seconds']:.0f} s{'; failed: ' + '; '.join(bad) if bad else ''}")
+        failed = f"; failed: {'; '.join(bad)}" if bad else ""
+        say(f"{part.name}: {found['outcome']} in {found['seconds']:.0f} s{failed}")
     return document
 
 
@@ -175,7 +178,7 @@ def _read(record: Path) -> dict[str, Any]:
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {"rows": [], "checks": [], "goals": [], "notes": []}
+        return dict(_EMPTY)
     return dict(found)
 
 

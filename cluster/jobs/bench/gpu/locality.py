@@ -2,13 +2,13 @@
 
     recorded routing of a small model -> Locality -> Stickiness (fitted) -> routing for a model of any shape
 
-The weights of the measured models are random, so their routers have nothing to say: their choices are replaced by such
-a trace. What it keeps of the recorded one: how often experts are used (the curve of shares, resampled to the other
+The weights of the measured models are random, so their routers have nothing to say: their choices are replaced by a
+trace. What it keeps of the recorded one: how often experts are used (the curve of shares, resampled to the other
 number of experts, in another order in each layer), how soon they are used again (hit rates of an LRU cache at several
-sizes, by which the process is fitted), how sure the router is (mean sorted probabilities), and how well a later layer is
-foreseen (recall of its router on an earlier layer's hidden state, by distance). What it does not keep: which experts of
-one layer go with which of another one (a policy that follows trajectories, such as fMoE, has nothing to find there),
-nor whatever else a real router of that shape would do.
+sizes, by which the process is fitted), how sure the router is (mean sorted probabilities), and how well a later layer
+is foreseen (recall of its router on an earlier layer's hidden state, by distance). What it does not keep: which
+experts of one layer go with which of another one (a policy that follows trajectories, such as fMoE, has nothing to
+find there), nor whatever else a real router of that shape would do.
 
 NumPy only, deterministic.
 """

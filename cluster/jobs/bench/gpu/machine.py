@@ -22,7 +22,7 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Peaks:
-    """1e9 bytes per second, the best of several: h2d, d2h over the link; hbm read and written by a copy on the device."""
+    """1e9 bytes per second, the best of several: h2d, d2h over the link; hbm of a copy on the device, both ways."""
 
     h2d: float
     d2h: float

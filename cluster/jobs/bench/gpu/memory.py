@@ -12,6 +12,7 @@ from .options import Context
 from .shapes import RealShape
 
 _HOST_SHARE, _GPU_SHARE = 0.75, 0.85
+_SHRUNK_SHARE = 0.65  # of the GPU, where layers can be left out: batched_mm gathers copies of what a prompt uses
 _MOST_LAYERS = 16  # of a shape that may shrink: more would take the time of the other parts
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -46,7 +47,8 @@ def moe_layers(shape: RealShape, context: Context) -> int:
     room = int(_HOST_SHARE * host_free_bytes() / layer_bytes)
     if context.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(context.device)
-        room = min(room, int(_GPU_SHARE * free / 2 / layer_bytes))
+        share = _SHRUNK_SHARE if shape.shrinks else _GPU_SHARE
+        room = min(room, int(share * free / 2 / layer_bytes))
     if shape.shrinks and room >= 2:
         return min(wanted, room, _MOST_LAYERS)
     if room < wanted:

@@ -1,7 +1,7 @@
 """accelerate's CPU offload on the experts modules: its own hooks, its own copies, whole layers of experts at a time.
 
 The weights that its hooks copy are views of our pinned experts (random numbers fit any layout), so it needs no memory
-beside, and its copies run at the speed of pinned memory: better than what `cpu_offload` itself keeps, which is pageable.
+beside, and its copies run at the speed of pinned memory, better than those of `cpu_offload`, which keeps pageable ones.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ class Part:
 
 # most important first: a run that is cut off has lost the least
 PARTS = (
-    Part("machine", "The machine: links and memories", 30),
-    Part("loads", "Host-to-device bandwidth during expert loads", 35),
+    Part("machine", "The machine: links and memories", 25),
+    Part("loads", "Host-to-device bandwidth during expert loads", 30),
     Part("qwen", "Decode, Qwen1.5-MoE-A2.7B", 90),
-    Part("tests", "Tests on the GPU: token identity, integrity, kernels", 100),
-    Part("mixtral", "Decode, Mixtral-8x7B", 75),
-    Part("host", "Host time of an MoE layer, and kernels", 40),
-    Part("deepseek", "Decode, DeepSeek-V2-Lite", 75),
-    Part("ndp", "Near-data kernels on the cores", 25),
+    Part("tests", "Tests on the GPU: token identity, integrity, kernels", 130),
+    Part("mixtral", "Decode, Mixtral-8x7B", 65),
+    Part("host", "Host time of an MoE layer, and kernels", 35),
+    Part("deepseek", "Decode, DeepSeek-V2-Lite", 70),
+    Part("ndp", "Near-data kernels on the cores", 20),
 )
 TOTAL_S, TOY_S = 470.0, 300.0
 

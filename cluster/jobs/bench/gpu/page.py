@@ -12,20 +12,21 @@ Row = Mapping[str, Any]
 
 COMMAND = "cluster/jobs/bench/gpu/run.sh --out docs/results"
 _HEAD = "# On a GPU"
+_VERDICT = {True: "holds", False: "**missed**"}
 _ABOUT = (
-    f"`{COMMAND}` (or `tiermoe bench gpu --out docs/results`, or `make gpu`) runs every check and measurement of this "
+    f"`{COMMAND}` (or `tiermoe bench gpu --out docs/results`, `make gpu`) runs every check and measurement of this "
     "page in under eight minutes, without Ray and without a network; [how to run it](../gpu.md). The raw data are in "
     "gpu.json beside this page."
 )
 _NOTHING = (
     "**Nothing on this page has run on a GPU yet**: there was none to be had. What there is has run like this:\n\n"
     "| part | how it has run so far |\n|---|---|\n"
-    "| expert cache, policies, prefetch, NDP worker, matcher | on the CPU that stands in for a GPU (emulated), with the "
-    "same engine code |\n"
-    "| copy streams, events, pinned memory | against a fake GPU, which carries out operations in any order that streams "
-    "and events allow and reports hazards |\n"
-    "| Triton kernels (experts, packed experts, substitution) | in Triton's interpreter, on CPU tensors; compiled to PTX "
-    "for sm_80 and sm_90 without a device |\n"
+    "| expert cache, policies, prefetch, NDP worker, matcher | on the CPU that stands in for a GPU (emulated), by "
+    "the same engine code |\n"
+    "| copy streams, events, pinned memory | against a fake GPU, which carries out operations in any order that "
+    "streams and events allow and reports hazards |\n"
+    "| Triton kernels (experts, packed experts, substitution) | in Triton's interpreter, on CPU tensors; compiled to "
+    "PTX for sm_80 and sm_90 without a device |\n"
     "| CUDA graphs of the dense part | not; compilation around the experts' operator on the CPU |\n"
     "| token identity | on the CPU; `tests/cuda/test_identity.py` is what will check it on a GPU |\n"
     "| the measurements below | all of them at toy sizes with `--device cpu --sizes toy`, which is a test: that the "
@@ -37,8 +38,8 @@ _STAND_IN = (
     "GPU, and no bar is judged.**"
 )
 _REPLAYED = (
-    "Weights are random, so routers would choose at random: what they choose is replaced by a trace, in ours and in the "
-    "references alike. The trace is synthetic. It is fitted to the routing of the default model on held-out text, "
+    "Weights are random, so routers would choose at random: what they choose is replaced by a trace, in ours and in "
+    "the references alike. The trace is synthetic. It is fitted to the routing of the default model on held-out text, "
     "recorded in the same run: the curve of experts' shares (resampled to this shape's number of experts, in another "
     "order in each layer), how soon experts are used again, how sure the router is, and how often a later layer's "
     "router, asked on an earlier layer's hidden state, names the experts that this layer then uses (its look-ahead "
@@ -48,11 +49,11 @@ _REPLAYED = (
 )
 _HOW_DECODE = (
     "Batch 1, greedy, through transformers' own forward and cache, each token read by the host. After prompt and warm "
-    "tokens, ours and the reference in turn, the same tokens of the trace; medians (range) of five pieces. The reference "
-    "is the same model with all experts resident, run by the fastest of transformers' experts implementations in this "
-    "run. Speed is the median of the pairs' ratios. The floor is the bytes that were loaded over the link's peak, plus "
-    "the weights that a step reads over the device memory's bandwidth; copies that overlap with computing can beat the "
-    "sum, nothing can beat the longer of the two."
+    "tokens, ours and the reference in turn, the same tokens of the trace; medians (range) of five pieces. The "
+    "reference is the same model with all experts resident, run by the fastest of transformers' experts "
+    "implementations in this run. Speed is the median of the pairs' ratios. The floor is the bytes that were loaded "
+    "over the link's peak, plus the weights that a step reads over the device memory's bandwidth; copies that overlap "
+    "with computing can beat the sum, nothing can beat the longer of the two."
 )
 
 
@@ -94,14 +95,14 @@ def _verdicts(parts: Mapping[str, Any]) -> list[str]:
     lines = table(
         ("part", "outcome", "seconds", "when"),
         [
-            (part.name, parts[part.name]["outcome"], f"{parts[part.name]['seconds']:.0f}", parts[part.name].get("when", ""))
-            if part.name in parts
-            else (part.name, "not run yet", "", "")
-            for part in PARTS
+            (name, parts[name]["outcome"], f"{parts[name]['seconds']:.0f}", parts[name].get("when", ""))
+            if name in parts
+            else (name, "not run yet", "", "")
+            for name in (part.name for part in PARTS)
         ],
     )
     limits = [
-        (kind, bar["name"], f"{bar['value']:.4g}", f"{bar['op']} {bar['limit']:g}", "holds" if bar["ok"] else "**missed**")
+        (kind, bar["name"], f"{bar['value']:.4g}", f"{bar['op']} {bar['limit']:g}", _VERDICT[bar["ok"]])
         for kind in ("checks", "goals")
         for found in parts.values()
         for bar in found.get(kind, ())
@@ -129,7 +130,7 @@ def _machine(rows: Sequence[Row]) -> list[str]:
             f"({', '.join(processor['instruction_sets'])})."
         )
         gpu = {name: row[name] for name in row if name not in ("kind", "cpu", "device") and row[name] is not None}
-        lines += table(("GPU", ""), gpu.items()) + [""] if "gpu" in gpu else []
+        lines += [*table(("GPU", ""), gpu.items()), ""] if "gpu" in gpu else []
     found = _of(rows, "peaks")
     body = [(name, f"{found[0][key]:.1f}") for name, key in _PEAKS] if found else []
     body += [(f"host memory read, {row['threads']} threads", f"{row['gbps']:.1f}") for row in _of(rows, "host read")]
@@ -165,13 +166,14 @@ def _decode(rows: Sequence[Row]) -> list[str]:
             f"else {row['dense_bytes'] / 1e9:.2f} GB on the device; set up in {row['setup_s']:.0f} s."
         )
     for row in _of(rows, "trace"):
-        rates = ", ".join(f"{here:.0%} ({there:.0%})" for here, there in zip(row["hit_rates_here"], row["hit_rates"], strict=True))
+        pairs = zip(row["hit_rates_here"], row["hit_rates"], strict=True)
+        rates = ", ".join(f"{here:.0%} ({there:.0%})" for here, there in pairs)
         recalls = ", ".join(f"{value:.0%}" for value in row["recalls"])
         lines += paragraphs(
             _REPLAYED,
             f"LRU hit rates at 10%, 25%, 50% and 75% of a layer's experts, here (recorded, at that model's shape): "
-            f"{rates}; fitted with share {row['fitted']['share']:g}, decay {row['fitted']['decay']:g}, root mean square "
-            f"error {row['fitted']['error']:.3f}. Recall of the next layers' routers, by distance: {recalls}.",
+            f"{rates}; fitted with share {row['fitted']['share']:g}, decay {row['fitted']['decay']:g}, root mean "
+            f"square error {row['fitted']['error']:.3f}. Recall of the next layers' routers, by distance: {recalls}.",
         )
     references = [*_of(rows, "reference"), *_of(rows, "offload")]
     if references:
@@ -182,8 +184,8 @@ def _decode(rows: Sequence[Row]) -> list[str]:
         return lines
     lines += paragraphs(_HOW_DECODE)
     head = (
-        "resident", "preset", "lossless", "ms per token", "reference", "speed", "hit rate", "MB per token", "blocked ms",
-        "floor ms: link + weights", "kernel",
+        "resident", "preset", "lossless", "ms per token", "reference", "speed", "hit rate", "MB per token",
+        "blocked ms", "floor ms: link + weights", "kernel",
     )  # fmt: skip
     body = [
         (f"{row['budget']:.0%}", row["preset"], "yes" if row["lossless"] else "no", _spread(row["tpot_ms"]),
@@ -196,8 +198,8 @@ def _decode(rows: Sequence[Row]) -> list[str]:
     near = [row for row in cells if "ndp" in row]
     if near:
         lines += paragraphs(
-            "The NDP worker beside the GPU, another process on the cores, activations through shared memory; its kernel "
-            "and what the round trip and waiting take beside it:"
+            "The NDP worker beside the GPU, another process on the cores, activations through shared memory; its "
+            "kernel and what the round trip and waiting take beside it:"
         )
         body = [
             (f"{row['budget']:.0%}", f"{n['calls_per_token']:.1f}", f"{n['experts_per_layer']:.2f}",
@@ -205,7 +207,10 @@ def _decode(rows: Sequence[Row]) -> list[str]:
              ", ".join(str(name) for name in n["transports"].values()))
             for row in near for n in (row["ndp"],)
         ]  # fmt: skip
-        head = ("resident", "calls per token", "experts per layer", "waited us per call", "kernel us per call", "recomputed", "transport")
+        head = (
+            "resident", "calls per token", "experts per layer", "waited us per call", "kernel us per call",
+            "recomputed", "transport",
+        )  # fmt: skip
         lines += [*table(head, body), ""]
     return lines
 
@@ -213,9 +218,10 @@ def _decode(rows: Sequence[Row]) -> list[str]:
 def _tests(rows: Sequence[Row]) -> list[str]:
     found = _of(rows, "tests")
     body = [
-        (row["folder"], row["passed"], row["failed"], row["errors"], row["skipped"], "cut off" if row["cut_off"] else "")
+        (row["folder"], *(row[count] for count in ("passed", "failed", "errors", "skipped")),
+         "cut off" if row["cut_off"] else "")
         for row in found
-    ]
+    ]  # fmt: skip
     lines = [*table(("tests", "passed", "failed", "errors", "skipped", ""), body), ""] if body else []
     for failure in (failure for row in found for failure in row["failures"]):
         why = failure["why"].strip().splitlines() or [""]
@@ -227,17 +233,24 @@ def _host(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     kernels = _of(rows, "kernel")
     if kernels:
-        lines += paragraphs("Kernels of the experts, as measured at start on the slot pool; the fastest of a row class runs it.")
+        lines += paragraphs(
+            "Kernels of the experts, as measured at start on the slot pool; the fastest of a row class runs it."
+        )
         body = [
             (row["shape"], row["kernel"], row["row_class"], row["rows"], row["experts"], f"{row['us']:.1f}",
              f"{row['device_us']:.1f}", f"{row['gbps']:.0f}", "chosen" if row["chosen"] else "")
             for row in kernels
         ]  # fmt: skip
-        head = ("shape", "kernel", "rows", "of each expert", "experts", "us", "us on the device", "1e9 weight bytes/s", "")
+        head = (
+            "shape", "kernel", "rows", "of each expert", "experts", "us", "us on the device", "1e9 weight bytes/s", "",
+        )  # fmt: skip
         lines += [*table(head, body), ""]
     parts = _of(rows, "host")
     if parts:
-        lines += paragraphs("Host time of one MoE layer in decode, microseconds, median over passes, by what it consists of.")
+        lines += paragraphs(
+            "Host time of one MoE layer in decode, microseconds, median over passes, by what it consists of. Outside "
+            "kernels is all but calling them and waiting for the device to say what was routed."
+        )
         names = list(dict.fromkeys(name for row in parts for name in row["parts_us"]))
         head = ("case", "outside kernels", *names, "launches per layer", "ms per token")
         body = [
@@ -251,16 +264,16 @@ def _host(rows: Sequence[Row]) -> list[str]:
 
 def _ndp(rows: Sequence[Row]) -> list[str]:
     lines = paragraphs(
-        "The NDP worker's kernels on packed weights that lie in memory and not in a cache, eight experts a call, one row; "
-        "1e9 bytes of packed weights per second, and their share of what the same threads read of the same memory."
+        "The NDP worker's kernels on packed weights that lie in memory and not in a cache, eight experts a call, one "
+        "row; 1e9 bytes of packed weights per second, and their share of what the same threads read of the same memory."
     )
     found = _of(rows, "ndp kernel")
     if not found:
         return lines
     widths = list(found[0]["of_read"])
     body = [
-        (row["threads"], f"{row['hidden']} x {row['intermediate']}", row["instruction_set"], f"{row['gbps']['read']:.1f}",
-         *(f"{row['gbps'][width]:.1f} ({row['of_read'][width]:.0%})" for width in widths))
+        (row["threads"], f"{row['hidden']} x {row['intermediate']}", row["instruction_set"],
+         f"{row['gbps']['read']:.1f}", *(f"{row['gbps'][width]:.1f} ({row['of_read'][width]:.0%})" for width in widths))
         for row in found
     ]  # fmt: skip
     return [*lines, *table(("threads", "expert", "set", "read", *widths), body), ""]
