@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from .engines import engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import Locality, draw, fit, lru_hit_rates
 from .machine import Peaks, peaks, spread_of
-from .memory import moe_layers
+from .memory import moe_layers, usable_cores
 from .offload import offload_problem, offloaded
 from .options import Context
 from .random_models import RandomModel, build_random_model, own_experts
@@ -45,6 +44,7 @@ OURS = "tiermoe"
 PROMPT, WARM, TOKENS, SLOW_TOKENS, REPEATS = 16, 24, 8, 3, 5
 _SLOW_S = 0.06  # a token that takes longer is measured in shorter pieces
 _OFFLOAD_TOKENS = 2
+_OFFLOAD_S = 12.0  # kept for it at the end
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Bench:
 def run(context: Context, record: Record, name: str) -> None:
     """All cases of one shape, as far as time allows."""
     shape = (TOY if context.toy else REAL)[name]
-    torch.set_num_threads(1 if context.toy else os.cpu_count() or 1)
+    torch.set_num_threads(1 if context.toy else usable_cores())
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
     locality, trace = _trace(context, record, shape, layers)
@@ -152,10 +152,10 @@ def _cases(bench: Bench) -> None:
     best: dict[float, tuple[float, str]] = {}
     skipped: list[str] = []
     budgets: Sequence[float] = (0.5, 1.0) if context.toy else BUDGETS
-    longest_s = 0.0
+    longest_s, reserve_s = 0.0, 4.0 if context.toy or offload_problem() is not None else _OFFLOAD_S
     for budget in budgets:
         for preset in ((ALL, *PRESETS) if budget == 1.0 else PRESETS):
-            if context.left_s < longest_s + 4.0:
+            if context.left_s < longest_s + reserve_s:
                 skipped.append(f"{preset} at {budget:g}")
                 continue
             begin_s = time.monotonic()
@@ -187,8 +187,7 @@ def _cases(bench: Bench) -> None:
 def _case(bench: Bench, preset: str, budget: float) -> float:
     """Measure one preset at one budget beside the reference; its speed over the reference's."""
     context, shape = bench.context, bench.shape
-    cores = len(os.sched_getaffinity(0))
-    threads = 1 if context.toy else max(1, cores - 3)
+    threads = 1 if context.toy else max(1, usable_cores() - 3)
     with engine_of(
         preset, budget, shape, bench.built, bench.host, bench.replay.probes(), context, threads
     ) as engine:
@@ -261,7 +260,7 @@ def _offload(bench: Bench) -> None:
     """accelerate's offload of the experts, for a few tokens: the common way to run what does not fit."""
     context, record = bench.context, bench.record
     problem = offload_problem()
-    if problem is None and context.left_s < 8.0:
+    if problem is None and context.left_s < _OFFLOAD_S / 2:
         problem = "no time was left"
     if problem is not None:
         record.note(f"{bench.shape.name}: accelerate's CPU offload was not measured: {problem}")

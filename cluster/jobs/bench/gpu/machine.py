@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...machine import cpu
+from .memory import usable_cores
 from .options import Context
 from .record import Record
 
@@ -34,7 +35,7 @@ def run(context: Context, record: Record) -> None:
     record.row("machine", **describe(context))
     found = peaks(context)
     record.row("peaks", h2d_gbps=found.h2d, d2h_gbps=found.d2h, hbm_gbps=found.hbm)
-    for threads in sorted({1, cpu()["cores"]}):
+    for threads in sorted({1, usable_cores()}):
         record.row("host read", threads=threads, gbps=host_read_gbps(threads, context.toy))
 
 

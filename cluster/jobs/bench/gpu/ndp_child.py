@@ -28,7 +28,7 @@ from .....errors import RuntimeFailure
 from .....kernels.pack import PackedShape
 
 WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
-DISTINCT_LAYERS = 4
+DISTINCT_LAYERS = 2
 _START_S = 60.0
 
 

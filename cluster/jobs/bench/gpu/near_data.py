@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from ..kernel_threads import BITS, bench_kernel_threads
+from .memory import usable_cores
 from .options import Context
 from .record import Record
 
@@ -15,7 +14,7 @@ _TOY = {"shapes": ((64, 96),), "cold_bytes": 1 << 20}
 
 def run(context: Context, record: Record) -> None:
     """Half of the cores and all of them: more than memory needs may be slower than fewer."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     sizes = _TOY if context.toy else {"shapes": SHAPES}
     for threads in sorted({1} if context.toy else {max(1, cores // 2), max(1, cores - 2), cores}, reverse=True):
         if context.left_s < 6.0:
