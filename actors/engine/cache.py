@@ -382,9 +382,10 @@ class ExpertCache:
         ) from job.error
 
     def _release(self, key: int) -> None:
-        """Undo the reservation of a load that was cancelled or failed; its bytes count nowhere."""
-        self.ledger.cancelled(key)
-        self._forget(self._jobs[key])
+        """Undo the reservation of a load that was cancelled or failed."""
+        job = self._jobs[key]
+        self.ledger.cancelled(key, job.moved_share)
+        self._forget(job)
 
     def _forget(self, job: LoadJob) -> None:
         key = job.reservation.key

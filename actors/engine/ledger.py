@@ -148,8 +148,12 @@ class CacheLedger:
             source.wasted += 1
             self.stats.layers[self._layer_of(key)].bytes_wasted += self._bytes_of(key)
 
-    def cancelled(self, key: int) -> None:
-        """Its load was dropped or failed, and no forward waits for it; its bytes count nowhere."""
+    def cancelled(self, key: int, moved_share: float) -> None:
+        """Its load was dropped or failed, and no forward waits for it; of its bytes count those moved, as wasted."""
+        if moved_share:
+            stats, moved = self.stats.layers[self._layer_of(key)], round(self._bytes_of(key) * moved_share)
+            stats.bytes_loaded_prefetch += moved
+            stats.bytes_wasted += moved
         if (source := self._unused_prefetches.pop(key, None)) is not None:
             self.governor.wasted()
             source.cancelled += 1

@@ -47,6 +47,7 @@ class LoadJob:
     started: bool = False
     cancelled: bool = False
     writeback: bool = False  # the expert that was in the slot is copied back to the host first
+    moved_share: float = 0.0  # of its bytes, where it was dropped on its way: what had been moved by then, for nothing
 
     @property
     def prefetch(self) -> bool:

@@ -1,0 +1,303 @@
+"""A GPU made of lists: it carries out what is enqueued in any order that streams and events allow, and finds hazards.
+
+Two nets for the same bugs:
+
+- Operations run late and in random order (`Random(seed)`), on real tensors: what is read too early is wrong.
+- Each operation knows by vector clocks what is certain to come before it. Two that touch the same bytes, one of them
+  writing, must be in order: else `Hazard` at once, whatever order this run happens to take.
+
+What the host saw done (`query`, `synchronize`) is before all that it enqueues later. All tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Clock = dict[int, int]  # of each stream, how many of its operations are before
+
+
+class Hazard(BaseException):
+    """Two operations touch the same bytes, one writes, and nothing says which comes first.
+
+    No `Exception`, for nobody is to take it for a copy that failed.
+    """
+
+
+class FakeStream:
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.queue: deque[Operation] = deque()
+        self.enqueued = 0
+        self.clock: Clock = {}  # before what is enqueued next
+        self.done = 0  # operations carried out
+
+
+class FakeEvent:
+    def __init__(self, timing: bool) -> None:
+        self.timing = timing
+        self.record: Record | None = None
+
+
+@dataclass(eq=False)
+class Record:
+    """One recording of an event."""
+
+    clock: Clock = field(default_factory=dict)
+    done: bool = False
+    at_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Operation:
+    stream: FakeStream
+    number: int
+    act: Callable[[], None]
+    needs: Record | None = None
+    seconds: float = 0.0
+    clock: Clock = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Access:
+    first: int
+    last: int
+    write: bool
+    stream: int
+    number: int
+    name: str
+
+    def before(self, clock: Clock) -> bool:
+        return clock.get(self.stream, 0) >= self.number
+
+
+class FakeGpu:
+    """`GpuRuntime` on the CPU.
+
+    Args:
+        seed: of the order. bytes_per_s: of copies, for the times.
+        pin_all: whether host memory counts as pinned that was not made here.
+
+    Attributes:
+        synchronized: times that the host waited. calls: of each method. refuse: whether registration fails.
+        idle: carry out nothing before the host waits. eager: carry out everything at once, for compute that is torch's
+        own and knows no streams. compute: the current stream, which a test may exchange.
+    """
+
+    def __init__(self, seed: int = 0, bytes_per_s: float = 1e9, pin_all: bool = True) -> None:
+        self.device = torch.device("cpu")
+        self._random, self._rate, self._pin_all = random.Random(seed), bytes_per_s, pin_all
+        self._streams: list[FakeStream] = []
+        self._of_thread = threading.local()
+        self._lock = threading.RLock()
+        self._host: Clock = {}
+        self._accesses: list[Access] = []
+        self._keep: list[torch.Tensor] = []  # so that addresses stay those of one tensor
+        self._own: list[tuple[int, int]] = []  # pinned or device memory that was made here
+        self.registered: dict[int, int] = {}
+        self.refuse: Callable[[int, int], bool] = lambda address, nbytes: False
+        self.now_s = 0.0
+        self.synchronized = 0
+        self.hazards: list[str] = []
+        self.calls: dict[str, int] = {}
+        self.idle = self.eager = False
+        self.compute = self.stream(name="compute")
+
+    # -- GpuRuntime --------------------------------------------------------------------------------------
+
+    def stream(self, urgent: bool = False, name: str = "") -> FakeStream:
+        number = len(self._streams)
+        self._streams.append(FakeStream(number, name or f"stream {number}"))
+        return self._streams[-1]
+
+    def current(self) -> FakeStream:
+        return self.compute
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        self._count("on")
+        entered = self._entered()
+        entered.append(stream)
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    def event(self, timing: bool = True) -> FakeEvent:
+        return FakeEvent(timing)
+
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        self._count("record")
+
+        record = event.record = Record()
+
+        def act() -> None:
+            record.done, record.at_s = True, self.now_s
+
+        with self._lock:
+            operation = self._enqueue(stream, act)
+            record.clock = operation.clock | {stream.number: operation.number}
+
+    def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
+        self._count("wait_event")
+        assert event.record is not None, "CUDA lets nobody wait for an event that was never recorded"
+        with self._lock:
+            self._enqueue(stream, lambda: None, event.record)
+            _merge(stream.clock, event.record.clock)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self._count("copy")
+        assert dst.shape == src.shape
+        assert dst.is_contiguous()
+        assert src.is_contiguous()
+        entered = self._entered()
+        stream = entered[-1] if entered else self.compute
+
+        def act() -> None:
+            dst.copy_(src)
+
+        with self._lock:
+            self._enqueue(stream, act, seconds=src.nbytes / self._rate)
+            self._touch(stream, src, write=False)
+            self._touch(stream, dst, write=True)
+
+    def query(self, event: FakeEvent) -> bool:
+        self._count("query")
+        with self._lock:
+            self.run_some()
+            record = event.record
+            if record is None or not record.done:
+                return record is None
+            _merge(self._host, record.clock)
+            return True
+
+    def synchronize(self, event: FakeEvent) -> None:
+        with self._lock:
+            self.synchronized += 1
+            record = event.record
+            assert record is not None
+            while not record.done:
+                assert self._step(), "streams wait for each other"
+            _merge(self._host, record.clock)
+
+    def elapsed_s(self, earlier: FakeEvent, later: FakeEvent) -> float:
+        assert earlier.timing
+        assert later.timing
+        assert earlier.record is not None
+        assert earlier.record.done
+        assert later.record is not None
+        assert later.record.done
+        return later.record.at_s - earlier.record.at_s
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return self._made(nbytes)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return self._made(nbytes)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return self._pin_all or any(first <= address < last for first, last in self._own)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        taken = any(a < address + nbytes and address < a + n for a, n in self.registered.items())
+        if taken or self.refuse(address, nbytes):
+            return "refused"
+        self.registered[address] = nbytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    # -- compute and order -------------------------------------------------------------------------------
+
+    def kernel(self, reads: Sequence[torch.Tensor], act: Callable[[], None], seconds: float = 1e-6) -> None:
+        """Enqueue what reads these tensors on the compute's stream."""
+        with self._lock:
+            self._enqueue(self.compute, act, seconds=seconds)
+            for tensor in reads:
+                self._touch(self.compute, tensor, write=False)
+
+    def run_some(self) -> None:
+        """Let the GPU do a few things, or nothing."""
+        if not self.idle:
+            for _ in range(self._random.choice((0, 0, 1, 2, 5, 20))):
+                if not self._step():
+                    return
+
+    def finish(self) -> None:
+        """Let the GPU do everything."""
+        while self._step():
+            pass
+        assert not any(stream.queue for stream in self._streams), "streams wait for each other"
+        assert not self.hazards  # also those that a thread met
+
+    def _step(self) -> bool:
+        ready = [s for s in self._streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
+        if not ready:
+            return False
+        stream = self._random.choice(ready)
+        operation = stream.queue.popleft()
+        self.now_s += operation.seconds
+        operation.act()
+        stream.done += 1
+        return True
+
+    def _enqueue(
+        self, stream: FakeStream, act: Callable[[], None], needs: Record | None = None, seconds: float = 0.0
+    ) -> Operation:
+        _merge(stream.clock, self._host)
+        stream.enqueued += 1
+        operation = Operation(stream, stream.enqueued, act, needs, seconds, dict(stream.clock))
+        stream.queue.append(operation)
+        stream.clock[stream.number] = stream.enqueued
+        while self.eager and self._step():
+            pass
+        return operation
+
+    def _touch(self, stream: FakeStream, tensor: torch.Tensor, write: bool) -> None:
+        """The operation that was enqueued last uses these bytes."""
+        self._keep.append(tensor)
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        mine = Access(first, last, write, stream.number, stream.enqueued, stream.name)
+        kept = []
+        for other in self._accesses:
+            if other.first < last and first < other.last and (write or other.write):
+                if not other.before(stream.clock):
+                    what = "writes" if write else "reads"
+                    did = "writes" if other.write else "reads"
+                    self.hazards.append(f"{stream.name} {what} what {other.name} {did}, in no order")
+                    raise Hazard(self.hazards[-1])
+                if write and first <= other.first and other.last <= last:
+                    continue  # whoever is after this write is after that one
+            elif (other.first, other.last, other.write, other.stream) == (first, last, write, stream.number):
+                continue  # and so of two reads on one stream
+            kept.append(other)
+        self._accesses = [*kept, mine]
+
+    def _made(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        self._keep.append(tensor)
+        self._own.append((tensor.data_ptr(), tensor.data_ptr() + max(1, nbytes)))
+        return tensor
+
+    def _entered(self) -> list[FakeStream]:
+        if not hasattr(self._of_thread, "entered"):
+            self._of_thread.entered = []
+        found: list[FakeStream] = self._of_thread.entered
+        return found
+
+    def _count(self, name: str) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        if number > into.get(stream, 0):
+            into[stream] = number

@@ -1,0 +1,178 @@
+"""Pinned memory: what is registered, what is copied, what is staged, and that staged copies arrive whole."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from fake_gpu import FakeGpu
+
+from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.cuda.registration import fill_pages, page_ranges
+from tiermoe.actors.engine.cuda.staging import Staging
+from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
+from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.sources import Sources
+from tiermoe.actors.settings import CopySettings, LinkSettings
+from tiermoe.actors.store_format import ExpertShape
+
+PAGE = mmap.PAGESIZE
+FLOATS = 1000
+
+
+def layer(value: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> LayerWeights:
+    """Two tensors that share a page, as those of a layer file may."""
+    backing = torch.frombuffer(mmap.mmap(-1, 4 * FLOATS * dtype.itemsize), dtype=dtype).fill_(value)
+    return LayerWeights((backing[: 3 * FLOATS].view(3, FLOATS), backing[3 * FLOATS :].view(1, FLOATS)))
+
+
+def layers(count: int) -> list[LayerWeights]:
+    return [layer(float(i)) for i in range(count)]
+
+
+BYTES = 4 * FLOATS * 2
+
+
+def device(pin_all: bool = False) -> tuple[FakeGpu, CudaDevice]:
+    gpu = FakeGpu(pin_all=pin_all)
+    return gpu, CudaDevice(gpu, staging_bytes=128)
+
+
+@pytest.mark.parametrize(("stored", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_staged_copies_arrive_whole(stored: torch.dtype, kept: torch.dtype) -> None:
+    """In chunks of two buffers and a third for casts, in any order that the GPU may take."""
+    for seed in range(10):
+        gpu = FakeGpu(seed)
+        staging = Staging(gpu, 96)
+        for size in (1, 48, 96, 1000):
+            source = (torch.randn(size).to(stored), torch.randn(2, size).to(stored))
+            slot = tuple(torch.full(s.shape, float("nan"), dtype=kept) for s in source)
+            used = gpu.event(timing=False)
+            gpu.record(used, gpu.compute)
+            staging.copy(slot, source, used)
+            for found, wanted in zip(slot, source, strict=True):
+                assert torch.equal(found, wanted.to(kept))
+        gpu.finish()
+
+
+def test_a_staged_copy_waits_for_the_slots_last_use() -> None:
+    for seed in range(10):
+        gpu = FakeGpu(seed)
+        cuda, slot = CudaDevice(gpu, staging_bytes=64), (torch.zeros(100),)
+        seen: list[float] = []
+        gpu.kernel(slot, lambda seen=seen, slot=slot: seen.append(float(slot[0].sum())))  # type: ignore[misc]
+        copied = cuda.copy(slot, (torch.ones(100),), cuda.mark_use())
+        assert seen == [0.0]
+        assert slot[0].sum() == 100.0
+        assert (copied.event, copied.link_s) == (None, copied.end_s - copied.start_s)
+
+
+def test_pages_are_registered_once() -> None:
+    """Guards against registering a page twice, which CUDA refuses: tensors of a file may share one."""
+    one = layer()
+    (only,) = page_ranges(one.tensors)
+    first, last = one.tensors[0].data_ptr(), one.tensors[1].data_ptr() + one.tensors[1].nbytes
+    assert only[0] % PAGE == only[1] % PAGE == 0
+    assert only[0] <= first < only[0] + PAGE
+    assert only[0] + only[1] - PAGE < last <= only[0] + only[1]
+    far = torch.empty(20 * PAGE, dtype=torch.uint8)
+    assert len(page_ranges([far[:10], far[10 * PAGE : 10 * PAGE + 10]])) == 2
+    assert len(page_ranges([far[:PAGE], far[PAGE : 3 * PAGE]])) == 1  # neighbours
+
+
+def test_every_page_is_touched() -> None:
+    tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
+    tensor[::PAGE] = 1
+    assert fill_pages(tensor) == 10
+    assert fill_pages(torch.ones(3, dtype=torch.bfloat16)) == 0x80  # the first byte of 1.0
+
+
+def test_all_is_registered_where_the_driver_allows_it() -> None:
+    gpu, cuda = device()
+    mapped = layers(3)
+    found, report = cuda.pin(mapped, CopySettings())
+    assert found == mapped
+    assert report is not None
+    assert (report.registered, report.copied, report.staged, report.problem) == (3 * BYTES, 0, 0, None)
+    assert all(cuda.is_pinned(one.tensors) for one in mapped)
+    assert len(gpu.registered) == 3
+    cuda.close()
+    cuda.close()
+    assert not gpu.registered
+
+
+def test_what_is_pinned_already_is_left_alone() -> None:
+    gpu, cuda = device(pin_all=True)
+    _, report = cuda.pin(layers(2), CopySettings())
+    assert report is not None
+    assert report.registered == 2 * BYTES
+    assert not gpu.registered
+
+
+def test_the_limit_holds() -> None:
+    cuda = device()[1]
+    mapped = layers(3)
+    _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
+    assert report is not None
+    assert (report.registered, report.staged) == (2 * BYTES, BYTES)
+    assert report.problem is not None
+    assert "limit" in report.problem
+    assert [cuda.is_pinned(one.tensors) for one in mapped] == [True, True, False]
+    _, none = device()[1].pin(mapped, CopySettings(pinned_gib=0))
+    assert none is not None
+    assert none.staged == 3 * BYTES
+
+
+def test_a_refused_layer_is_staged_or_copied() -> None:
+    gpu, cuda = device()
+    mapped = layers(2)
+    first = mapped[0].tensors[0].data_ptr()
+    gpu.refuse = lambda address, nbytes: address <= first < address + nbytes
+    found, report = cuda.pin(mapped, CopySettings())
+    assert report is not None
+    assert (report.registered, report.staged, report.problem) == (BYTES, BYTES, "refused")
+    assert found == mapped
+    found, report = cuda.pin(mapped, CopySettings(unpinned="copy"))
+    assert report is not None
+    assert (report.registered, report.copied, report.staged) == (BYTES, BYTES, 0)
+    assert found[1] is mapped[1]
+    assert all(torch.equal(a, b) for a, b in zip(found[0].tensors, mapped[0].tensors, strict=True))
+    assert cuda.is_pinned(found[0].tensors)
+    assert found[0].tensors[0].data_ptr() != first
+
+
+def test_sources_give_the_copies_from_then_on() -> None:
+    gpu, cuda = device()
+    gpu.refuse = lambda address, nbytes: True
+    mapped = layers(2)
+    sources = Sources(list(mapped), list(mapped), None)
+    report = sources.pin(cuda, CopySettings(unpinned="copy"))
+    assert report is not None
+    assert report.copied == 2 * BYTES
+    assert [id(layer) for layer in sources.weights] == [id(layer) for layer in sources.mapped]
+    assert not {id(layer) for layer in sources.mapped} & {id(layer) for layer in mapped}
+    assert sources.pin(CpuDevice(LinkSettings()), CopySettings()) is None
+
+
+def test_the_queue_follows_the_device_and_what_is_pinned() -> None:
+    shape = ExpertShape(num_experts=2, intermediate=4, hidden=8, gates=2, has_bias=False)
+    stores = [
+        LayerWeights((one.tensors[0].view(-1)[:128].view(2, 4, 2, 8), one.tensors[0].view(-1)[128:192].view(2, 4, 8)))
+        for one in layers(2)
+    ]
+    pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
+    link = copy_queue(CpuDevice(LinkSettings()), pool, stores)
+    assert isinstance(link, LinkQueue)
+    link.close()
+    gpu, cuda = device()
+    gpu.refuse = lambda address, nbytes: len(gpu.registered) == 1
+    cuda.pin(stores, CopySettings())
+    queue = copy_queue(cuda, pool, stores, CopySettings(ahead_mib=2))
+    assert isinstance(queue, StreamQueue)
+    assert queue._pinned == (True, False)
+    assert queue._ahead_bytes == 2 << 20
+    assert queue._demand.side.bytes > 0  # bfloat16 arrives, float32 is kept
+    queue.close()

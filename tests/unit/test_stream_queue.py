@@ -1,0 +1,361 @@
+"""Copies on streams, on a GPU made of lists: no slot is read too early or overwritten too early, and no host waits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGpu, Hazard
+
+from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.loader import DEMAND
+from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.plan import Load, LoadOnMiss
+from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.residency import Residency, State
+from tiermoe.actors.policies.split.cut import CacheCut
+from tiermoe.actors.store_format import ExpertShape
+from tiermoe.errors import RuntimeFailure
+
+LAYERS, EXPERTS, NEURONS = 3, 4, 4  # keys 0-3 are layer 0, 4-7 layer 1, 8-11 layer 2
+KEYS = LAYERS * EXPERTS
+SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=NEURONS, gates=2, has_bias=False)
+CARRIED = SHAPE.nbytes(2)  # bytes of an expert in the store
+RATE = 1e3  # bytes per second, so that a copy takes 0.1 s
+
+
+class Rig:
+    """A cache of `slots` slots on a fake GPU, and compute that looks at slots when its turn comes."""
+
+    def __init__(
+        self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: int = 2,
+        pinned: Sequence[bool] = (True,) * LAYERS, cut: CacheCut | None = None, writeback: bool = False,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        shapes = SHAPE.stacked().values()
+        self.weights = [
+            LayerWeights(tuple(torch.randn(shape, generator=generator).bfloat16() for shape in shapes))
+            for _ in range(LAYERS)
+        ]
+        self.gpu = FakeGpu(seed, RATE)
+        self.device = CudaDevice(self.gpu, staging_bytes=24)
+        self.queue = StreamQueue(self.device, pinned, ahead * CARRIED, casts=dtype != torch.bfloat16)
+        self.residency = Residency(KEYS, slots, SHAPE.nbytes(dtype.itemsize))
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        eviction = Lru() if cut is None else SplitEviction(Lru, LAYERS, EXPERTS)
+        self.cache = ExpertCache(
+            SlotPool.allocate(SHAPE, slots, dtype, torch.device("cpu")), self.weights, self.device, self.residency,
+            eviction, PrefetchGovernor(0.0), self.stats, Timeline(True), self.queue, cut=cut, writeback=writeback,
+        )  # fmt: skip
+        for tensor in self.cache.pool.tensors:
+            tensor.fill_(float("nan"))
+        self.ran = self.looked = 0
+        self.gpu.synchronized = 0
+
+    def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int] = ()) -> None:
+        """One layer as `MoeLayer` runs it."""
+        cache = self.cache
+        cache.poll()
+        needed = cache.segments([layer * EXPERTS + e for e in experts])
+        cache.drop_stale(layer, needed)
+        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
+        cache.begin(layer, plan)
+        cache.issue([load for load in plan.loads if not load.after])
+        cache.prefetch(guesses)
+        for i, segment in enumerate(plan.run, start=1):
+            self.run(segment, cache.await_expert(segment, layer))
+            cache.ran([segment])
+            cache.issue([load for load in plan.loads if load.after == i])
+        cache.check_integrity()
+
+    def run(self, segment: int, slot: int) -> None:
+        """Enqueue a kernel on a segment's place, which must hold its neurons when the kernel's turn comes."""
+        first, count = self.cache.place(segment, slot)
+        key, cut = segment % KEYS, self.cache.cut
+        begin = cut.tops[key // EXPERTS] if cut is not None and segment >= KEYS else 0
+        stored = self.weights[key // EXPERTS].expert(key % EXPERTS)
+        wanted = [whole[begin : begin + count].to(self.cache.pool.gate_up.dtype) for whole in stored]
+        found = self.cache.pool.neuron_range(first, count)
+
+        def act() -> None:
+            self.looked += 1
+            for have, want in zip(found, wanted, strict=True):
+                assert torch.equal(have, want), f"segment {segment} in slot {slot}"
+
+        self.ran += 1
+        self.gpu.kernel(found, act, seconds=0.0)
+
+    def finish(self) -> None:
+        """Let everything happen, and see that it did."""
+        self.gpu.finish()
+        assert self.looked == self.ran
+        self.cache.poll()
+        self.cache.check_integrity()
+        self.cache.close()
+        self.device.close()
+        assert self.queue.pending == 0
+
+    def resident(self) -> set[int]:
+        return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
+
+
+def under_way(rig: Rig, lane: str) -> list[int]:
+    """Experts of which something is enqueued and not known to have ended."""
+    parts = rig.queue._demand.under_way if lane == "demand" else rig.queue._prefetch.under_way
+    return list(dict.fromkeys(part.copy.job.reservation.key for part in parts))
+
+
+def disturb(rig: Rig, chance: random.Random, cuts: Sequence[CacheCut] = ()) -> None:
+    """Do one of the things that happen between layers."""
+    cache, what = rig.cache, chance.randrange(9)
+    if what == 0:
+        for key in sorted(rig.residency.held()):
+            if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
+                cache._evict(key, 0)
+    elif what == 1:
+        cache.prefetch(chance.sample(range(KEYS), 3))
+    elif what == 2 and not cuts:
+        cache.migrate(chance.sample(range(KEYS), 3), keep_others=chance.random() < 0.5)
+    elif what == 3 and not cuts:
+        cache.vacate(chance.randrange(3), 1)
+    elif what == 4:
+        rig.gpu.compute = rig.gpu.stream(name="another compute")
+    elif what == 5:
+        cache.finish_prefetch(chance.sample(range(KEYS), 2), 0)
+    elif what == 6 and chance.random() < 0.3:
+        cache.flush()
+    elif what == 7 and cuts:
+        cache.recut(chance.choice(cuts), chance.sample(range(KEYS), 3))
+    cache.check_integrity()
+
+
+def drive(rig: Rig, seed: int, cuts: Sequence[CacheCut] = (), layers: int = 24) -> None:
+    chance = random.Random(seed)
+    for turn in range(layers):
+        rig.cache.poll()
+        for _ in range(chance.randrange(3)):
+            disturb(rig, chance, cuts)
+        experts = sorted(chance.sample(range(EXPERTS), chance.randint(1, EXPERTS)))
+        guesses = chance.sample(range(KEYS), chance.randrange(4))
+        rig.forward(turn % LAYERS, experts, guesses)
+    rig.finish()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_random_plans_read_the_right_bytes(slots: int, dtype: torch.dtype) -> None:
+    """Evictions, guesses, cancels, waves, migrations and changes of stream, in any order of the streams."""
+    for seed in range(12):
+        rig = Rig(slots, seed, dtype, ahead=1 + seed % 3)
+        drive(rig, seed)
+        total = rig.stats.total()
+        assert rig.stats.expert_bytes_peak == rig.cache.pool.bytes
+        assert total.link_s > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_random_plans_with_split_experts(dtype: torch.dtype) -> None:
+    cuts = [
+        CacheCut(NEURONS, (1, 2, 3), (2, 1, 2), 2), CacheCut(NEURONS, (2, 2, 2), (1, 1, 1), 4),
+        CacheCut(NEURONS, (3, 1, 2), (1, 1, 1), 3),
+    ]  # fmt: skip
+    for seed in range(20):
+        drive(Rig(5, seed, dtype, cut=cuts[0]), seed, cuts)
+
+
+def test_random_plans_that_copy_back() -> None:
+    for seed in range(20):
+        rig = Rig(2, seed, writeback=True)
+        drive(rig, seed)
+        assert rig.stats.total().bytes_written_back > 0
+
+
+def test_random_plans_where_some_layers_are_not_pinned() -> None:
+    """Their copies are a thread's; those of the streams and the thread's share the slots."""
+    for seed in range(6):
+        drive(Rig(3, seed, torch.float32, pinned=(True, False, True)), seed, layers=12)
+
+
+def test_the_host_never_waits_on_a_forwards_way() -> None:
+    """Guards the point of it all: neither synchronisation nor a blocking wait, in waves and evictions too."""
+    for seed in range(5):
+        rig = Rig(2, seed)
+        rig.gpu.idle = True  # nothing ends unless the host waits
+        for turn in range(12):
+            rig.forward(turn % LAYERS, [0, 1, 3], guesses=[turn % KEYS, (turn + 5) % KEYS])
+        assert rig.gpu.synchronized == 0
+        assert rig.looked == 0
+        rig.finish()
+
+
+def test_a_layers_misses_are_one_batch() -> None:
+    """One wait for the slots' last use, copies back to back, an event for each expert and one to begin with."""
+    rig = Rig(4)
+    rig.gpu.idle = True
+    rig.cache.poll()
+    rig.gpu.calls.clear()
+    rig.cache.issue([Load(key, None, 0) for key in range(4)])
+    assert rig.gpu.calls == {"record": 1 + 1 + 4, "on": 1, "wait_event": 1, "copy": 4 * 2}
+    rig.cache.close()
+
+
+def test_only_so_much_is_prefetched_at_a_time() -> None:
+    rig = Rig(8, ahead=2)
+    rig.gpu.idle = True
+    assert rig.cache.prefetch(range(6)) == 6
+    assert (len(rig.queue._prefetch.under_way), len(rig.queue._waiting)) == (2, 4)
+    rig.gpu.finish()
+    rig.cache.poll()
+    assert (len(rig.queue._prefetch.under_way), len(rig.queue._waiting)) == (2, 2)
+    assert len(rig.resident()) == 2
+    rig.gpu.finish()
+    rig.cache.poll()
+    rig.gpu.finish()
+    rig.cache.poll()
+    assert len(rig.resident()) == 6
+    rig.finish()
+
+
+def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
+    """What has been moved of it counts as loaded and wasted; its slot is written anew only after that."""
+    rig = Rig(1)
+    rig.queue._ahead_bytes, rig.queue._part_bytes = 40, 32  # of 64 + 32
+    rig.gpu.idle = True
+    rig.cache.prefetch([4])
+    assert (under_way(rig, "prefetch"), rig.queue._prefetch.bytes) == ([4], 32)
+    rig.cache.poll()
+    assert rig.queue._prefetch.bytes == 32
+    rig.gpu.finish()
+    rig.cache.poll()
+    assert rig.queue._prefetch.bytes == 32  # the second part
+    rig.forward(1, [2])  # of the same layer
+    stats = rig.stats.layers[1]
+    assert stats.bytes_wasted == stats.bytes_loaded_prefetch == 64
+    assert stats.bytes_loaded_demand == CARRIED
+    rig.finish()
+
+
+def test_the_rest_of_a_large_guess_is_demanded() -> None:
+    rig = Rig(2)
+    rig.queue._ahead_bytes, rig.queue._part_bytes = 32, 32
+    rig.gpu.idle = True
+    rig.cache.prefetch([4, 5])
+    rig.forward(1, [0])
+    assert (under_way(rig, "demand"), under_way(rig, "prefetch")) == ([4], [4])
+    assert rig.residency.state(5) == State.ABSENT
+    rig.finish()
+    stats = rig.stats.layers[1]
+    assert (stats.late_prefetches, stats.bytes_wasted) == (1, 0)
+    assert stats.link_s == pytest.approx(CARRIED / RATE)
+
+
+def test_demand_goes_before_what_waits() -> None:
+    rig = Rig(8, ahead=1)
+    rig.gpu.idle = True
+    rig.cache.prefetch([4, 5, 6])
+    rig.cache.issue([Load(0, None, 0)])
+    rig.cache.begin(1, LoadOnMiss().plan([6], rig.residency, rig.cache.eviction))  # needed now: promoted
+    assert under_way(rig, "demand") == [0, 6]
+    assert under_way(rig, "prefetch") == [4]
+    assert [job.reservation.key for job in rig.queue._waiting] == [5]
+    rig.cache.drop_stale(1, [6])
+    assert not rig.queue._waiting
+    assert rig.residency.state(5) == State.ABSENT
+    assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
+    rig.cache.abandon()
+    rig.finish()
+
+
+def test_blocked_time_is_what_the_compute_waited() -> None:
+    rig = Rig(4)
+    rig.gpu.idle = True
+    rig.forward(1, [0, 2])
+    assert rig.stats.layers[1].blocked_io_s == 0  # nobody knows yet
+    rig.gpu.finish()
+    rig.cache.poll()
+    stats = rig.stats.layers[1]
+    assert stats.bytes_loaded_demand == 2 * CARRIED
+    assert stats.total_io_s == pytest.approx(2 * CARRIED / RATE)
+    assert 0 < stats.blocked_io_s <= 2 * CARRIED / RATE * 1.0001
+    assert stats.io_path_s == stats.blocked_io_s
+    assert stats.link_path_s == stats.link_s
+    spans = [event for event in rig.cache.timeline.events() if event["ph"] == "X"]
+    assert sorted(event["name"] for event in spans) == ["L1 E0", "L1 E2", "L1 wait", "L1 wait"]
+    rig.forward(1, [0, 2])
+    assert (stats.hits, stats.misses) == (2, 2)
+    rig.finish()
+
+
+def test_two_streams_share_one_link() -> None:
+    """Copies that overlap are not counted twice: the link cannot be busy longer than time passed."""
+    for seed in range(10):
+        rig = Rig(6, seed)
+        for turn in range(9):
+            rig.forward(turn % LAYERS, [turn % EXPERTS, (turn + 1) % EXPERTS], guesses=[(5 * turn + 4) % KEYS])
+        rig.finish()
+        assert 0 < rig.stats.total().link_s <= rig.gpu.now_s * 1.0001
+
+
+def test_preload_and_flush_wait_for_the_bytes() -> None:
+    rig = Rig(3)
+    rig.gpu.idle = True
+    rig.cache.preload([0, 1, 2])
+    assert rig.stats.bytes_preloaded == 3 * CARRIED
+    assert rig.queue.pending == 0
+    rig.forward(0, [0, 1, 2])
+    assert rig.stats.layers[0].hits == 3
+    rig.cache.flush()
+    assert rig.resident() == set()
+    rig.finish()
+
+
+def test_a_copy_that_cannot_be_enqueued_fails_its_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.gpu, "copy", _refuse)
+        rig.cache.prefetch([4])
+        with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: no such memory"):
+            rig.forward(0, [1])
+        rig.cache.abandon()
+    rig.cache.poll()
+    assert rig.stats.layers[1].failed_prefetches == 1
+    rig.forward(0, [1])
+    rig.forward(1, [0])
+    rig.finish()
+
+
+def _refuse(dst: Any, src: Any) -> None:
+    raise RuntimeError("no such memory")
+
+
+def test_after_close_nothing_is_taken() -> None:
+    rig = Rig(4, ahead=1)
+    rig.gpu.idle = True
+    rig.cache.prefetch([4, 5])
+    waiting = rig.cache._jobs[5]
+    rig.cache.close()
+    assert waiting.cancelled
+    assert waiting.done.is_set()
+    assert rig.cache._jobs[4].done.is_set()  # enqueued: it came to its end
+    with pytest.raises(RuntimeFailure, match="closed"):
+        rig.cache.issue([Load(0, None, 0)])
+    rig.cache.close()
+
+
+def test_the_fake_finds_what_is_in_no_order() -> None:
+    """The net itself: without the wait for the slots' last use, or for the copy, it raises."""
+    rig = Rig(1)
+    rig.gpu.idle = True
+    rig.forward(0, [0])
+    rig.cache._evict(0, 0)
+    job = rig.cache._new_job(rig.residency.reserve(5), "demand", None)  # no mark of the slot's last use
+    with pytest.raises(Hazard, match="writes what compute reads"):
+        rig.queue.submit([job], DEMAND)
