@@ -14,7 +14,6 @@ from .base_settings import Settings
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
-
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 

@@ -248,16 +248,22 @@ def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, tem
     if temperature != 1.0:
         logs = torch.where(values > 0, _log(values), -math.inf)
         top = logs.max(dim=1, keepdim=True).values
-        scaled = torch.where(values > 0, logs - torch.where(values > 0, top, 0.0), 0.0) / temperature
+        scaled = torch.where(values > 0, logs - torch.where(values > 0, top, 0.0), 0.0) / _divisor(temperature, values)
         values = torch.where(values > 0, _exp(scaled), 0.0)
     total = _summed(values)
     p = values / torch.where(total > 0, total, 1.0)[:, None]
     if tau is not None:
-        allowed &= (0.0 - _summed(torch.where(p > 0, p * _log(p), 0.0))) / math.log(top_k) > tau
+        entropy = 0.0 - _summed(torch.where(p > 0, p * _log(p), 0.0))
+        allowed &= entropy / _divisor(math.log(top_k), p) > tau
     if gamma is not None:
         largest = p.topk(2, dim=1).values
         allowed &= largest[:, 0] - largest[:, 1] < gamma
     return allowed
+
+
+def _divisor(value: float, like: torch.Tensor) -> torch.Tensor:
+    """As a tensor of the device: by a number of the host a GPU multiplies, with its reciprocal."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:

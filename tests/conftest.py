@@ -14,7 +14,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # before triton is imported anywhere: where there is no GPU its kernels are interpreted
-if not Path("/dev/nvidia0").exists():
+if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A suite that a shell started in the background ignores SIGINT, and so would the programs that it interrupts.

@@ -120,7 +120,7 @@ def _down(
     for done in range(0, neurons, K):
         a = tl.load(a_at, mask=used[:, None], other=0.0)  # zero behind the neurons
         there = (k < neurons - done)[:, None]
-        if EVEN:
+        if EVEN:  # noqa: SIM108
             b = tl.load(b_at, mask=there, other=0.0)
         else:
             b = tl.load(b_at, mask=there & (h < H)[None, :], other=0.0)
@@ -238,7 +238,10 @@ class TritonKernel:
             grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK))
             elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
             with torch.cuda.device(device) if elsewhere else nullcontext():
-                _combine[grid](y, weights, out, self._width, TOP_K=top_k, BLOCK=_COMBINE_BLOCK, num_warps=4)
+                _combine[grid](
+                    y, weights, out, self._width,
+                    TOP_K=top_k, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True,
+                )  # fmt: skip
         return out
 
     def _launch(
@@ -255,13 +258,13 @@ class TritonKernel:
         _gate_up[sum(phases), triton.cdiv(widest, PAD) * PAD // up.N](
             hidden, pairs, self._gate_up, activations, table, first, top_k, width, stride,
             ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
-            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages,
+            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
         )  # fmt: skip
         for tiles in phases:
             _down[tiles, triton.cdiv(width, down.N)](
                 activations, pairs, self._down, y, table, first, width, stride,
                 M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
-                WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages,
+                WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
             )  # fmt: skip
             first += tiles
 

@@ -17,6 +17,7 @@ With TRITON_INTERPRET=1 in the environment before triton is imported it runs on 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -222,14 +223,16 @@ def substitute_triton(
     out_ids, out_weights = torch.empty_like(ids), torch.empty_like(weights)
     counts = torch.empty(tokens, 2, dtype=torch.int32, device=ids.device)
     gated = tau is not None or gamma is not None
-    _kernel[(tokens,)](
-        ids, weights, weights if probabilities is None else probabilities, replace.view(torch.uint8), reach,
-        buddies.ids, buddies.similarity, table, out_ids, out_weights, counts,
-        top_k if options.rho is None else min(options.rho, top_k), experts, ranks, search,
-        K=top_k, SLOTS=triton.next_power_of_2(top_k), RANKS=triton.next_power_of_2(search),
-        ENTROPY=tau is not None, MARGIN=gamma is not None, TEMPER=gated and options.temperature != 1.0,
-        COMPATIBILITY=options.eta > 0, REUSE=options.reuse > 0, DROP=options.fallback == "drop", BY_BUDDY=by_buddy,
-        RENORMALISE=options.renormalise, num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    elsewhere = ids.is_cuda and torch.cuda.current_device() != ids.device.index  # of a thread, so it may be another
+    with torch.cuda.device(ids.device) if elsewhere else nullcontext():
+        _kernel[(tokens,)](
+            ids, weights, weights if probabilities is None else probabilities, replace.view(torch.uint8), reach,
+            buddies.ids, buddies.similarity, table, out_ids, out_weights, counts,
+            top_k if options.rho is None else min(options.rho, top_k), experts, ranks, search,
+            K=top_k, SLOTS=triton.next_power_of_2(top_k), RANKS=triton.next_power_of_2(search),
+            ENTROPY=tau is not None, MARGIN=gamma is not None, TEMPER=gated and options.temperature != 1.0,
+            COMPATIBILITY=options.eta > 0, REUSE=options.reuse > 0, DROP=options.fallback == "drop", BY_BUDDY=by_buddy,
+            RENORMALISE=options.renormalise, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     substituted, dropped = counts.sum(dim=0).tolist()
     return ReplacedTensors(out_ids, out_weights, substituted, dropped)

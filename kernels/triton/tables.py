@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 _BLOCK = 1024
 
@@ -46,14 +48,14 @@ class TableRing:
         self._buffers: list[torch.Tensor | None] = [None] * entries
         self._events: list[torch.cuda.Event | None] = [None] * entries
         self._next = self.waits = 0
-        self.mapped = device.type == "cuda"
-        if self.mapped:
+        self.mapped = True
+        if device.type == "cuda":
             self.mapped = self._reads_host_memory()
 
-    def put(self, table: Sequence[Sequence[int]]) -> torch.Tensor:
+    def put(self, table: Sequence[Sequence[int]] | NDArray[np.int32]) -> torch.Tensor:
         """The table as int32 [rows, columns] on the device, for what is enqueued on the current stream from now on."""
         if self._device.type == "cpu":
-            return torch.tensor(table, dtype=torch.int32).view(len(table), self._columns)
+            return torch.from_numpy(np.array(table, dtype=np.int32)).view(len(table), self._columns)
         at, self._next = self._next, (self._next + 1) % len(self._buffers)
         event = self._events[at]
         if event is None:

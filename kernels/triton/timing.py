@@ -1,0 +1,47 @@
+"""How long calls take on a device. It waits for the device, so it is for measuring before requests come."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+_WARM_UP = 2  # the first compiles
+_BACKLOG_CYCLES = 4_000_000  # of the device's clock: some milliseconds, in which the calls queue up
+
+
+def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) -> tuple[float, float]:
+    """Seconds of `call(i)`, i counting up: the median from an idle device to its result, and on the device alone.
+
+    The latter is the mean of calls that are queued behind each other. On the CPU both are the first.
+    """
+    wait = (lambda: None) if device.type == "cpu" else (lambda: torch.cuda.synchronize(device))
+    for i in range(_WARM_UP):
+        call(i)
+    wait()
+    waited = []
+    for i in range(repeats):
+        start_s = time.perf_counter()
+        call(_WARM_UP + i)
+        wait()
+        waited.append(time.perf_counter() - start_s)
+    median_s = statistics.median(waited)
+    if device.type == "cpu":
+        return median_s, median_s
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if hasattr(torch.cuda, "_sleep"):
+            torch.cuda._sleep(_BACKLOG_CYCLES)
+        begin.record()
+        for i in range(repeats):
+            call(i)
+        end.record()
+        end.synchronize()
+    return median_s, begin.elapsed_time(end) * 1e-3 / repeats
+
+
+def device_name(device: torch.device) -> str:
+    """What the device is, for tables of what was measured on it."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

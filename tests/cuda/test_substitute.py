@@ -1,0 +1,50 @@
+"""The substitution kernel on a GPU gives what the sequential algorithm gives, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from substitution_cases import OPTIONS, assert_same, case, on_tensors, taus
+
+from tiermoe.actors.policies import substitution
+from tiermoe.kernels.substitute import BuddyTensors, ReplacedTensors, substitute, substitute_tensors
+
+pytest.importorskip("triton")
+
+SHAPES = [(1, 1, 4), (1, 4, 60), (8, 8, 64), (128, 6, 64)]
+
+
+def moved(argument: Any, device: torch.device) -> Any:
+    if isinstance(argument, BuddyTensors):
+        return BuddyTensors(*(part.to(device) for part in argument))
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+
+
+def on_host(found: ReplacedTensors) -> ReplacedTensors:
+    return found._replace(ids=found.ids.cpu(), weights=found.weights.cpu())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_kernel_gives_what_the_algorithm_gives(gpu: torch.device, name: str) -> None:
+    """`substitute` takes the Triton kernel for tensors of a GPU; torch's way is the same there too."""
+    for shape in SHAPES:
+        for steps in (0, 4):
+            arguments = case(np.random.default_rng(sum(shape)), *shape, ranks=min(16, shape[2]), steps=steps)
+            given = [moved(a, gpu) for a in on_tensors(arguments)]
+            for tau in taus(name, arguments):
+                expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+                assert_same(on_host(substitute(*given, OPTIONS[name], tau)), expected)
+                assert_same(on_host(substitute_tensors(*given, OPTIONS[name], tau)), expected)
+
+
+@pytest.mark.parametrize("name", ["rho 3", "buddy renormalised", "tempered"])
+def test_the_largest_shape(gpu: torch.device, name: str) -> None:
+    arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
+    given = [moved(a, gpu) for a in on_tensors(arguments)]
+    for tau in taus(name, arguments):
+        expected = substitution.substitute(*arguments, OPTIONS[name], tau)
+        assert expected.substituted > 100
+        assert_same(on_host(substitute(*given, OPTIONS[name], tau)), expected)

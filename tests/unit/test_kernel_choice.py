@@ -1,0 +1,164 @@
+"""Which kernel runs the experts: rules of the choice, and a choice among real kernels, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import assert_near, exact, gate_for, groups_of, rows_for
+from torch import nn
+
+from tiermoe.actors.engine import kernel_choice, kernel_times
+from tiermoe.actors.engine.kernel_choice import Kernels, fastest, kernel_for
+from tiermoe.actors.engine.kernel_times import KernelTime, expert_kernel_times, fill_slots, problem_of
+from tiermoe.actors.engine.model import MoeBlock
+from tiermoe.actors.engine.pool import SlotPool
+from tiermoe.actors.store_format import ExpertShape
+from tiermoe.errors import ConfigError
+from tiermoe.kernels.cpu_ffn import CpuKernel
+from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
+
+NEURONS, WIDTH = 24, 32
+
+
+def pool_in(dtype: torch.dtype, slots: int = 3) -> SlotPool:
+    shape = ExpertShape(num_experts=4, hidden=WIDTH, intermediate=NEURONS, gates=2, has_bias=False)
+    return SlotPool.allocate(shape, slots, dtype, torch.device("cpu"))
+
+
+def block(activation: str | None = "silu") -> MoeBlock:
+    return MoeBlock(nn.Module(), gate_for("silu"), activation, None, None)
+
+
+def operands(pool: SlotPool) -> Operands:
+    return Operands(pool.gate_up, pool.down, None, None)
+
+
+def time_of(kernel: str, us: float) -> KernelTime:
+    return KernelTime(kernel, "decode", 1, 4, us, us, 1.0)
+
+
+def test_on_the_cpu_it_is_as_it_was() -> None:
+    pool = pool_in(torch.float32)
+    assert isinstance(kernel_for(pool, block()), CpuKernel)
+    assert isinstance(kernel_for(pool, block(None)), TorchKernel)
+    assert isinstance(kernel_for(pool_in(torch.bfloat16), block()), TorchKernel)
+    assert isinstance(kernel_for(pool, block(), "loop"), TorchKernel)
+    kernels = Kernels(pool, "auto", [block(), block()])
+    assert kernels.of(block()) is kernels.of(block())
+    assert kernels.plan.as_dict() == {
+        "chosen": {"decode": "cpu", "short": "cpu", "prefill": "cpu"}, "times": [], "notes": [],
+    }  # fmt: skip
+    for setting in ("triton", "grouped"):
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            kernel_for(pool, block(), setting)  # type: ignore[arg-type]
+
+
+def test_another_kernel_must_be_clearly_faster_than_triton() -> None:
+    assert fastest([time_of("loop", 95), time_of("triton a", 110), time_of("triton b", 100)]) == "triton b"
+    assert fastest([time_of("loop", 89), time_of("triton a", 110), time_of("triton b", 100)]) == "loop"
+    assert fastest([time_of("loop", 90), time_of("grouped", 80)]) == "grouped"
+
+
+class Wrong:
+    """Computes something else in one way or another."""
+
+    def __init__(self, right: TorchKernel, how: str) -> None:
+        self._right, self._how = right, how
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        self._right.run(hidden, pairs, groups, top_k, y)
+        if self._how == "nothing":
+            y.zero_()
+        elif self._how == "nan":
+            y[0, 0] = float("nan")
+        elif self._how == "neighbours" and len(groups) > 1:
+            y.mul_(1.0001)
+        elif self._how == "raises":
+            raise RuntimeError("out of resource: shared memory\nmore lines")
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self._right.combine(y, weights)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_what_computes_something_else_is_found_out(slots: int) -> None:
+    pool = pool_in(torch.float32, slots)
+    loop = TorchKernel(operands(pool), gate_for("silu"))
+    assert problem_of(Wrong(loop, "not"), loop, pool, 3) is None
+    for how in ("nothing", "nan"):
+        assert "differs from the loop" in str(problem_of(Wrong(loop, how), loop, pool, 3))
+    beside = problem_of(Wrong(loop, "neighbours"), loop, pool, 3)
+    assert beside is None if slots == 1 else "runs beside it" in str(beside)
+
+
+def test_slots_are_filled_as_far_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_in(torch.float32)
+    for tensor in pool.tensors:
+        tensor.zero_()
+    assert fill_slots(pool, 2) == 2
+    assert pool.gate_up[:2].std() > 0.1
+    assert (pool.gate_up[2] == 0).all()
+    assert fill_slots(pool, 9) == 3
+    loop = TorchKernel(operands(pool), gate_for("silu"))
+    times = expert_kernel_times(pool, {"loop": loop}, [1, 20], repeats=2)
+    assert [(t.kernel, t.row_class, t.rows, t.experts) for t in times] == [
+        ("loop", "decode", 1, 3), ("loop", "short", 20, 3),
+    ]  # fmt: skip
+    assert all(t.us > 0 and t.gbps == pytest.approx(pool.bytes / t.device_us / 1e3) for t in times)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trials, and no choice that an earlier test has made."""
+    monkeypatch.setattr(kernel_choice, "_TRIALS", {"decode": (1, 2), "short": (17, 1), "prefill": (65, 1)})
+    monkeypatch.setattr(kernel_choice, "_chosen", {})
+    monkeypatch.setattr(kernel_times, "_MANY_ROWS", 65)
+    times = kernel_times.expert_kernel_times
+    monkeypatch.setattr(kernel_choice, "expert_kernel_times", lambda *a: times(*a, repeats=1))
+
+
+def on_gpu(pool: SlotPool, setting: str, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """As on a GPU, with the kernels interpreted."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(
+        Kernels, "_on_cpu", lambda self, loop, activation: self._on_gpu(loop, block(activation))
+    )  # fmt: skip
+    return Kernels(pool, setting, [block()])  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
+@pytest.mark.parametrize("setting", ["auto", "triton", "grouped"])
+def test_candidates_are_tried_measured_and_joined(
+    setting: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_in(torch.float32)
+    kernels = on_gpu(pool, setting, monkeypatch)
+    plan = kernels.plan
+    expected = {"auto": {"loop", "triton", "grouped"}, "triton": {"triton"}, "grouped": {"grouped"}}[setting]
+    assert {label.split()[0] for label in plan.chosen.values()} <= expected
+    assert {time.kernel.split()[0] for time in plan.times} == (expected if setting == "auto" else set())
+    assert not plan.notes
+
+    fill_slots(pool, 3)
+    sizes = [2, 20, 70]
+    hidden, pairs = rows_for(sizes, 2, WIDTH, torch.float32)
+    groups = groups_of(sizes, [2, 0, 1], NEURONS)
+    y = torch.empty(len(pairs), WIDTH)
+    kernels.of(block()).run(hidden, pairs, groups, 2, y)
+    assert_near(y, exact(operands(pool), "silu", hidden, pairs, groups, 2))
+    again = on_gpu(pool_in(torch.float32), setting, monkeypatch)
+    assert again.plan is plan  # engines of one process agree
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
+def test_a_candidate_that_fails_is_left_out_and_said(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiermoe.kernels.triton.expert_ffn import TritonKernel
+
+    pool = pool_in(torch.float32)
+    broken = Wrong(TorchKernel(operands(pool), gate_for("silu")), "raises")
+    monkeypatch.setattr(TritonKernel, "run", lambda self, *a: broken.run(*a))
+    plan = on_gpu(pool, "auto", monkeypatch).plan
+    assert {label.split()[0] for label in plan.chosen.values()} <= {"loop", "grouped"}
+    assert sum("RuntimeError: out of resource: shared memory" in note for note in plan.notes) == 3
+    with pytest.raises(ConfigError, match=r"expert_kernel 'triton' cannot run these experts; triton .*out of resource"):
+        on_gpu(pool, "triton", monkeypatch)
