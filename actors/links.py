@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..proto.options import Supply
 from .settings import MatcherSettings, NdpSettings, ShardSettings
 
 MATCHER = "matcher"  # the name under which the matcher of expert maps is registered
@@ -66,15 +67,20 @@ class PeerLink:
         """Where the worker is now; None when it has not said so."""
         return self.directory.lookup(self.name)
 
-    def connect(self, address: str, settings: NdpSettings | ShardSettings | MatcherSettings) -> Any:
+    def connect(
+        self, address: str, settings: NdpSettings | ShardSettings | MatcherSettings, supply: Supply | None = None
+    ) -> Any:
         """A `proto.channel.Channel` to the worker.
+
+        Args:
+            supply: where answers are put, see `proto.options.Supply`.
 
         Raises:
             RuntimeFailure: it cannot be reached, or refuses.
         """
         from ..proto.channel import ChannelOptions, open_channel
 
-        return open_channel(address, ChannelOptions(transport=settings.transport, token=self.token))
+        return open_channel(address, ChannelOptions(transport=settings.transport, token=self.token, supply=supply))
 
 
 @dataclass(frozen=True)

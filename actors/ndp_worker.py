@@ -44,7 +44,7 @@ class NdpWorker:
         index: number among the NDP workers, 0..N-1. Every one maps all experts, so any can compute any.
 
     Raises:
-        StoreError: the store or its replicas are of no use. ConfigError: the hardware profile is.
+        StoreError: the store or its replicas are of no use. ConfigError: the hardware profile is, or the cores are.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NdpWorker:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
         self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
-        self._threads = Threads(settings.threads)
+        self._threads = _threads(settings, index)
         self._batches = self._pairs = 0
         self._busy_s = 0.0
         options = replace(options or ServerOptions(), host=directory.host(), token=token)
@@ -108,6 +108,7 @@ class NdpWorker:
             "profile": self._profile.name,
             "paced": self._settings.pace,
             "threads": self._settings.threads,
+            "cores": ",".join(map(str, self._settings.cores_of(self._index))),
             "widths": ",".join(map(str, self._replicas)),
             "batches": self._batches,
             "pairs": self._pairs,
@@ -175,6 +176,18 @@ class NdpWorker:
             if n
         ]
         return batch_cost(self._profile, works, batch.hidden.nbytes, bytes_out).total_s
+
+
+def _threads(settings: NdpSettings, index: int) -> Threads:
+    cores = settings.cores_of(index)
+    try:
+        return Threads(settings.threads, cores)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"NDP worker {index} cannot have {settings.threads} threads on cores {list(cores) or 'of any number'}: "
+            f"{error}",
+            "lower ndp.threads, or name other ndp.cores",
+        ) from error
 
 
 def _as_float32(hidden: np.ndarray) -> np.ndarray:

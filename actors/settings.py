@@ -44,11 +44,31 @@ class NdpSettings(Settings):
     """The NDP workers, all alike, and the channels to them."""
 
     threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
+    cores: tuple[int, ...] = Field(
+        default=(), description="cores to bind these threads to, of each worker in turn; none: any"
+    )
     group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
     hardware: dict[str, Any] = Field(default_factory=dict, description="the modelled device (NdpProfile)")
     pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
     transport: Literal["auto", "shm", "grpc"] = "auto"
     deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
+
+    def cores_of(self, index: int) -> tuple[int, ...]:
+        """The cores of worker 0..N-1, one for each thread; none: any will do.
+
+        Raises:
+            ConfigError: some are named, but fewer than one worker has threads, or one twice.
+        """
+        count = len(self.cores) // self.threads
+        if not self.cores:
+            return ()
+        if count == 0 or len(set(self.cores)) < len(self.cores):
+            raise ConfigError(
+                f"ndp.cores is {list(self.cores)}, for {self.threads} threads",
+                f"name at least {self.threads} cores, each once, or lower ndp.threads",
+            )
+        first = index % count * self.threads
+        return self.cores[first : first + self.threads]
 
 
 class ShardSettings(Settings):

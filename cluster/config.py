@@ -6,12 +6,11 @@ Order of precedence: option > YAML file > the defaults written here. Nothing com
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
@@ -30,7 +29,9 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
-from .topology.local import cpus_of_actors, ndp_workers
+from .gpu_files import has_gpu
+from .topology.local import cpus_of_actors, ndp_workers, usable_cores
+from .topology.planner import STORE_CPUS
 from .topology.settings import ClusterConfig, HardwareConfig
 from .yaml_file import explain, read_yaml
 
@@ -41,6 +42,7 @@ _UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
+_GPU_WORKER_THREADS = 4
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 
 
@@ -58,7 +60,13 @@ class RaySettings(Settings):
 class NdpConfig(Settings):
     """The NDP worker, for policies that use one."""
 
-    threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
+    threads: int | None = Field(
+        default=None, ge=1, le=1024,
+        description="threads of its kernels; none: 1, and beside a GPU of this machine what its worker leaves",
+    )  # fmt: skip
+    cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
+        default=(), description="cores to bind these threads to, of each worker in turn; none: any"
+    )
     group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
     hardware: str = Field(default="paper-ndp", description="modelled device: name in configs/hardware, or a YAML file")
     pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
@@ -75,7 +83,9 @@ class RunConfig(Settings):
     budget: str | StrictFloat | StrictInt = Field(default="0.25", description="see parse_budget")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    threads: int | None = Field(default=None, ge=1, le=1024, description="worker threads; none: all cores but one")
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="worker threads; none: cores - 1, on a GPU at most 4"
+    )
     link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
     copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
@@ -94,11 +104,30 @@ class RunConfig(Settings):
 
     @property
     def worker_threads(self) -> int:
-        """Torch threads of the worker: one core stays free for the driver, the store and Ray."""
+        """Torch threads of the worker: one core stays free for the driver, the store and Ray.
+
+        A worker on a GPU has little to compute on the CPU, which it leaves to an NDP worker.
+        """
         if self.threads is not None:
             return self.threads
-        mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, mine - 1)
+        free = max(1, usable_cores() - 1)
+        return min(_GPU_WORKER_THREADS, free) if self._on_a_gpu_here else free
+
+    @property
+    def ndp_threads(self) -> int:
+        """Threads of each NDP worker's kernels: 1, and beside a GPU of this machine a share of the cores left over."""
+        if self.ndp.threads is not None:
+            return self.ndp.threads
+        if not self._on_a_gpu_here:
+            return 1
+        workers = 1 if self.cluster.ndp_workers == "per-node" else max(1, self.cluster.ndp_workers)
+        left = usable_cores() - self.worker_threads * self.cluster.shards - int(STORE_CPUS)
+        return max(1, left // workers)
+
+    @property
+    def _on_a_gpu_here(self) -> bool:
+        """Whether the worker runs on a GPU of this machine; of a cluster that is joined nothing is known here."""
+        return self.ray.address is None and (self.device == "cuda" or (self.device == "auto" and has_gpu()))
 
 
 def configs_dir() -> Path:
@@ -227,7 +256,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         shards, ndp = config.cluster.shards, ndp_workers(config, policy)
         times = f" on each of {shards} GPUs" if shards > 1 else ""
         who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
-        near = f", {who} {config.ndp.threads}" if ndp else ""
+        near = f", {who} {config.ndp_threads}" if ndp else ""
         raise ConfigError(
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
@@ -242,7 +271,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         copies=config.copies,
         kv=config.kv,
         ndp=NdpSettings(
-            **config.ndp.model_dump(exclude={"hardware"}), hardware=asdict(load_hardware(config.ndp.hardware))
+            **config.ndp.model_dump(exclude={"hardware", "threads"}),
+            threads=config.ndp_threads,
+            hardware=asdict(load_hardware(config.ndp.hardware)),
         ),
         shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
         store=StoreSettings(
@@ -253,6 +284,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         integrity_checks=config.integrity_checks,
         trace=trace,
     )
+    settings.ndp.cores_of(0)  # refuses what cannot be
     check_combination(settings)
     return settings
 

@@ -64,7 +64,7 @@ class Watcher:
         grows = bool(workers) and config.cluster.ndp_workers == "per-node"
         if crew.directory is None:
             return None
-        return Watcher(crew, config.ndp.threads if grows else None, workers, tell)
+        return Watcher(crew, config.ndp_threads if grows else None, workers, tell)
 
     def close(self) -> None:
         """Stop looking. Bounded."""

@@ -1,5 +1,6 @@
 """The C++ extension (`proto/module.cpp`). Buffers are any objects with contiguous bytes; times in nanoseconds."""
 
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,14 +12,17 @@ def write(
     timeout_ns: int, spin_ns: int, stall_ns: int, /,
 ) -> int: ...  # fmt: skip
 def read(
-    memory: Buffer, offset: int, capacity: int, max_bytes: int, timeout_ns: int, spin_ns: int, stall_ns: int, /
-) -> bytes | int: ...
+    memory: Buffer, offset: int, capacity: int, max_bytes: int, timeout_ns: int, spin_ns: int, stall_ns: int,
+    supply: Callable[[int], Buffer | None] | None, /,
+) -> bytes | Buffer | int: ...  # fmt: skip
 def close(memory: Buffer, offset: int, capacity: int, /) -> None: ...
 def frame_head(
     client: int, request: int, settled: int, deadline_ns: int, role: int, kind: int, body: Buffer, layout: Buffer,
     payload_bytes: int, /,
 ) -> bytes: ...  # fmt: skip
-def frame_parts(data: bytes, /) -> tuple[int, int, int, int, int, int, bytes, bytes, memoryview] | None: ...
+def frame_parts(
+    data: bytes | memoryview, /
+) -> tuple[int, int, int, int, int, int, bytes, bytes, memoryview] | None: ...
 def finite(buffer: NDArray[Any], exponent: int, /) -> bool: ...
 def below(values: NDArray[Any], limit: int, /) -> bool: ...
 def batch_fault(

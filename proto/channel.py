@@ -79,7 +79,7 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
     most = min(most, control.welcome.max_message_bytes)
     link: Link
     if offered is not None and control.welcome.nonce == offered.nonce:
-        link = RingLink(offered.rings, options.limits.max_message_bytes)
+        link = RingLink(offered.rings, options.limits.max_message_bytes, options.supply)
     elif options.transport == "shm":
         control.close()
         raise ChannelRefused(

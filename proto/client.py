@@ -17,7 +17,7 @@ from .control import Control
 from .frame import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces
 from .links import Link
 from .messages import Acknowledged, Failure, Message
-from .options import ChannelOptions
+from .options import ChannelOptions, Received
 from .pending import Pending
 from .shm import RingEnded
 
@@ -313,7 +313,7 @@ class Channel:
         with self._changed:
             self._changed.notify_all()
 
-    def _deliver(self, data: bytes) -> None:
+    def _deliver(self, data: Received) -> None:
         """An answer arrived."""
         try:
             frame = frames.unpack(data)

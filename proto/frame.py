@@ -19,6 +19,7 @@ from .codec import Encoded
 from .generated import channel_pb2
 from .layout import ALIGNMENT
 from .limits import malformed, too_large
+from .options import Received
 
 REQUEST, REPLY, POST = channel_pb2.ROLE_REQUEST, channel_pb2.ROLE_REPLY, channel_pb2.ROLE_POST
 PROBE, UNKNOWN = channel_pb2.ROLE_PROBE, channel_pb2.ROLE_UNKNOWN
@@ -71,8 +72,8 @@ def bare(client: int, request: int, settled: int, deadline_ns: int, role: int) -
     return (_ring.frame_head(client, request, settled, deadline_ns, role, 0, b"", b"", 0),)
 
 
-def unpack(data: bytes) -> Frame:
-    """Find the parts of a frame.
+def unpack(data: Received) -> Frame:
+    """Find the parts of a frame, whose payload stays where it is.
 
     Raises:
         MessageError: the bytes are no frame.
@@ -81,10 +82,10 @@ def unpack(data: bytes) -> Frame:
     return Frame._make(parts) if parts is not None else _unpack_by_protobuf(data)
 
 
-def _unpack_by_protobuf(data: bytes) -> Frame:
+def _unpack_by_protobuf(data: Received) -> Frame:
     """A frame as others write it, with fields left out or in another order; its payload is copied."""
     try:
-        f = channel_pb2.Frame.FromString(data)
+        f = channel_pb2.Frame.FromString(bytes(data))
     except DecodeError:
         raise malformed(f"{len(data)} bytes that are no frame") from None
     return Frame(

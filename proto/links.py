@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from . import grpc_wire as wire
 from .frame import Pieces
+from .options import Received, Supply
 from .shm import SharedRings
 
 if TYPE_CHECKING:
     import grpc
 
-Deliver = Callable[[bytes], None]
+Deliver = Callable[[Received], None]
 Lose = Callable[[str], None]
 
 
@@ -47,7 +48,7 @@ class Link(Protocol):
             stall_s: how long to wait in the middle of a frame longer than `whole`; then the way is broken.
         """
 
-    def receive(self, timeout_s: float) -> bytes | None:
+    def receive(self, timeout_s: float) -> Received | None:
         """Take a frame; one thread at a time. None: none came in time."""
 
     def close(self) -> None:
@@ -55,13 +56,19 @@ class Link(Protocol):
 
 
 class RingLink:
-    """Shared memory."""
+    """Shared memory.
+
+    Args:
+        rings: of both directions.
+        most: bytes of a frame.
+        supply: where frames that arrive are put.
+    """
 
     name: Literal["shm"] = "shm"
     pull = True
 
-    def __init__(self, rings: SharedRings, most: int) -> None:
-        self._rings, self._most = rings, most
+    def __init__(self, rings: SharedRings, most: int, supply: Supply | None = None) -> None:
+        self._rings, self._most, self._supply = rings, most, supply
         self.send_ring, self.receive_ring = rings.requests, rings.replies
         self.whole = self.send_ring.whole
 
@@ -71,8 +78,8 @@ class RingLink:
     def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
         return self.send_ring.write(pieces, timeout_s, stall_s)
 
-    def receive(self, timeout_s: float) -> bytes | None:
-        return self.receive_ring.read(timeout_s, self._most)
+    def receive(self, timeout_s: float) -> Received | None:
+        return self.receive_ring.read(timeout_s, self._most, self._supply)
 
     def close(self) -> None:
         self._rings.close()
@@ -126,7 +133,7 @@ class StreamLink:
         self._queue.put(b"".join(pieces))
         return True
 
-    def receive(self, timeout_s: float) -> bytes | None:
+    def receive(self, timeout_s: float) -> Received | None:
         """Never asked: answers are delivered."""
         return None
 

@@ -100,10 +100,29 @@ PyObject* write(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return answer(status);
 }
 
-// read(memory, offset, capacity, max_bytes, timeout_ns, spin_ns, stall_ns) -> bytes, or the status where there are none
+// What `supply` gives for a message of `length` bytes: a new reference to memory of just that many bytes, None where it
+// has none to give, or null with an exception.
+PyObject* supplied(PyObject* supply, std::uint64_t length, Held& memory) {
+    PyObject* size = PyLong_FromUnsignedLongLong(length);
+    if (size == nullptr) return nullptr;
+    PyObject* given = PyObject_CallOneArg(supply, size);
+    Py_DECREF(size);
+    if (given == nullptr || given == Py_None) return given;
+    if (memory.take(given, true)) {
+        const bool aligned = reinterpret_cast<std::uintptr_t>(memory.data()) % 16 == 0;
+        if (memory.size() == length && aligned) return given;
+        PyErr_SetString(PyExc_ValueError, "the memory for a message has another size, or is not aligned to 16 bytes");
+    }
+    Py_DECREF(given);
+    return nullptr;
+}
+
+// read(memory, offset, capacity, max_bytes, timeout_ns, spin_ns, stall_ns, supply) -> the message, or the status where
+// there is none. supply: None, or a function from the number of bytes to the memory that takes them, which is returned
+// then; where it gives None, and without it, the message is bytes.
 PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 7)) return nullptr;
-    Held memory;
+    if (!expect(count, 8)) return nullptr;
+    Held memory, given;
     Ring ring;
     Patience patience;
     if (!ring_at(args, memory, ring) || !patience_of(args + 4, patience)) return nullptr;
@@ -115,9 +134,14 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     status = tiermoe::ring_wait(ring, max_bytes, patience, &record);
     Py_END_ALLOW_THREADS;
     if (status != Status::ok) return answer(status);
-    PyObject* bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record.length));
-    if (bytes == nullptr) return nullptr;
-    auto* into = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(bytes));
+    PyObject* message = args[7] == Py_None ? nullptr : supplied(args[7], record.length, given);
+    if (message == nullptr && PyErr_Occurred()) return nullptr;  // the message stays in the ring
+    if (message == nullptr || message == Py_None) {
+        Py_XDECREF(message);
+        message = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record.length));
+        if (message == nullptr) return nullptr;
+    }
+    auto* into = PyBytes_CheckExact(message) ? reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message)) : given.data();
     if (record.whole && record.length <= 64 * 1024) {  // shorter than giving the lock away and asking for it back
         status = tiermoe::ring_take(ring, record.length, into, patience);
     } else {
@@ -125,8 +149,8 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
         status = tiermoe::ring_take(ring, record.length, into, patience);
         Py_END_ALLOW_THREADS;
     }
-    if (status == Status::ok) return bytes;
-    Py_DECREF(bytes);
+    if (status == Status::ok) return message;
+    Py_DECREF(message);
     return answer(status);
 }
 
@@ -215,17 +239,19 @@ PyObject* frame_head(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<char*>(into), static_cast<Py_ssize_t>(size));
 }
 
-// frame_parts(data: bytes) -> (client, request, settled, deadline_ns, role, kind, body, layout, payload: memoryview), or
-// None where they are not in the fixed form
+// frame_parts(data: bytes or a read-only memoryview) -> (client, request, settled, deadline_ns, role, kind, body, layout,
+// payload: memoryview), or None where they are not in the fixed form
 PyObject* frame_parts(PyObject*, PyObject* data) {
-    if (!PyBytes_Check(data)) {
-        PyErr_SetString(PyExc_TypeError, "a frame is bytes");
+    if (!PyBytes_Check(data) && !PyMemoryView_Check(data)) {
+        PyErr_SetString(PyExc_TypeError, "a frame is bytes or a memoryview");
         return nullptr;
     }
-    char* bytes = PyBytes_AS_STRING(data);
+    Held held;
+    if (!held.take(data)) return nullptr;
+    char* bytes = reinterpret_cast<char*>(held.data());
     tiermoe::FrameNumbers numbers;
     tiermoe::FrameParts parts;
-    const auto size = static_cast<std::size_t>(PyBytes_GET_SIZE(data));
+    const std::size_t size = held.size();
     if (!tiermoe::frame_parts(reinterpret_cast<unsigned char*>(bytes), size, &numbers, &parts)) Py_RETURN_NONE;
     PyObject* whole = PyMemoryView_FromObject(data);
     if (whole == nullptr) return nullptr;

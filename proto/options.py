@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from .faults import FaultInjector
 from .limits import MIB, Limits
 
 TransportChoice = Literal["auto", "shm", "grpc"]
+# Bytes of an arriving message -> a writable buffer of just that many, at a multiple of 16, or None where bytes will do.
+# Called by whichever thread reads; the message and its arrays hold what it gave for as long as they live.
+Supply = Callable[[int], Any]
+Received = bytes | memoryview  # a frame that arrived; read-only
 
 
 def default_spin_s() -> float:
@@ -74,6 +79,8 @@ class ChannelOptions:
         heartbeat_s, liveness_s: how often the peer is asked for a sign of life, and when it counts as lost.
         open_deadline_s: for opening.
         queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
+        supply: shared memory only: where answers are put when they are taken out of the ring, such as memory that is
+            registered with a GPU; None: anywhere.
         faults: tests only.
 
     Raises:
@@ -91,6 +98,7 @@ class ChannelOptions:
     liveness_s: float = 0.9
     open_deadline_s: float = 5.0
     queued_bytes: int = 32 * MIB
+    supply: Supply | None = None
     faults: FaultInjector | None = None
 
     def __post_init__(self) -> None:

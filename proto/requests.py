@@ -17,7 +17,7 @@ from .codec import Encoded, decode, encode
 from .dedup import ReplyCache, State
 from .frame import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces
 from .messages import Acknowledged, Failure, Message
-from .options import ServerOptions
+from .options import Received, ServerOptions
 
 Handler = Callable[[Message], Message | None]
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Requests:
         self._caches: OrderedDict[int, ReplyCache] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
-    def answer(self, data: bytes) -> Pieces | None:
+    def answer(self, data: Received) -> Pieces | None:
         """The answer to a frame, ready to be written; None: there is none to give."""
         try:
             frame = frames.unpack(data)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _ring
-from .options import good_ring_bytes
+from .options import Received, Supply, good_ring_bytes
 
 NONCE_BYTES = 32
 _FIRST = 4096
@@ -79,27 +79,34 @@ class Ring:
             return True
         return self._nothing(status)
 
-    def read(self, timeout_s: float, most: int) -> bytes | None:
+    def read(self, timeout_s: float, most: int, supply: Supply | None = None) -> Received | None:
         """The next message; None: none came within the time (or a signal did).
+
+        Args:
+            supply: says where a message is to lie, see `Supply`; None: in bytes of its own. What it raises leaves
+                the message in the ring.
 
         Raises:
             RingEnded: the ring is closed and empty, or broken.
+            ValueError: what `supply` gave has another size or is not aligned.
         """
         timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
         if self._doze_s and (data := self._doze(timeout_s, most)) is not None:
             return data
-        return self._read(timeout_ns, most)
+        return self._read(timeout_ns, most, supply)
 
-    def _read(self, timeout_ns: int, most: int) -> bytes | None:
-        data = _ring.read(self._memory, self._offset, self._capacity, most, timeout_ns, self._spin_ns, _READ_STALL_NS)
-        if isinstance(data, bytes):
-            if self._doze_s:
-                self._doze_until_s = time.monotonic() + self._doze_s
-            return data
-        self._nothing(data)
-        return None
+    def _read(self, timeout_ns: int, most: int, supply: Supply | None = None) -> Received | None:
+        data = _ring.read(
+            self._memory, self._offset, self._capacity, most, timeout_ns, self._spin_ns, _READ_STALL_NS, supply
+        )  # fmt: skip
+        if isinstance(data, int):
+            self._nothing(data)
+            return None
+        if self._doze_s:
+            self._doze_until_s = time.monotonic() + self._doze_s
+        return data if isinstance(data, bytes) else memoryview(data).toreadonly()
 
-    def _doze(self, timeout_s: float, most: int) -> bytes | None:
+    def _doze(self, timeout_s: float, most: int) -> Received | None:
         """Look until the time is up or the last message is long enough ago."""
         until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
         left_ns = self._spin_ns

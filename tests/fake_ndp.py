@@ -77,7 +77,7 @@ class FakeLink:
     def address(self) -> str | None:
         return "nowhere" if self.up.is_set() else None
 
-    def connect(self, address: str, settings: NdpSettings) -> FakeChannel:
+    def connect(self, address: str, settings: NdpSettings, supply: object = None) -> FakeChannel:
         return FakeChannel(self)
 
     def compute(self, batch: ExpertBatch) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 
 from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
+from .activations import Activations, Outgoing
 from .cache import ExpertCache
 from .host_view import LayerView
 from .remote import RemoteCall, RemoteExperts
@@ -47,6 +48,7 @@ class Dispatcher:
 
     Args:
         peer_named: finds the NDP worker or shard that `Remote.peer` names.
+        activations: the way of rows to the peers and of their sums back.
     """
 
     def __init__(
@@ -55,16 +57,20 @@ class Dispatcher:
         experts_per_layer: int,
         planner: LoadOnMiss,
         peer_named: Callable[[str], RemoteExperts],
+        activations: Activations,
     ) -> None:
-        self._cache, self._experts = cache, experts_per_layer
+        self._cache, self._experts, self._activations = cache, experts_per_layer, activations
         self._runner = ExpertRunner(cache, planner)
         self._peer_named = peer_named
 
+    def begin(self, hidden: torch.Tensor) -> Outgoing:
+        """Some of the layer's experts may be elsewhere: its rows may start on their way before the plan is made."""
+        return self._activations.begin(hidden)
+
     def send(
-        self, layer: int, plan: LayerPlan, routing: Routing, hidden: torch.Tensor, view: LayerView
+        self, layer: int, plan: LayerPlan, routing: Routing, outgoing: Outgoing, view: LayerView
     ) -> list[Errand]:
-        """Hand the plan's remote experts to their peers, one batch each; returns at once."""
-        weights = torch.from_numpy(view.weights)
+        """Hand the plan's remote experts to their peers, one batch each; waits for their rows, not for answers."""
         base = layer * self._experts
         place = {expert: i for i, expert in enumerate(routing.experts)}
         parts: dict[str, list[Remote]] = {}
@@ -74,7 +80,7 @@ class Dispatcher:
         for name, part in parts.items():
             peer = self._peer_named(name)
             wanted = [(place[r.key - base], r.bits) for r in part]
-            call = peer.send(layer, routing, wanted, hidden, weights, self._cache.decode_only)
+            call = peer.send(layer, routing, wanted, outgoing, view.weights, self._cache.decode_only)
             errands.append(Errand(peer, [r.key for r in part], call))
         return errands
 
@@ -115,13 +121,13 @@ class Dispatcher:
                 y[routing.pairs_of(elsewhere)] = 0  # a norm of zeros need not be zero
         out = kernel.combine(y, weights)
         for rows, part in partials:
-            out = out.index_add(0, rows, part.to(device=out.device, dtype=out.dtype))
+            out = out.index_add(0, rows, part.to(out.dtype))
         if timeline.enabled:
             timeline.span("compute", f"L{layer} experts", began_s, time.perf_counter())
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     def _join(self, layer: int, errand: Errand) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A peer's rows [R] and its part of them [R, H], after waiting for it; None when there will be none."""
+        """A peer's rows [R] and its part of them [R, H], after waiting for its answer; None when there is none."""
         call, peer = errand.call, errand.peer
         if call is None:
             return None
@@ -139,7 +145,7 @@ class Dispatcher:
         stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)
         if answer is not None and peer.kind == "ndp":
             self._cache.stats.count_worker(peer.name, call.experts, call.pairs)
-        return None if answer is None else (call.rows, torch.tensor(answer.partial))  # a copy: it is read-only
+        return None if answer is None else (call.rows, self._activations.receive(answer.partial))
 
     def _recompute(
         self,

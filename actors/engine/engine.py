@@ -18,6 +18,7 @@ from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
+from .activations import activations_of
 from .allocate import make_cache
 from .calibrated import Calibrated
 from .configurator import Configurator
@@ -97,6 +98,7 @@ class ExpertEngine:
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
+        self.activations = activations_of(device.torch_device)
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
         self.ndp: NdpPool | None = None
@@ -112,7 +114,10 @@ class ExpertEngine:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             planner = LoadOnMiss()
             if settings.shards.count > 1 or shards:
-                self.shards = Shards(settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats)
+                self.shards = Shards(
+                    settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats,
+                    self.activations.supply,
+                )  # fmt: skip
                 self._placer = GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
             if policy.uses_ndp:
                 self.ndp = self._make_ndp(settings, shape, blocks, ndp)
@@ -141,7 +146,7 @@ class ExpertEngine:
         if not links:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
         each = [self.slot_bytes] * self._stats.experts  # all alike, as their replicas are
-        return NdpPool(links, settings.ndp, activation, self._stats, each)
+        return NdpPool(links, settings.ndp, activation, self._stats, each, self.activations.supply)
 
     def _connect(self) -> None:
         """Reach every peer, then load what the placement wants to be there."""
@@ -217,7 +222,7 @@ class ExpertEngine:
     def _attach_layers(
         self, blocks: Sequence[MoeBlock], planner: LoadOnMiss, check: bool, rerouter: Rerouter | None, views: HostViews
     ) -> None:
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer)
+        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, self.activations)
         for i, block in enumerate(blocks):
             layer = MoeLayer(
                 i, self.experts, self.cache, planner, dispatcher, self.kernels.of(block), block.post,

@@ -84,6 +84,8 @@ class MoeLayer:
         cache, base = self._cache, self._base
         stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
+        # rows that peers may want start before the look, whose wait is then for both
+        outgoing = None if self._placer is None else self._dispatcher.begin(hidden)
         view = self._views.look(self.index, hidden, ids, weights, self.observe is not None)  # route: done by the model
         if self.observe is not None:
             self.observe(self.index, view.picked, view.weights)
@@ -105,7 +107,9 @@ class MoeLayer:
             plan = self._placer.plan(self.index, needed, routing, view)
         try:
             cache.begin(self.index, plan)
-            errands = self._dispatcher.send(self.index, plan, routing, hidden, view) if plan.remote else []
+            errands = []
+            if plan.remote and outgoing is not None:
+                errands = self._dispatcher.send(self.index, plan, routing, outgoing, view)
             if plan.loads:
                 cache.issue([load for load in plan.loads if not load.after])
             if self._prefetching is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ConfigError
+from ...proto.options import Supply
 from ..links import PeerLink, ndp_name
 from ..policies.sharding import reassigned, spread_by_bytes
 from ..settings import NdpSettings
@@ -32,6 +33,7 @@ class NdpPool:
         activation: name of the experts' activation.
         stats: told of losses.
         nbytes: of each expert near data, by key [L * E].
+        supply: where answers are put, see `proto.options.Supply`.
 
     Attributes:
         peers: the workers by name, those that were not yet reached too.
@@ -42,9 +44,9 @@ class NdpPool:
 
     def __init__(
         self, links: Sequence[PeerLink], settings: NdpSettings, activation: str, stats: EngineStats,
-        nbytes: Sequence[int],
+        nbytes: Sequence[int], supply: Supply | None = None,
     ) -> None:  # fmt: skip
-        self._settings, self._activation, self._stats = settings, activation, stats
+        self._settings, self._activation, self._stats, self._supply = settings, activation, stats, supply
         self._nbytes = tuple(nbytes)
         self._lock = threading.Lock()
         self._closed = False
@@ -137,7 +139,9 @@ class NdpPool:
     def _peer(self, link: PeerLink) -> RemoteExperts:
         index = _number(link.name)
         label = f"NDP worker {index}"
-        return RemoteExperts("ndp", label, link, self._settings, self._activation, self._stats, {"index": index})
+        return RemoteExperts(
+            "ndp", label, link, self._settings, self._activation, self._stats, {"index": index}, self._supply
+        )
 
     def _take_in(self, members: Sequence[RemoteExperts]) -> None:
         """Spread the experts over these workers."""

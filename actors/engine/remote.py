@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from ...errors import MessageTooLarge, RemoteFailure, RuntimeFailure, TierMoeError
 from ...proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from ...proto.options import Supply
 from ..links import PeerLink
 from ..settings import NdpSettings, ShardSettings
+from .activations import Outgoing
 from .routing import Routing
 from .stats import EngineStats, PeerKind
 
@@ -56,6 +58,7 @@ class RemoteExperts:
         activation: name of the experts' activation, which an NDP worker cannot know.
         stats: told of losses.
         expected: what its account of itself must say, so that both sides mean the same.
+        supply: where its answers are put, see `proto.options.Supply`.
 
     Attributes:
         connections: how often it was connected; one that is connected anew has forgotten what it was told.
@@ -70,11 +73,12 @@ class RemoteExperts:
         activation: str,
         stats: EngineStats,
         expected: Mapping[str, Any] | None = None,
+        supply: Supply | None = None,
     ) -> None:
         self.kind, self.label, self.name = kind, label, link.name
         self.connections = 0
         self._link, self._settings, self._expected = link, settings, expected or {}
-        self._activation, self._stats = activation, stats
+        self._activation, self._stats, self._supply = activation, stats, supply
         self._channel: Any = None
         self._wanted = threading.Event()  # the channel is lost: look for the worker
         self._found = threading.Event()
@@ -126,15 +130,16 @@ class RemoteExperts:
         layer: int,
         routing: Routing,
         experts: Sequence[tuple[int, int]],
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
+        outgoing: Outgoing,
+        weights: NDArray[np.float32],
         decode: bool,
     ) -> RemoteCall | None:
         """Send some experts of a layer with the rows that they need.
 
         Args:
             experts: (place in `routing.experts`, bits of the replica or 0) of each.
-            hidden: [T, H]. weights: [T, K].
+            outgoing: the layer's rows [T, H].
+            weights: [T, K].
             decode: whether the forward is known to hold no row of any prompt.
 
         Returns:
@@ -149,16 +154,15 @@ class RemoteExperts:
         rows: NDArray[np.integer[Any]] = np.zeros(len(chosen), np.int32)
         if routing.tokens != 1:
             tokens, rows = np.unique(chosen // routing.top_k, return_inverse=True)
-        used = torch.from_numpy(tokens).to(hidden.device)
-        states = hidden if len(tokens) == hidden.shape[0] else hidden[used]
+        states, used = outgoing.take(tokens)
         batch = ExpertBatch(
             layer=layer,
             experts=np.array([routing.experts[i] for i, _ in experts], np.int32),
             bits=np.array([bits for _, bits in experts], np.uint8),
             starts=np.cumsum([0, *map(len, spans)], dtype=np.int32),
             rows=rows.astype(np.int32, copy=False),
-            weights=weights.detach().float().cpu().numpy().ravel()[chosen],
-            hidden=states.detach().float().contiguous().cpu().numpy(),
+            weights=weights.ravel()[chosen],
+            hidden=states,
             activation=self._activation,
             decode=decode,
         )
@@ -280,7 +284,7 @@ class RemoteExperts:
             address = self._link.address()
             if address is None:
                 return None
-            channel = self._link.connect(address, self._settings)
+            channel = self._link.connect(address, self._settings, self._supply)
             report = channel.call(HealthRequest(), _CONNECT_S)
             differs = self._difference(report)
             if differs is None:

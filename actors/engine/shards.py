@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.messages import PlacementCommand, PrefetchCommand
+from ...proto.options import Supply
 from ..links import PeerLink, shard_name
 from ..policies.sharding import shard_of
 from ..settings import ShardSettings
@@ -56,6 +57,7 @@ class Shards:
         links: of the shards 1..G-1, in this order.
         layers, experts, hidden: MoE layers, experts of a layer, width of a row.
         stats: told of losses.
+        supply: where answers are put, see `proto.options.Supply`.
 
     Raises:
         ConfigError: links and settings disagree.
@@ -69,6 +71,7 @@ class Shards:
         experts: int,
         hidden: int,
         stats: EngineStats,
+        supply: Supply | None = None,
     ) -> None:
         if len(links) != settings.count - 1:
             raise ConfigError(
@@ -77,7 +80,7 @@ class Shards:
             )
         self.peers = {
             shard_name(i): RemoteExperts(
-                "shard", f"shard {i}", link, settings, "", stats, terms(layers, experts, hidden, settings, i)
+                "shard", f"shard {i}", link, settings, "", stats, terms(layers, experts, hidden, settings, i), supply
             )
             for i, link in enumerate(links, start=1)
         }

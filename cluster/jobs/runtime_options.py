@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +15,8 @@ from ...actors.settings import EngineSettings
 from ...actors.store_format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
+from ..gpu_files import has_gpu
 from ..yaml_file import UNPREFIXED
-
-_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
@@ -26,10 +24,10 @@ Policy = Annotated[str | None, typer.Option(help="Name in configs/policies, or a
 Budget = Annotated[str | None, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB. (0.25)")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. (auto)")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. (auto)")]
-Threads = Annotated[int | None, typer.Option(help="Threads of the worker. (cores - 1)")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the worker. (cores - 1; on a GPU at most 4)")]
 LinkGbps = Annotated[float | None, typer.Option(help="Emulated link, 1e9 bytes/s; CPU only. (16)")]
 LinkLatency = Annotated[float | None, typer.Option(help="Emulated link latency; CPU only. (10)")]
-NdpThreads = Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1)")]
+NdpThreads = Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1; beside a GPU what is left)")]
 NdpHardware = Annotated[str | None, typer.Option(help="Modelled NDP device, configs/hardware. (paper-ndp)")]
 NdpPace = Annotated[bool | None, typer.Option(help="Answer no sooner than the modelled NDP device would.")]
 Shards = Annotated[int | None, typer.Option(help="GPUs, or CPU stand-ins, that share the experts. (1)")]
@@ -95,7 +93,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSetting
     """
     settings = engine_settings(config, trace=trace)
     check_model_dir(config.model_dir)
-    if config.device == "cuda" and config.ray.address is None and not any(map(os.path.exists, _GPU_FILES)):
+    if config.device == "cuda" and config.ray.address is None and not has_gpu():
         raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
     return settings
 

@@ -39,7 +39,7 @@ def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
 def cpus_of_actors(config: RunConfig, policy: PolicySettings) -> int:
     """CPUs that lead, shards, one store and the NDP workers take."""
     workers = config.worker_threads * config.cluster.shards
-    return workers + int(STORE_CPUS) + config.ndp.threads * ndp_workers(config, policy)
+    return workers + int(STORE_CPUS) + config.ndp_threads * ndp_workers(config, policy)
 
 
 def ndp_workers(config: RunConfig, policy: PolicySettings) -> int:

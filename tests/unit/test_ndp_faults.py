@@ -33,7 +33,7 @@ class _FaultyLink(PeerLink):
     transport: str = "shm"
     faults: FaultInjector | None = field(default=None, compare=False)
 
-    def connect(self, address: str, settings: NdpSettings) -> Any:
+    def connect(self, address: str, settings: NdpSettings, supply: object = None) -> Any:
         return open_channel(address, ChannelOptions(transport=self.transport, faults=self.faults))  # type: ignore
 
 

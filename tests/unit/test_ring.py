@@ -180,3 +180,40 @@ def test_a_reader_that_dozes_misses_nothing() -> None:
     thread.join(20.0)
     assert not thread.is_alive()
     assert got == [bytes([i]) for i in range(40)]
+
+
+def test_a_message_is_put_where_the_reader_wants_it() -> None:
+    ours, theirs = _pair()
+    asked: list[int] = []
+    place = np.zeros(5001, np.uint8)
+
+    def supply(nbytes: int) -> np.ndarray | None:
+        asked.append(nbytes)
+        return place[:nbytes] if nbytes >= 1024 else None
+
+    data = np.random.default_rng(0).integers(0, 256, 5001, np.uint8).tobytes()  # longer than the ring
+    writer = threading.Thread(target=ours.replies.write, args=((data,), 5.0))
+    writer.start()
+    received = theirs.replies.read(5.0, _MOST, supply)
+    writer.join()
+    assert isinstance(received, memoryview)
+    assert received.readonly
+    assert received == data
+    assert place.tobytes() == data
+    assert ours.replies.write((b"short",), 0.0)
+    assert theirs.replies.read(0.0, _MOST, supply) == b"short"
+    assert asked == [5001, 5]
+
+
+@pytest.mark.parametrize("part", [slice(1023), slice(1025), slice(1, 1025)])
+def test_memory_that_does_not_fit_leaves_the_message_there(part: slice) -> None:
+    given = np.zeros(1040, np.uint8)[part]
+    ours, theirs = _pair()
+    assert ours.replies.write((bytes(1024),), 0.0)
+    with pytest.raises(ValueError, match="another size, or is not aligned"):
+        theirs.replies.read(0.0, _MOST, lambda _: given)
+    with pytest.raises(TypeError):
+        theirs.replies.read(0.0, _MOST, lambda _: 3)
+    with pytest.raises(BufferError):
+        theirs.replies.read(0.0, _MOST, lambda _: bytes(1024))  # nobody may write there
+    assert theirs.replies.read(0.0, _MOST) == bytes(1024)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ....actors.policies.sharding import Ownership
+from ....errors import ConfigError
 from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
@@ -361,13 +362,25 @@ def kernel(
     group: Annotated[int, typer.Option(help="Quantization group: 32, 64 or 128.")] = 64,
     instruction_set: Annotated[str | None, typer.Option(help="Of our kernels; default: the best here.")] = None,
     ggml: Annotated[Path | None, typer.Option(help="libggml-cpu*.so; default: that of an installed wheel.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="1 to 4 bits on so many cores against their bandwidth alone.")
+    ] = None,
     out: Out = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
-    """Packed experts on one core against memory bandwidth, torch and ggml."""
+    """Packed experts on one core against memory bandwidth, torch and ggml; or on many against bandwidth."""
     from .kernel import bench_kernel
+    from .kernel_threads import bench_kernel_threads
 
+    if threads is not None:
+        if ggml is not None:
+            raise ConfigError("--ggml is compared with on one thread", "leave out --ggml, or --threads")
+        _finish(
+            lambda progress: bench_kernel_threads(threads, repeats, group, instruction_set, progress),
+            as_json, check, out,
+        )  # fmt: skip
+        return
     _finish(lambda progress: bench_kernel(repeats, group, instruction_set, ggml, progress), as_json, check, out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +94,7 @@ def bench_kernel_threads(
 def _read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads: int) -> Case:
     bounds = np.linspace(0, block.nbytes, threads * _PIECES + 1, dtype=np.int64).tolist()
     address = block.ctypes.data
-    pieces = [(address + begin, end - begin) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise(bounds)]
 
     def run() -> Measures:
         start_s = time.perf_counter()
