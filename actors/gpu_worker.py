@@ -52,6 +52,7 @@ class GpuWorker:
         self._sources: Any = None
         self._model: Any = None
         self._engine: Any = None
+        self._dense: Any = None
         self._batcher: Any = None
         self._plan: dict[str, Any] | None = None
 
@@ -71,6 +72,7 @@ class GpuWorker:
         import torch
 
         from .engine.calibrated import read_calibrated
+        from .engine.compile import CompiledDense
         from .engine.describe import describe
         from .engine.device import make_device
         from .engine.engine import ExpertEngine
@@ -102,6 +104,8 @@ class GpuWorker:
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)
+        self._dense = CompiledDense(self._model, [block.experts for block in blocks], settings.compile)
+        self._engine.notes += self._dense.notes
         self._batcher = make_batcher(self._model, settings.kv, self._engine)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
@@ -268,6 +272,8 @@ class GpuWorker:
             self._engine.close()
         if self._device is not None:
             self._device.close()
+        if self._dense is not None:
+            self._dense.close()
 
 
 def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:

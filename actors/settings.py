@@ -14,6 +14,7 @@ from .base_settings import Settings
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
+CompileMode = Literal["off", "default", "graphs"]
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 
@@ -149,6 +150,9 @@ class EngineSettings(Settings):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     expert_kernel: ExpertKernelName = Field(
         default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
+    )
+    compile: CompileMode = Field(
+        default="off", description="the dense part; default: torch.compile, graphs: as CUDA graphs too (needs a GPU)"
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")

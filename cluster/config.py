@@ -18,6 +18,7 @@ from ..actors.base_settings import Settings
 from ..actors.policies.cost import NdpProfile
 from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
+    CompileMode,
     CopySettings,
     EngineSettings,
     KvSettings,
@@ -92,6 +93,7 @@ class RunConfig(Settings):
     ndp: NdpConfig = NdpConfig()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    compile: CompileMode = "off"
     integrity_checks: bool = False
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
@@ -281,6 +283,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         ),
         matcher=config.matcher,
         attention=config.attention,
+        compile=config.compile,
         integrity_checks=config.integrity_checks,
         trace=trace,
     )

@@ -35,6 +35,7 @@ def describe(
         "device": str(engine.device.torch_device),
         "dtype": str(engine.cache.pool.gate_up.dtype).removeprefix("torch."),
         "threads": settings.threads,
+        "compile": settings.compile,
         "moe_layers": len(manifest.layers),
         "experts_per_layer": manifest.experts.num_experts,
         "top_k": engine.top_k,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
+from tiermoe.actors.engine import host_view
 from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
 from tiermoe.actors.engine.routing import Routing
 from tiermoe.actors.engine.sequences import SequenceRows
@@ -143,6 +146,29 @@ def test_host_memory_is_shared_and_only_read_when_asked_for() -> None:
     ids = torch.tensor([[5, 1]])
     view: LayerView = views.look(0, torch.zeros(1, HIDDEN), ids, torch.ones(1, 2))
     assert np.shares_memory(view.ids, ids.numpy())
+
+
+def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:
+    """Of what the test above cannot run: placers, shards' planning, commands of a matcher."""
+    engine = Path(host_view.__file__).parent
+    files = [
+        "layer.py", "routing.py", "prefetching.py", "rerouting.py", "reroute_view.py", "pre_evicting.py",
+        "make_pre_evicting.py", "placer.py", "context_placer.py", "map_prefetch.py", "matching.py", "configuring.py",
+        "dispatch.py", "runner.py", "cache.py", "shards.py", "operator.py",
+    ]  # fmt: skip
+    found = [
+        f"{name}:{node.lineno} .{node.func.attr}()"
+        for name in files
+        for node in ast.walk(ast.parse((engine / name).read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in {"cpu", "numpy", "item", "nonzero"} and not _of_arrays(name, node)
+    ]
+    assert found == []
+
+
+def _of_arrays(name: str, node: ast.Call) -> bool:
+    """`counts.nonzero()` of the routing is NumPy's."""
+    return name == "routing.py" and ast.unparse(node.func) == "counts.nonzero"
 
 
 @pytest.mark.parametrize("ids", [[[5, 1]], [[5, 5]], [[5, 1], [1, 3], [0, 5]]])

@@ -37,8 +37,12 @@ class PinnedFetch:
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(self._device))
-        self._copied.synchronize()
+        self.wait()
         return [np.array(array) for array in arrays]
+
+    def wait(self) -> None:
+        """Until the copies of this call are done: what the host waits for the device, apart for who measures it."""
+        self._copied.synchronize()
 
     def _lay_out(self, layout: _Layout) -> tuple[list[torch.Tensor], list[NDArray[Any]]]:
         """Where tensors of these shapes and dtypes land in the buffer, which grows if they do not fit."""

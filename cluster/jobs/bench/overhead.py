@@ -54,6 +54,27 @@ def bench_overhead(model: str | None, repeats: int, progress: Progress | None, f
     return report
 
 
+def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
+    """What a layer's decode pass of so many tokens consists of, on the host: microseconds by part, calls by kind.
+
+    Args:
+        run: sends requests and waits for them.
+    """
+    from ....actors.engine.host_profile import PARTS, device_calls, host_passes
+
+    with host_passes(engine) as passes:
+        run()
+    decode = [p for p in passes if p.tokens == tokens]
+    found = {f"host_{part}_us": Spread.of([p.parts[part] * 1e6 for p in decode]) for part in PARTS}
+    found["host_outside_us"] = Spread.of([p.outside_s * 1e6 for p in decode])
+    measures = {name: spread for name, spread in found.items() if spread.median > 0}
+    if engine.device.executor == "real":
+        calls = device_calls(engine, run, tokens)
+        for where, counts in (("experts", calls.experts), ("dense", calls.dense)):
+            measures |= {f"{where}_{kind}_per_layer": Spread.of([n]) for kind, n in vars(counts).items()}
+    return measures
+
+
 def _cases(submits: dict[str, Submit], prompts: list[tuple[int, ...]]) -> list[Case]:
     expected: list[list[int]] = []
 
@@ -72,7 +93,10 @@ def _cases(submits: dict[str, Submit], prompts: list[tuple[int, ...]]) -> list[C
 
 
 def _host_rows(worker: Any, prompts: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Microseconds of a layer's decode pass outside its kernels: routing sort, plan, bookkeeping, allocation."""
+    """Microseconds of a layer's decode pass outside its kernels, and by part; on a GPU its calls per layer too.
+
+    Parts are of a run of their own, which timing them makes slower.
+    """
     from ....actors.engine.profile import layer_passes
 
     rows = []
@@ -83,6 +107,6 @@ def _host_rows(worker: Any, prompts: list[tuple[int, ...]]) -> list[dict[str, An
         measures = {
             "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in decode]),
             "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in decode]),
-        }
+        } | host_measures(worker.engine, lambda n=batch: serve(worker.submit, prompts[:n], MAX_TOKENS), batch)
         rows += rows_of({OURS: measures}, batch=batch)
     return [row | {"values": ()} for row in rows]  # thousands of passes: their median and range tell enough
