@@ -13,7 +13,6 @@ import torch
 
 from tiermoe.cluster.jobs.bench.gpu import checks, job, options, packages
 from tiermoe.cluster.jobs.bench.gpu.build import extensions
-from tiermoe.cluster.jobs.bench.gpu.host_parts import HostParts
 from tiermoe.cluster.jobs.bench.gpu.locality import draw
 from tiermoe.cluster.jobs.bench.gpu.page import render
 from tiermoe.cluster.jobs.bench.gpu.record import Record
@@ -191,19 +190,6 @@ def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
         replay.begin(6, 1)
     replay.close()
     assert modules[0](hidden, "as", "given") == ("as", "given")
-
-
-def test_host_parts_leave_out_waits_and_kernels() -> None:
-    parts = HostParts()
-    parts.add("wait for routing", 30e-6)
-    parts.add("kernel calls", 20e-6)
-    parts.end_pass(100e-6)
-    parts.add("plan", 10e-6)  # only in the second pass
-    parts.end_pass(50e-6)
-    assert parts.whole == [100e-6, 50e-6]
-    assert parts.parts["plan"] == [0.0, 10e-6]
-    assert parts.outside_us() == pytest.approx(50.0)
-    assert parts.medians_us()["other"] == pytest.approx(50.0)
 
 
 def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:

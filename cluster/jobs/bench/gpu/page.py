@@ -249,17 +249,29 @@ def _host(rows: Sequence[Row]) -> list[str]:
     if parts:
         lines += paragraphs(
             "Host time of one MoE layer in decode, microseconds, median over passes, by what it consists of. Outside "
-            "kernels is all but calling them and waiting for the device to say what was routed."
+            "kernels is all but launching them (kernels, combine) and waiting for the device to say what was routed."
         )
         names = list(dict.fromkeys(name for row in parts for name in row["parts_us"]))
-        head = ("case", "outside kernels", *names, "launches per layer", "ms per token")
+        head = ("case", "outside kernels", *names, "experts: launches, copies, waits", "dense: launches, graphs",
+                "ms per token", "layers")  # fmt: skip
         body = [
             (row["case"], f"{row['host_us']:.0f}", *(f"{row['parts_us'].get(name, 0):.1f}" for name in names),
-             "" if row["launches"] is None else f"{row['launches']:.1f}", f"{row['tpot_ms']:.2f}")
+             *_calls(row["calls"]), f"{row['tpot_ms']:.2f}", row["layers"])
             for row in parts
         ]  # fmt: skip
         lines += [*table(head, body), ""]
     return lines
+
+
+def _calls(calls: Mapping[str, Mapping[str, float]] | None) -> tuple[str, str]:
+    """Cells of what a layer gives the device."""
+    if calls is None:
+        return "", ""
+    experts, dense = calls["experts"], calls["dense"]
+    return (
+        ", ".join(f"{experts[name]:.1f}" for name in ("launches", "copies", "waits")),
+        ", ".join(f"{dense[name]:.1f}" for name in ("launches", "graphs")),
+    )
 
 
 def _ndp(rows: Sequence[Row]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .....actors.engine.model import RouterProbe
+from .....actors.engine.operator import ExpertLayer, attach, detach
 from .locality import RoutingTrace, foreseen
 
 _OWN = 1e-4  # of the router's own logits: a product that is computed and changes no order
@@ -70,6 +71,21 @@ class Replay:
         for layer, module in enumerate(modules):
             self._hooks.append(module.register_forward_pre_hook(self._replace(layer), with_kwargs=True))
 
+    def inside(self, modules: Sequence[Any], layers: Sequence[ExpertLayer]) -> Replayed:
+        """The same inside the experts' operator, for ours alone: the modules around it can then be compiled.
+
+        Args:
+            modules: experts modules that an engine runs. layers: its layers.
+        """
+        return Replayed(self, modules, layers)
+
+    def routing(self, layer: int, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids and weights [T, K] of a layer in the present forward; weights in the dtype of those given."""
+        self._layer = layer
+        stop = self._at + self._rows
+        table = self._weights if weights.dtype == self._weights.dtype else self._weights_f32
+        return self._ids[layer, self._at : stop], table[layer, self._at : stop]
+
     def probes(self) -> list[RouterProbe]:
         """What takes the place of each layer's router where it is asked ahead of time."""
         return [self._probe(layer) for layer in range(self.layers)]
@@ -83,10 +99,7 @@ class Replay:
     def _replace(self, layer: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             hidden, _, weights = (*args, *kwargs.values())[:3]
-            self._layer = layer
-            stop = self._at + self._rows
-            table = self._weights if weights.dtype == self._weights.dtype else self._weights_f32
-            return (hidden, self._ids[layer, self._at : stop], table[layer, self._at : stop]), {}
+            return (hidden, *self.routing(layer, weights)), {}
 
         return hook
 
@@ -104,3 +117,27 @@ class Replay:
             return torch.addmm(rows, hidden.to(weight.dtype), weight, alpha=_OWN)
 
         return probe
+
+
+class Replayed:
+    """An engine's layers behind a replay; the modules lead to them until `close`, and then nowhere."""
+
+    def __init__(self, replay: Replay, modules: Sequence[Any], layers: Sequence[ExpertLayer]) -> None:
+        pairs = enumerate(zip(modules, layers, strict=True))
+        self._handles = [attach(module, _ReplayedLayer(replay, i, layer)) for i, (module, layer) in pairs]
+
+    def close(self) -> None:
+        """Forget the layers."""
+        for handle in self._handles:
+            detach(handle)
+        self._handles = []
+
+
+class _ReplayedLayer:
+    """One layer whose routing is the trace's."""
+
+    def __init__(self, replay: Replay, index: int, layer: ExpertLayer) -> None:
+        self._replay, self._index, self._inner = replay, index, layer
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self._inner.forward(hidden, *self._replay.routing(self._index, weights))
