@@ -80,8 +80,8 @@ def check(prompts: list[tuple[int, ...]], expected: list[list[int]], unmodified:
             with torch.no_grad():
                 best = unmodified(context).logits[0, -1].float().topk(2)[0].tolist()
             pytest.fail(
-                f"token {same} is {ours[same : same + 1]}, not {tokens[same : same + 1]}; the unmodified model's two best logits "
-                f"there are {best[0]:.6f} and {best[1]:.6f}, {best[0] - best[1]:.2e} apart"
+                f"token {same} is {ours[same : same + 1]}, not {tokens[same : same + 1]}; the unmodified model's two "
+                f"best logits there are {best[0]:.6f} and {best[1]:.6f}, {best[0] - best[1]:.2e} apart"
             )
 
     return compare

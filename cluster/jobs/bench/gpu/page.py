@@ -177,8 +177,8 @@ def _decode(rows: Sequence[Row]) -> list[str]:
         )
     references = [*_of(rows, "reference"), *_of(rows, "offload")]
     if references:
-        body = [(row["case"], _spread(row["tpot_ms"])) for row in references]
-        lines += [*table(("reference", "ms per token"), body), ""]
+        times = [(row["case"], _spread(row["tpot_ms"])) for row in references]
+        lines += [*table(("reference", "ms per token"), times), ""]
     cells = _of(rows, "decode")
     if not cells:
         return lines
@@ -201,17 +201,17 @@ def _decode(rows: Sequence[Row]) -> list[str]:
             "The NDP worker beside the GPU, another process on the cores, activations through shared memory; its "
             "kernel and what the round trip and waiting take beside it:"
         )
-        body = [
+        calls = [
             (f"{row['budget']:.0%}", f"{n['calls_per_token']:.1f}", f"{n['experts_per_layer']:.2f}",
              f"{n['wait_us_per_call']:.0f}", f"{n['kernel_us_per_call']:.0f}", n["recomputed"],
              ", ".join(str(name) for name in n["transports"].values()))
             for row in near for n in (row["ndp"],)
         ]  # fmt: skip
-        head = (
+        names = (
             "resident", "calls per token", "experts per layer", "waited us per call", "kernel us per call",
             "recomputed", "transport",
         )  # fmt: skip
-        lines += [*table(head, body), ""]
+        lines += [*table(names, calls), ""]
     return lines
 
 
