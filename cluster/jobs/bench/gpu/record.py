@@ -54,9 +54,10 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return rounded(
+        found: dict[str, Any] = rounded(
             {"rows": self.rows, "checks": self.checks, "goals": self.goals, "notes": self.notes}
-        )  # type: ignore[no-any-return]
+        )
+        return found
 
     def write(self) -> None:
         """Replace the file; whoever reads it finds it whole."""
