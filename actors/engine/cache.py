@@ -122,7 +122,7 @@ class ExpertCache:
 
     def poll(self) -> None:
         """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
-        self._loader.poll(self.ledger)
+        self._loader.poll()
         if self._jobs:
             for key in [k for k, job in self._jobs.items() if job.done.is_set()]:
                 self._land(key)
@@ -268,8 +268,11 @@ class ExpertCache:
             self._evict(key, self._layer_of(key))
 
     def settle_times(self) -> None:
-        """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late."""
-        self._loader.poll(self.ledger)
+        """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late.
+
+        Not between a layer's two looks at its counters: what comes late is counted for the forward's way here.
+        """
+        self._loader.tell(self.ledger)
 
     def abandon(self) -> None:
         """The forward under way failed: what it pinned may go. Its loads still arrive."""

@@ -82,6 +82,7 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
         """
         cache, base = self._cache, self._base
+        cache.settle_times()
         stats = self.stats
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
         # rows that peers may want start before the look, whose wait is then for both

@@ -90,8 +90,12 @@ class CopyQueue(Protocol):
         """Have copies that are submitted from now on come after this one, which nobody needs. As `join` else."""
         ...
 
-    def poll(self, books: Books) -> None:
-        """A layer begins, or the cache looks: tell what is known by now."""
+    def poll(self) -> None:
+        """A layer begins: go on with what waits, and follow the compute to the stream that it is on now."""
+        ...
+
+    def tell(self, books: Books) -> None:
+        """Say what copies and waits took that have ended by now, each once."""
         ...
 
     @property
@@ -109,7 +113,10 @@ class HostWaits:
         job.done.wait()
         return True
 
-    def poll(self, books: Books) -> None:
+    def poll(self) -> None:
+        return None
+
+    def tell(self, books: Books) -> None:
         return None
 
 

@@ -119,7 +119,7 @@ class SlotMap:
             return self.pool.slot(reservation.slot), whole
         begin, count = segments.begins[segment], segments.neurons[segment]
         dst = self.pool.neuron_range(segments.first[reservation.slot], count)
-        if not isinstance(whole, Promise):
+        if isinstance(whole, tuple):  # asking whether it is a `Promise` takes longer than the rest
             return dst, neuron_slice(whole, begin, begin + count)
         shared = self._shared.get(key)
         if shared is None:

@@ -93,4 +93,6 @@ def _matcher(matcher: Mapping[str, Any]) -> str:
 
 
 def _pinned(plan: Mapping[str, Any]) -> str:
+    if not plan["pinned"] and plan.get("pinned_bytes"):
+        return f", {size(plan['pinned_bytes'])} of it pinned"
     return {True: ", pinned", False: ", not pinned", None: ""}[plan["pinned"]]

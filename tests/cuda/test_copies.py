@@ -79,6 +79,7 @@ class Looker:
 
     def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int]) -> None:
         cache = self.cache
+        cache.settle_times()
         cache.poll()
         needed = [layer * EXPERTS + e for e in experts]
         cache.drop_stale(layer, needed)
@@ -175,7 +176,7 @@ def test_waiting_is_measured_without_waiting(device: CudaDevice, tmp_path: Path)
         Looker(cache, weights, device.torch_device).drive(0, 12)
         cache.flush()
         torch.cuda.synchronize()
-        cache.poll()
+        cache.settle_times()
         total = cache.stats.total()
         moved = total.bytes_loaded_demand + total.bytes_loaded_prefetch
         assert total.blocked_io_s > 0
@@ -212,7 +213,7 @@ def test_bandwidth_of_a_layers_misses(
             cache.ran(plan.run)
             cache.flush()
             torch.cuda.synchronize()
-        cache.poll()
+        cache.settle_times()
         stats = cache.stats.total()
         assert stats.bytes_loaded_demand == 4 * experts * shape.nbytes(2)
         assert stats.link_s > 0

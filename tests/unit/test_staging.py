@@ -141,13 +141,19 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     assert found[1] is mapped[1]
     assert all(torch.equal(a, b) for a, b in zip(found[0].tensors, mapped[0].tensors, strict=True))
     assert cuda.is_pinned(found[0].tensors)
+    gpu.refuse, fresh = lambda address, nbytes: True, layers(1)
+    found, report = cuda.pin(fresh, CopySettings(unpinned="copy"))
+    assert report is not None
+    assert (report.copied, report.staged) == (0, BYTES)
+    assert found == fresh
     assert found[0].tensors[0].data_ptr() != first
 
 
 def test_sources_give_the_copies_from_then_on() -> None:
     gpu, cuda = device()
-    gpu.refuse = lambda address, nbytes: True
     mapped = layers(2)
+    theirs = [one.tensors[0].data_ptr() for one in mapped]
+    gpu.refuse = lambda address, nbytes: any(address <= first < address + nbytes for first in theirs)
     sources = Sources(list(mapped), list(mapped), None)
     report = sources.pin(cuda, CopySettings(unpinned="copy"))
     assert report is not None

@@ -36,7 +36,7 @@ class Rig:
     """A cache of `slots` slots on a fake GPU, and compute that looks at slots when its turn comes."""
 
     def __init__(
-        self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: int = 2,
+        self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: float = 2,
         pinned: Sequence[bool] = (True,) * LAYERS, cut: CacheCut | None = None, writeback: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ class Rig:
         ]
         self.gpu = FakeGpu(seed, RATE)
         self.device = CudaDevice(self.gpu, staging_bytes=24)
-        self.queue = StreamQueue(self.device, pinned, ahead * CARRIED, casts=dtype != torch.bfloat16)
+        self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         self.residency = Residency(KEYS, slots, SHAPE.nbytes(dtype.itemsize))
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         eviction = Lru() if cut is None else SplitEviction(Lru, LAYERS, EXPERTS)
@@ -63,6 +63,7 @@ class Rig:
     def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int] = ()) -> None:
         """One layer as `MoeLayer` runs it."""
         cache = self.cache
+        cache.settle_times()
         cache.poll()
         needed = cache.segments([layer * EXPERTS + e for e in experts])
         cache.drop_stale(layer, needed)
@@ -98,6 +99,7 @@ class Rig:
         self.gpu.finish()
         assert self.looked == self.ran
         self.cache.poll()
+        self.cache.settle_times()
         self.cache.check_integrity()
         self.cache.close()
         self.device.close()
@@ -154,7 +156,7 @@ def drive(rig: Rig, seed: int, cuts: Sequence[CacheCut] = (), layers: int = 24) 
 def test_random_plans_read_the_right_bytes(slots: int, dtype: torch.dtype) -> None:
     """Evictions, guesses, cancels, waves, migrations and changes of stream, in any order of the streams."""
     for seed in range(12):
-        rig = Rig(slots, seed, dtype, ahead=1 + seed % 3)
+        rig = Rig(slots, seed, dtype, ahead=(1 / 3, 1, 2)[seed % 3])
         drive(rig, seed)
         total = rig.stats.total()
         assert rig.stats.expert_bytes_peak == rig.cache.pool.bytes
@@ -167,8 +169,8 @@ def test_random_plans_with_split_experts(dtype: torch.dtype) -> None:
         CacheCut(NEURONS, (1, 2, 3), (2, 1, 2), 2), CacheCut(NEURONS, (2, 2, 2), (1, 1, 1), 4),
         CacheCut(NEURONS, (3, 1, 2), (1, 1, 1), 3),
     ]  # fmt: skip
-    for seed in range(20):
-        drive(Rig(5, seed, dtype, cut=cuts[0]), seed, cuts)
+    for seed in range(12):
+        drive(Rig(5, seed, dtype, ahead=(1 / 3, 1)[seed % 2], cut=cuts[0]), seed, cuts)
 
 
 def test_random_plans_that_copy_back() -> None:
@@ -280,7 +282,7 @@ def test_blocked_time_is_what_the_compute_waited() -> None:
     rig.forward(1, [0, 2])
     assert rig.stats.layers[1].blocked_io_s == 0  # nobody knows yet
     rig.gpu.finish()
-    rig.cache.poll()
+    rig.cache.settle_times()
     stats = rig.stats.layers[1]
     assert stats.bytes_loaded_demand == 2 * CARRIED
     assert stats.total_io_s == pytest.approx(2 * CARRIED / RATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import time
@@ -14,7 +15,6 @@ from ...settings import CopySettings
 from ..device import PinReport, Tensors
 from ..pool import LayerWeights
 from .device import CudaDevice
-from .runtime import GpuRuntime
 
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 5.0
@@ -48,8 +48,9 @@ def pin_layers(
             registered += nbytes
         else:
             problem = problem or refusal
-            if settings.unpinned == "copy":
-                kept = LayerWeights(tuple(_pinned_copy(device.runtime, t) for t in layer.tensors))
+            copy = _pinned_copy(device, layer.tensors) if settings.unpinned == "copy" else None
+            if copy is not None:
+                kept = LayerWeights(copy)
                 copied += nbytes
             else:
                 staged += nbytes
@@ -89,10 +90,22 @@ def _register(device: CudaDevice, tensors: Tensors) -> str | None:
     return None
 
 
-def _pinned_copy(runtime: GpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
-    copy = runtime.pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    copy.copy_(tensor)
-    return copy
+def _pinned_copy(device: CudaDevice, tensors: Tensors) -> Tensors | None:
+    """A layer in memory of this process's own, registered; None where that is refused, too.
+
+    Not torch's pinned memory, which rounds sizes up to powers of two.
+    """
+    sizes = [-(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for t in tensors]
+    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    out, first = list[torch.Tensor](), 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=first)
+        out.append(flat.view(tensor.shape).copy_(tensor))
+        first += size
+    return tuple(out) if device.register(out[0].data_ptr(), sum(sizes)) is None else None
 
 
 def _nbytes(tensors: Tensors) -> int:

@@ -122,10 +122,11 @@ class TorchRuntime:
         return float(earlier.elapsed_time(later)) * 1e-3
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # a forward may make it, and others use it
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

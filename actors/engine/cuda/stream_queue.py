@@ -24,7 +24,6 @@ import torch
 from ....errors import RuntimeFailure
 from ..device import Copied
 from ..loader import DEMAND, Books, Loader, LoadJob
-from ..promise import Promise
 from .device import CudaDevice
 from .event_clock import EventClock
 from .staging import DeviceSide, chunks
@@ -153,12 +152,13 @@ class StreamQueue:
         if self._closed:
             for job in jobs:
                 job.cancelled = True
-                self._known(job).ended = True
+                copy = _done(job).copy = _Copy(job, 0)
+                copy.ended = True
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         if self._staged is not None:
             jobs = self._stage(jobs, priority)
-        for job in jobs:
-            self._known(job)
+        for job in jobs:  # in pinned memory, so no promises
+            _done(job).copy = _Copy(job, sum([s.nbytes for s in job.src]))  # type: ignore[union-attr]
         if priority == DEMAND:
             self._enqueue(self._demand, [(job, None) for job in jobs])
         else:
@@ -220,12 +220,17 @@ class StreamQueue:
         copy = done.copy
         return copy is not None and copy.last is not None and not copy.ended and self._fence(copy.last)
 
-    def poll(self, books: Books) -> None:
-        """Enqueue what there is room for, and write down the times of what has ended, without waiting for any."""
+    def poll(self) -> None:
+        """Enqueue what there is room for; the compute may be on another stream since."""
         self._device.compute_stream()
         self._settle(self._demand)
         self._settle(self._prefetch)
         self._feed()
+
+    def tell(self, books: Books) -> None:
+        """Read the events that are done, without waiting for any."""
+        self._settle(self._demand)
+        self._settle(self._prefetch)
         told, self._told = self._told, []
         for job, copied in sorted(told, key=lambda one: one[1].end_s):
             start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
@@ -272,11 +277,6 @@ class StreamQueue:
             self._settle(copy.last.lane)
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _known(self, job: LoadJob) -> _Copy:
-        copy = _Copy(job, 0 if isinstance(job.src, Promise) else sum(s.nbytes for s in job.src))
-        _done(job).copy = copy
-        return copy
 
     def _stage(self, jobs: list[LoadJob], priority: int) -> list[LoadJob]:
         """Give the loader's thread what is not in pinned memory; the others."""
