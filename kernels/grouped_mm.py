@@ -32,7 +32,7 @@ class GroupedMmKernel:
         operands: the slot pool, no biases.
         gate: as for `TorchKernel`.
         reference: runs segments, calls in another dtype than the slots', and sums.
-        tables: for one column; brings the offsets to the device.
+        tables: brings the offsets to the device.
 
     Raises:
         ValueError: grouped_mm does not support the operands (see `supports`).
@@ -91,7 +91,7 @@ class GroupedMmKernel:
         rows_of = np.zeros(last + 1 - first, np.int32)
         for start, stop, neuron, _, _ in groups:
             rows_of[neuron // self._neurons - first] += stop - start
-        ends = self._tables.put(np.cumsum(rows_of, dtype=np.int32)[:, None]).view(-1)
+        ends = self._tables.put(np.cumsum(rows_of, dtype=np.int32))
         rows = torch.cat([pairs[start:stop] for start, stop, *_ in groups])
         up = functional.grouped_mm(hidden[rows // top_k], self._gate_up[first : last + 1], offs=ends)  # [n, G*I]
         y[rows] = functional.grouped_mm(self._gate(up), self._down[first : last + 1], offs=ends)

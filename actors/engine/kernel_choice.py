@@ -147,7 +147,7 @@ class Kernels:
             from ...kernels.grouped_mm import GroupedMmKernel
 
             if GroupedMmKernel.supports(operands):
-                grouped = GroupedMmKernel(operands, block.gate, loop, TableRing(device, rows=1024, columns=1))
+                grouped = GroupedMmKernel(operands, block.gate, loop, TableRing(device))
                 for some in found.values():
                     some["grouped"] = grouped
         return found, notes

@@ -22,6 +22,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("policy", f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}, "
                    f"prefetch {plan['prefetch']}, eviction {plan['eviction']}"),
         ("executor", _executor(plan)),
+        *([("experts run by", _kernels(plan["expert_kernel"]))] if plan.get("expert_kernel") else []),
         ("on the device", f"{size(plan['dense_bytes'])} dense, "
                           f"{size(plan['expert_budget_bytes'])} for experts: {_slots(plan)}"),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
@@ -32,7 +33,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
     ]  # fmt: skip
-    rows += [("note", str(note)) for note in plan.get("notes", ())]
+    notes = [*plan.get("notes", ()), *plan.get("expert_kernel", {}).get("notes", ())]
+    rows += [("note", str(note)) for note in notes]
     return facts("Plan", rows)
 
 
@@ -40,6 +42,15 @@ def _experts(plan: Mapping[str, Any]) -> str:
     layers, each = plan["moe_layers"], plan["experts_per_layer"]
     total = size(plan["expert_bytes_total"])
     return f"{layers} layers x {each}, top-{plan['top_k']}, {size(plan['slot_bytes'])} each, {total} in all"
+
+
+def _kernels(choice: Mapping[str, Any]) -> str:
+    """What runs experts of few, some and many rows, with its microseconds for a call where that was measured."""
+    us = {(t["row_class"], t["kernel"]): f" ({t['us']:.0f} us for {t['experts']} experts)" for t in choice["times"]}
+    chosen = {name: f"{kernel}{us.get((name, kernel), '')}" for name, kernel in choice["chosen"].items()}
+    if len(set(chosen.values())) == 1:
+        return next(iter(chosen.values()))
+    return ", ".join(f"{name}: {kernel}" for name, kernel in chosen.items())
 
 
 def _slots(plan: Mapping[str, Any]) -> str:

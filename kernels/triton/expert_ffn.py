@@ -18,7 +18,7 @@ Decode is bound by the bytes of weights, each of which is read once: 3 * I * H *
     Mixtral-8x7B       H 4096  I 14336  2 experts   705 MB  210 -> 263
 
 Nothing of it has to come from a second pass: a program of gate_up reads rows of H values that no other reads. Four
-experts of Qwen1.5-MoE give 176 programs of gate_up and 128 of down on 132 SMs, with 24 to 64 KiB on the way in each.
+experts of Qwen1.5-MoE give 176 programs of gate_up and 128 of down on 132 SMs, with 40 to 60 KiB on the way in each.
 
 Numbers that change from call to call are in the table or not specialised, so that nothing is compiled but at the first
 use of a shape; H is specialised by whether 16 divides it, so that models share what is compiled.
@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from ..expert_ffn import ExpertKernel, Group, Operands
-from ..row_class import ROW_CLASSES, RowClass, row_class
+from ..row_class import RowClass, row_class
 from .shapes import PAD, Shape, shapes_for
 from .tables import TableRing
 
@@ -270,38 +270,39 @@ class TritonKernel:
 
     def _tiles(
         self, groups: list[Group], pairs: int
-    ) -> tuple[list[tuple[int, ...]], list[tuple[RowClass, int, list[int], int]], int]:
+    ) -> tuple[list[int], list[tuple[RowClass, int, list[int], int]], int]:
         """The table, the launches (class, first tile, tiles of each phase, most neurons), and rows of activations.
 
         Segments of one expert in one call are in different phases, the one that is added in the later.
         """
-        found: dict[RowClass, list[list[tuple[int, ...]]]] = {}
+        parts: dict[tuple[RowClass, int], list[int]] = {}  # rows of the table by class and phase
         widest: dict[RowClass, int] = {}
         seen: dict[int, int] = {}
-        total = 0
+        total, most, pool_neurons, shapes = 0, self._neurons, self._pool_neurons, self.shapes
         for start, stop, first, neurons, add in groups:
-            if not (0 <= start <= stop <= pairs and 0 <= neurons <= self._neurons):
+            if not (0 <= start <= stop <= pairs and 0 <= neurons <= most):
                 raise ValueError(f"group {(start, stop, first, neurons)} has more pairs or neurons than there are")
-            if first < 0 or first + neurons > self._pool_neurons:
-                raise ValueError(f"neurons {first} to {first + neurons} are out of range 0 to {self._pool_neurons}")
+            if first < 0 or first + neurons > pool_neurons:
+                raise ValueError(f"neurons {first} to {first + neurons} are out of range 0 to {pool_neurons}")
             if start == stop:
                 continue
             name = row_class(stop - start)
-            phases = found.setdefault(name, [])
             phase = seen[start] = seen.get(start, -1) + 1
-            if phase == len(phases):
-                phases.append([])
-            widest[name] = max(widest.get(name, 0), neurons)
-            for begin in range(start, stop, self.shapes[name].M):
-                rows = min(self.shapes[name].M, stop - begin)
-                phases[phase].append((begin, rows, first, neurons, total, int(add), 0, 0))
-                total += rows
-        table: list[tuple[int, ...]] = []
-        launches = []
-        for name in ROW_CLASSES:
-            if name in found:
-                launches.append((name, len(table), [len(tiles) for tiles in found[name]], widest[name]))
-                table += [tile for tiles in found[name] for tile in tiles]
+            part = parts.setdefault((name, phase), [])
+            if neurons > widest.get(name, -1):
+                widest[name] = neurons
+            rows = shapes[name].M
+            for begin in range(start, stop, rows):
+                part += (begin, min(rows, stop - begin), first, neurons, total + begin - start, add, 0, 0)
+            total += stop - start
+        table: list[int] = []
+        launches: list[tuple[RowClass, int, list[int], int]] = []
+        for name, phase in sorted(parts):
+            part = parts[name, phase]
+            if not launches or launches[-1][0] != name:
+                launches.append((name, len(table) // 8, [], widest[name]))
+            launches[-1][2].append(len(part) // 8)
+            table += part
         return table, launches, total
 
     def _refuse(self, hidden: torch.Tensor, pairs: torch.Tensor, top_k: int, y: torch.Tensor) -> None:

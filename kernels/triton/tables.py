@@ -32,59 +32,60 @@ class TableRing:
 
     On the CPU (Triton's interpreter) a table is a plain tensor. One thread uses it at a time.
 
+    The buffers are allocated at once, since allocating pinned memory may wait for the GPU; only a table that is too
+    large for its buffer has that replaced.
+
     Args:
         device: where the tables are read.
         entries: buffers. As many tables can be under way before `put` waits; a forward has a few for each layer.
-        rows: of a buffer at first; it grows to what comes.
-        columns: of every table.
+        numbers: that a buffer holds.
 
     Attributes:
         mapped: whether a kernel reads host memory; False: tables are copied.
         waits: how often `put` had to wait for the GPU.
     """
 
-    def __init__(self, device: torch.device, entries: int = 128, rows: int = 64, columns: int = 8) -> None:
-        self._device, self._rows, self._columns = device, rows, columns
-        self._buffers: list[torch.Tensor | None] = [None] * entries
-        self._events: list[torch.cuda.Event | None] = [None] * entries
+    def __init__(self, device: torch.device, entries: int = 128, numbers: int = 4096) -> None:
+        self._device = device
         self._next = self.waits = 0
         self.mapped = True
         if device.type == "cuda":
+            slab = torch.empty((entries, numbers), dtype=torch.int32, pin_memory=True)
+            self._buffers = list(slab)
+            self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
+            self._events: list[torch.cuda.Event | None] = [None] * entries
             self.mapped = self._reads_host_memory()
 
-    def put(self, table: Sequence[Sequence[int]] | NDArray[np.int32]) -> torch.Tensor:
-        """The table as int32 [rows, columns] on the device, for what is enqueued on the current stream from now on."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(np.array(table, dtype=np.int32)).view(len(table), self._columns)
-        at, self._next = self._next, (self._next + 1) % len(self._buffers)
-        event = self._events[at]
+    def put(self, table: Sequence[int] | NDArray[np.int32]) -> torch.Tensor:
+        """The numbers as int32 [n] on the device, for what is enqueued on the current stream from now on."""
+        count, device = len(table), self._device
+        if device.type == "cpu":
+            return torch.from_numpy(np.array(table, dtype=np.int32))
+        at = self._next
+        self._next = (at + 1) % len(self._buffers)
+        event, buffer = self._events[at], self._buffers[at]
         if event is None:
             event = self._events[at] = torch.cuda.Event()
         elif not event.query():
             self.waits += 1
             event.synchronize()
-        buffer = self._buffers[at]
-        if buffer is None or len(buffer) < len(table):
-            rows = max(self._rows, triton.next_power_of_2(len(table)))
-            buffer = self._buffers[at] = torch.empty((rows, self._columns), dtype=torch.int32, pin_memory=True)
-        source = buffer[: len(table)]
-        source.numpy()[:] = table
-        target = torch.empty(source.shape, dtype=torch.int32, device=self._device)
-        self._send(source, target)
-        event.record(torch.cuda.current_stream(self._device))
-        return target
-
-    def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if len(buffer) < count:
+            buffer = torch.empty(triton.next_power_of_2(count), dtype=torch.int32, pin_memory=True)
+            self._buffers[at], self._arrays[at] = buffer, buffer.numpy()
+        self._arrays[at][:count] = table
+        target = torch.empty(count, dtype=torch.int32, device=device)
         if self.mapped:
-            count = source.numel()
-            _fetch[(triton.cdiv(count, _BLOCK),)](source, target, count, BLOCK=_BLOCK, num_warps=4)
+            _fetch[(triton.cdiv(count, _BLOCK),)](buffer, target, count, BLOCK=_BLOCK, num_warps=4)
         else:
-            target.copy_(source, non_blocking=True)
+            target.copy_(buffer[:count], non_blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        return target
 
     def _reads_host_memory(self) -> bool:
         """Try it once; this waits for the GPU."""
-        table = [[7 * i + j for j in range(self._columns)] for i in range(300)]
+        table = list(range(3, 3000))
         try:
-            return self.put(table).tolist() == table
+            with torch.cuda.device(self._device):
+                return self.put(table).tolist() == table
         except (RuntimeError, ValueError):  # Triton: the pointer cannot be accessed
             return False

@@ -220,8 +220,8 @@ def test_rows_decide_the_class() -> None:
 
 
 def test_a_table_on_the_cpu_is_a_tensor() -> None:
-    ring = TableRing(torch.device("cpu"), columns=2)
-    assert ring.put([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
+    ring = TableRing(torch.device("cpu"))
+    assert ring.put([1, 2, 3]).tolist() == [1, 2, 3]
     assert ring.waits == 0
 
 
