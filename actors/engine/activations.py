@@ -41,6 +41,11 @@ class Activations(Protocol):
         """Where the channels to the peers put what they receive; None: anywhere."""
         ...
 
+    @property
+    def label(self) -> str:
+        """For the plan: how they travel."""
+        ...
+
     def begin(self, hidden: torch.Tensor) -> Outgoing:
         """A layer may send rows of hidden [T, H]. Never waits."""
         ...
@@ -54,6 +59,7 @@ class PlainActivations:
     """Tensors are copied when they are asked for: on the CPU, where most of it is no copy, and to compare with."""
 
     supply: Supply | None = None
+    label = "plain"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -103,6 +103,7 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "group_size": settings.ndp.group_size if policy.precision.kind != "full" else None,
         "threads": settings.ndp.threads,
         "transport": ", ".join(sorted({str(worker["transport"]) for worker in workers})),
+        "activations": engine.activations.label,
         "hardware": settings.ndp.hardware.get("name"),
         "paced": settings.ndp.pace,
     }

@@ -92,7 +92,8 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
     each = f"{len(ndp['workers'])} workers with " if len(ndp["workers"]) > 1 else ""
     threads = f"{each}{ndp['threads']} thread{'s' if ndp['threads'] != 1 else ''}"
     paced = f"paced as {ndp['hardware']}" if ndp["paced"] else f"modelled as {ndp['hardware']}"
-    return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {ndp['transport']}, {paced}"
+    way = ndp["transport"] if ndp["activations"] == "plain" else f"{ndp['transport']} ({ndp['activations']})"
+    return f"placement {ndp['placement']}{hot}, {precision}; {threads}, over {way}, {paced}"
 
 
 def _matcher(matcher: Mapping[str, Any]) -> str:

@@ -236,6 +236,22 @@ def test_without_room_copies_wait(peer: _Peer, gpu: FakeCompute) -> None:
         remote.close()
 
 
+def test_a_driver_that_refuses_is_done_without(monkeypatch: pytest.MonkeyPatch, gpu: FakeCompute) -> None:
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore that nobody reads")
+
+    assert PinnedActivations(gpu).label == "pinned"
+    monkeypatch.setattr(gpu, "pinned", refuse)
+    way = PinnedActivations(gpu)
+    assert way.label == "not pinned: CUDA error: out of memory"
+    assert way.supply(1 << 20) is None
+    rows, _ = way.begin(torch.full((2, 16), 3.0)).take(np.arange(2))
+    assert (rows == 3).all()
+    assert bool((way.receive(rows) == 3).all())
+    assert gpu.log == []
+    assert way.waited == 2
+
+
 def test_rows_in_half_precision_travel_as_float32(
     peer: _Peer, remote: RemoteExperts, way: PinnedActivations, gpu: FakeCompute
 ) -> None:

@@ -66,8 +66,13 @@ class PinnedActivations:
     def __init__(self, runtime: ComputeRuntime, most_bytes: int = _MOST) -> None:
         self._runtime, self._device = runtime, runtime.device
         self.pool = PinnedPool(runtime, most_bytes)
+        self.pool.lease(1)  # whether there is pinned memory to be had is known from the start
         self.waited = 0
         self._all_rows: dict[int, torch.Tensor] = {}
+
+    @property
+    def label(self) -> str:
+        return "pinned" if self.pool.problem is None else f"not pinned: {self.pool.problem}"
 
     def supply(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Where an answer is put; None for short ones, and where there is no room."""

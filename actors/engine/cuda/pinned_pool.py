@@ -63,6 +63,7 @@ class PinnedPool:
     Attributes:
         nbytes: of all blocks.
         refused: leases for which there was no room.
+        problem: why it has less memory than it may; None: nothing was refused by the driver.
     """
 
     def __init__(self, runtime: PinnedRuntime, most_bytes: int) -> None:
@@ -78,6 +79,7 @@ class PinnedPool:
         self._under_way: deque[tuple[Any, object]] = deque()
         self._sweeping = threading.Lock()
         self.nbytes = self.refused = 0
+        self.problem: str | None = None
 
     def lease(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory [nbytes] at a multiple of 64, with anything in it; None: there is no room now."""
@@ -115,8 +117,9 @@ class PinnedPool:
         begin = address - block.address
         if begin + array.nbytes > block.memory.nbytes:
             return None
-        memory = block.memory[begin : begin + array.nbytes]
-        found = memory if array.dtype == np.uint8 else memory.view(_DTYPES[array.dtype]).view(array.shape)
+        with torch.inference_mode(False):  # as below
+            memory = block.memory[begin : begin + array.nbytes]
+            found = memory if array.dtype == np.uint8 else memory.view(_DTYPES[array.dtype]).view(array.shape)
         if len(self._tensors) >= _REMEMBERED:
             self._tensors.clear()
         self._tensors[key] = found
@@ -142,10 +145,11 @@ class PinnedPool:
         try:
             with torch.inference_mode(False):  # else only a forward in that mode could write into it
                 memory = self._runtime.pinned(size)
-        except BaseException:
+        except RuntimeError as error:  # the driver has no more: make do with what is there
             with self._lock:
                 self.nbytes -= size
-            raise
+                self._most, self.problem = self.nbytes, str(error).partition("\n")[0]
+            return None
         block = _Block(memory.data_ptr(), memory)
         with self._lock:
             self._blocks = tuple(sorted((*self._blocks, block), key=_address))
