@@ -14,7 +14,7 @@ from importlib.util import find_spec
 NEEDED = {
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
-    "google.protobuf": "protobuf", "grpc": "grpcio", "setuptools": "setuptools",
+    "google.protobuf": "protobuf", "grpc": "grpcio",
 }  # fmt: skip
 USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
 
