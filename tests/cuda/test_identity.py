@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from serving import greedy, logits, policy, prepared, reference_greedy
 
 from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.settings import EngineSettings, KvSettings
-from tiermoe.cluster.config import default_model_dir, load_policy, policy_names
+from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.local import LocalWorker
 
@@ -90,6 +91,7 @@ def check(prompts: list[tuple[int, ...]], expected: list[list[int]], unmodified:
 def _settings(preset: str, budget: float, target: torch.device, **more: Any) -> EngineSettings:
     more.setdefault("dtype", "float32")
     more.setdefault("kv", KvSettings(page_size=32, num_blocks=64))
+    more.setdefault("ndp", NdpSettings(hardware=asdict(load_hardware("cpu-ndp"))))
     return EngineSettings(
         policy=load_policy(preset), budget=budget, device=target.type, integrity_checks=True, **more
     )

@@ -77,7 +77,7 @@ class Bench:
 def run(context: Context, record: Record, name: str) -> None:
     """All cases of one shape, as far as time allows."""
     shape = (TOY if context.toy else REAL)[name]
-    torch.set_num_threads(1 if context.toy else usable_cores())
+    torch.set_num_threads(1)
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
     locality, trace = _trace(context, record, shape, layers)
@@ -90,7 +90,6 @@ def run(context: Context, record: Record, name: str) -> None:
         built = build_random_model(shape, layers, context.dtype, context.device)
         replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
         replay.attach(built.modules)
-        torch.set_num_threads(1)
         record.row(
             "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
             experts=shape.experts, top_k=shape.top_k, expert_bytes=shape.expert.nbytes(context.dtype.itemsize),

@@ -12,6 +12,7 @@ import torch
 from .....actors.engine.pool import LayerWeights
 from .....actors.store_format import ExpertShape
 from .....errors import ConfigError
+from .memory import usable_cores
 
 _HUGE = 2 << 20  # bytes of a huge page
 
@@ -71,7 +72,10 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
         with contextlib.suppress(OSError):  # a kernel without them: registering takes longer
             block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
     flat = torch.frombuffer(block, dtype=dtype, count=elements)
-    flat.zero_()  # by all threads: registering would touch the pages one by one
+    threads = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    flat.zero_()  # by all cores: registering would touch the pages one by one
+    torch.set_num_threads(threads)
     if int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 0)) == 0:
         return flat, "registered", (block, flat.data_ptr())
     with contextlib.suppress(RuntimeError):
