@@ -28,8 +28,18 @@ from .stats import EngineStats
 from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
-    from .device import Device
+    from .device import Copied, Device
     from .pool import ExpertSource, SlotPool
+
+
+class _NoBooks:
+    """For what a preload took, which no layer waited for."""
+
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        return None
+
+    def held(self, layer: int, start_s: float, end_s: float) -> None:
+        return None
 
 
 class ExpertCache:
@@ -256,6 +266,7 @@ class ExpertCache:
             if job.copied is None:
                 self._fail(job)
             self._publish(job)
+        self._loader.tell(_NoBooks())
         self.ledger.preloaded(jobs)
 
     def flush(self) -> None:

@@ -312,6 +312,8 @@ def test_preload_and_flush_wait_for_the_bytes() -> None:
     rig.cache.preload([0, 1, 2])
     assert rig.stats.bytes_preloaded == 3 * CARRIED
     assert rig.queue.pending == 0
+    rig.cache.settle_times()
+    assert rig.stats.total() == LayerStats()
     rig.forward(0, [0, 1, 2])
     assert rig.stats.layers[0].hits == 3
     rig.cache.flush()

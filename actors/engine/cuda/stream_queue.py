@@ -14,6 +14,7 @@ compute waited is seen from timing events around that wait, which are read once 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -368,8 +369,7 @@ class StreamQueue:
                     runtime.record(end, lane.stream)
                 except Exception as error:  # the cache drops a guess and fails a forward that waits
                     job.error, job.copied, copy.ended = error, None, True
-                    if copy.last is not None:
-                        self._fence(copy.last)
+                    self._settle_failed(lane)
                     continue
                 final = copy.pieces is None or copy.sent == len(copy.pieces)
                 copy.last = _Part(copy, lane, nbytes, final, start, end)
@@ -378,6 +378,13 @@ class StreamQueue:
                 lane.bytes += nbytes
                 if final:
                     job.started, job.copied = True, Copied(0.0, 0.0, end)
+
+    def _settle_failed(self, lane: _Lane) -> None:
+        """Some of a copy may be enqueued, and its slot is given away: make the host wait for the stream."""
+        with contextlib.suppress(Exception):  # where the device is lost, nothing will be written
+            end = self._runtime.event(timing=False)
+            self._runtime.record(end, lane.stream)
+            self._runtime.synchronize(end)
 
     @staticmethod
     def _next(copy: _Copy, pieces: _Pieces | None) -> tuple[_Pieces, int]:
