@@ -58,12 +58,12 @@ class LayerView:
         weighed: whether the weights will be asked for. asked: the scores that will be.
 
     Attributes:
-        tokens: T. device: of the tensors.
+        tokens: T.
         picked: ids as the model picked them [T, K].
         ids: as they will run; `picked` until `reroute`.
     """
 
-    __slots__ = ("_fetch", "_hidden", "_scores", "_weights", "_weights_there", "device", "ids", "picked", "tokens")
+    __slots__ = ("_fetch", "_hidden", "_scores", "_weights", "_weights_there", "ids", "picked", "tokens")
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class LayerView:
         asked: Sequence[Asked] = (),
     ) -> None:
         self._fetch, self._hidden, self._weights_there = fetch, hidden, weights
-        self.tokens, self.device = len(hidden), hidden.device
         self._weights: NDArray[np.float32] | None = None
         self._scores: dict[Asked, NDArray[np.float32]] | None = None
         if not weighed and not asked:
@@ -89,6 +88,7 @@ class LayerView:
                 self._weights = found.pop()
             self._scores = dict(zip(asked, found, strict=True))
         self.ids = self.picked
+        self.tokens: int = self.picked.shape[0]
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -148,7 +148,7 @@ class HostViews:
         """
         if not self._ahead:
             return LayerView(self.fetch, hidden, ids, weights)
-        tokens = len(hidden)
+        tokens = hidden.shape[0]
         asked = dict.fromkeys(one for asker in self._askers for one in asker(layer, tokens))
         return LayerView(self.fetch, hidden, ids, weights, self._weighed or weighed, tuple(asked))
 

@@ -123,8 +123,11 @@ class MoeLayer:
             raise
         if self._placer is not None and any(e.recomputed for e in errands):
             self._placer.displaced()
-        stats.io_path_s += max(stats.blocked_io_s - blocked_s, *(e.blocked_s for e in errands), 0.0)
-        stats.link_path_s += max(stats.link_s - busy_s, *(e.link_s for e in errands), 0.0)
+        io_s, link_s = stats.blocked_io_s - blocked_s, stats.link_s - busy_s  # of the GPU with most of it
+        for errand in errands:
+            io_s, link_s = max(io_s, errand.blocked_s), max(link_s, errand.link_s)
+        stats.io_path_s += io_s
+        stats.link_path_s += link_s
         if self.configuring is not None:
             self.configuring.ran(self.index)
         if self._check:

@@ -11,7 +11,7 @@ import torch
 from serving import greedy, logits, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.compile import CompiledDense
+from tiermoe.actors.engine.compile import GRAPH_ROWS, CompiledDense
 from tiermoe.actors.engine.model import find_blocks
 from tiermoe.actors.engine.operator import UNSAFE_IN_GRAPHS
 from tiermoe.actors.expert_store import ExpertStore
@@ -56,10 +56,10 @@ class Graphs:
         return [calls for calls in self.calls if any("experts_at" in call for call in calls)]
 
 
-def _compiled(store: ExpertStore, worker: GpuWorker) -> tuple[CompiledDense, Graphs]:
+def _compiled(store: ExpertStore, worker: GpuWorker, mode: Any = "default") -> tuple[CompiledDense, Graphs]:
     graphs = Graphs()
     blocks = find_blocks(worker.model, read_manifest(Path(store.describe().path)))
-    return CompiledDense(worker.model, [block.experts for block in blocks], "default", graphs), graphs
+    return CompiledDense(worker.model, [block.experts for block in blocks], mode, graphs), graphs
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
@@ -95,6 +95,20 @@ def test_a_plain_forward_gives_the_same_logits(store: Callable[[str, int], Exper
         dense.close()
         assert greedy(worker, PROMPTS[:1], 6) == tokens
         assert graphs.with_experts
+
+
+def test_what_would_be_recorded_is_decode_only(store: Callable[[str, int], ExpertStore]) -> None:
+    prompt = list(range(GRAPH_ROWS + 1))
+    described = store("mixtral", 2)
+    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16))) as worker:
+        expected = greedy(worker, [prompt], 4)
+        dense, graphs = _compiled(described, worker, "graphs")
+        assert greedy(worker, [prompt], 1) == [expected[0][:1]]
+        assert graphs.calls == []
+        assert greedy(worker, [prompt], 4) == expected
+        dense.close()
+    assert len(graphs.with_experts) == 1
+    assert str(GRAPH_ROWS) in dense.notes[0]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine import host_view
+from tiermoe.actors.engine.cuda.fetch import PinnedFetch
 from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
 from tiermoe.actors.engine.routing import Routing
 from tiermoe.actors.engine.sequences import SequenceRows
@@ -146,6 +147,36 @@ def test_host_memory_is_shared_and_only_read_when_asked_for() -> None:
     ids = torch.tensor([[5, 1]])
     view: LayerView = views.look(0, torch.zeros(1, HIDDEN), ids, torch.ones(1, 2))
     assert np.shares_memory(view.ids, ids.numpy())
+
+
+class Event:
+    """Of a stream whose work is done at once."""
+
+    waits = 0
+
+    def record(self, stream: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+
+def test_the_pinned_buffer_is_used_again_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `tests/cuda` runs on a GPU, with memory that is not pinned."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "waits", 0)
+    fetch = PinnedFetch(torch.device("cuda", 0))
+    kept = []
+    for rows in (1, 5, 1, 9000, 5):
+        tensors = [torch.randint(0, 64, (rows, 3)), torch.rand(rows, 3), torch.rand(rows, 7).half(), torch.rand(0, 7)]
+        kept.append((tensors, fetch(tensors)))
+    assert Event.waits == len(kept)
+    for tensors, found in kept:
+        for tensor, array in zip(tensors, found, strict=True):
+            np.testing.assert_array_equal(array, tensor.numpy())
 
 
 def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from rich.progress import Progress
@@ -101,12 +102,13 @@ def _host_rows(worker: Any, prompts: list[tuple[int, ...]]) -> list[dict[str, An
 
     rows = []
     for batch in BATCHES:
+        run = partial(serve, worker.submit, prompts[:batch], MAX_TOKENS)
         with layer_passes(worker.engine) as passes:
-            serve(worker.submit, prompts[:batch], MAX_TOKENS)
+            run()
         decode = [p for p in passes if p.tokens == batch]
         measures = {
             "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in decode]),
             "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in decode]),
-        } | host_measures(worker.engine, lambda n=batch: serve(worker.submit, prompts[:n], MAX_TOKENS), batch)
+        } | host_measures(worker.engine, run, batch)
         rows += rows_of({OURS: measures}, batch=batch)
     return [row | {"values": ()} for row in rows]  # thousands of passes: their median and range tell enough
