@@ -32,11 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests may be run without pytest-timeout, as on a bare GPU machine: its marks then say nothing."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
 
     Tests of what Ray leaves behind look at the whole machine, and two clusters at once are more than two cores bear.
     """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         path = item.path
         ray = path.parent.name in ("cluster", "multinode") or path.stem in _STARTS_RAY
