@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tiermoe.cluster.jobs.bench.gpu import checks, job, options, packages
+from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
 from tiermoe.cluster.jobs.bench.gpu.build import extensions
-from tiermoe.cluster.jobs.bench.gpu.locality import draw
+from tiermoe.cluster.jobs.bench.gpu.locality import Locality, draw
 from tiermoe.cluster.jobs.bench.gpu.page import render
 from tiermoe.cluster.jobs.bench.gpu.record import Record
 from tiermoe.cluster.jobs.bench.gpu.replay import Replay
-from tiermoe.cluster.jobs.bench.gpu.shapes import REAL
+from tiermoe.cluster.jobs.bench.gpu.shapes import REAL, TOY
 from tiermoe.errors import ConfigError
 
 _FOLDER = Path(job.__file__).parent
@@ -169,8 +169,6 @@ def test_real_shapes_are_the_published_ones() -> None:
 
 def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
     shares = tuple(1 / 8 for _ in range(8))
-    from tiermoe.cluster.jobs.bench.gpu.locality import Locality
-
     trace = draw(Locality(shares, shares, (0.0,) * 4, (1.0,), 2), 0.5, 0.5, 6, 3, 8, 2, seed=0)
     weights = [torch.randn(8, 4) for _ in range(3)]
     replay = Replay(trace, (1.0,), weights, torch.device("cpu"), torch.float32)
@@ -190,6 +188,37 @@ def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
         replay.begin(6, 1)
     replay.close()
     assert modules[0](hidden, "as", "given") == ("as", "given")
+
+
+def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU up to the driver's own call: pages of this process, registered once and given back."""
+    registered: dict[int, int] = {}
+
+    class Driver:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            registered[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del registered[address]
+            return 0
+
+    shape = TOY["qwen"].expert
+    elements = shape.num_experts * shape.elements()
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    flat, how, kept = host_experts._allocate(elements, torch.bfloat16, torch.device("cuda"))
+    assert (how, registered) == ("registered", {flat.data_ptr(): 2 * elements})
+    assert not flat.any()
+    monkeypatch.setattr(host_experts, "_allocate", lambda *asked: (flat, how, kept))
+    host = host_experts.HostExperts()
+    host.add(shape, torch.bfloat16, torch.device("cpu"), seed=0)
+    gate_up, down = host.layers[0].expert(3)
+    assert (tuple(gate_up.shape), tuple(down.shape)) == (shape.gate_up, shape.down)
+    assert gate_up.is_contiguous()
+    assert down.abs().sum() > 0
+    assert host.nbytes == 2 * elements
+    host.close()
+    assert registered == {}
 
 
 def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:

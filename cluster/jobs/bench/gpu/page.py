@@ -102,15 +102,18 @@ def _verdicts(parts: Mapping[str, Any]) -> list[str]:
         ],
     )
     limits = [
-        (kind, bar["name"], f"{bar['value']:.4g}", f"{bar['op']} {bar['limit']:g}", _VERDICT[bar["ok"]])
+        (kind, bar["name"], _number(bar["value"]), f"{bar['op']} {bar['limit']:g}", _VERDICT[bar["ok"]])
         for kind in ("checks", "goals")
         for found in parts.values()
         for bar in found.get(kind, ())
-        if bar["value"] is not None
     ]
     if limits:
         lines += ["", *table(("", "limit", "value", "", ""), [(kind[:-1], *rest) for kind, *rest in limits])]
     return [*lines, ""]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
 
 
 def _of(rows: Sequence[Row], kind: str) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Record:
         found: dict[str, Any] = rounded(
             {"rows": self.rows, "checks": self.checks, "goals": self.goals, "notes": self.notes}
         )
+        for bar in (*found["checks"], *found["goals"]):
+            bar["value"] = None if math.isnan(bar["value"]) else bar["value"]  # JSON has no such number
         return found
 
     def write(self) -> None:
