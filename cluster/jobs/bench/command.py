@@ -321,7 +321,7 @@ def buddymoe(
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
     parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
-    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 470.0,
+    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
     device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
     sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
 ) -> None:
