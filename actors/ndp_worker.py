@@ -62,13 +62,7 @@ class NdpWorker:
             self._profile = NdpProfile.from_dict(settings.hardware)
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
-        view = ExpertStore(store, verify).describe()
-        self._full = open_views(view)
-        self._shape = view.manifest.experts
-        replicas = describe_replicas(store, verify)
-        self._group = replicas.manifest.group if replicas is not None else None
-        self._replicas = open_replicas(replicas) if replicas is not None else {}
-        self._packed_shapes = {bits: replicas.shape(bits) for bits in replicas.widths} if replicas is not None else {}
+        self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
         self._batches = self._pairs = 0
@@ -76,6 +70,16 @@ class NdpWorker:
         options = replace(options or ServerOptions(), host=directory.host(), token=token)
         self._server = ChannelServer(self.handle, options)
         directory.register(ndp_name(index), self._server.address)
+
+    def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
+        """Map the store and its replicas."""
+        view = ExpertStore(store, verify).describe()
+        self._full = open_views(view)
+        self._shape = view.manifest.experts
+        replicas = describe_replicas(store, verify)
+        self._group = replicas.manifest.group if replicas is not None else None
+        self._replicas = open_replicas(replicas) if replicas is not None else {}
+        self._packed_shapes = {bits: replicas.shape(bits) for bits in replicas.widths} if replicas is not None else {}
 
     @property
     def address(self) -> str:

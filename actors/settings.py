@@ -14,8 +14,8 @@ from .base_settings import Settings
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
-ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 CompileMode = Literal["off", "default", "graphs"]
+ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 
 class LinkSettings(Settings):

@@ -102,7 +102,8 @@ class ChannelServer:
                 return
             self._closed = True
             connections = list(self._connections.values())
-        self._health.enter_graceful_shutdown()
+        if self._health is not None:
+            self._health.enter_graceful_shutdown()
         for connection in connections:
             if connection.rings is not None:
                 connection.rings.close()
@@ -114,7 +115,6 @@ class ChannelServer:
 
     def _listen(self) -> tuple[grpc.Server, int]:
         import grpc
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
         options = self._options
         server = grpc.server(
@@ -127,10 +127,7 @@ class ChannelServer:
         methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
         methods |= {path: unary(self._one) for path in wire.ROLE_CALLS}
         server.add_generic_rpc_handlers((_Methods(methods),))
-        self._health = health.HealthServicer()
-        for service in ("", wire.CHANNEL_SERVICE):
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health = _add_health(server)
         where = f"[{options.host}]" if ":" in options.host else options.host
         where = f"{where}:{options.port}"
         try:
@@ -299,6 +296,22 @@ class _DaemonThreads(futures.Executor):
 
         threading.Thread(target=run, name="channel-grpc", daemon=True).start()
         return future
+
+
+def _add_health(server: Any) -> Any:
+    """The standard health service, for probes from outside; None where its package is not installed.
+
+    Channels do not need it: a clone that runs without an installation, as on a bare GPU machine, goes without.
+    """
+    try:
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    except ModuleNotFoundError:
+        return None
+    servicer = health.HealthServicer()
+    for service in ("", wire.CHANNEL_SERVICE):
+        servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return servicer
 
 
 def close_all() -> None:

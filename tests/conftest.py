@@ -26,11 +26,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 _STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme")  # beside tests/cluster and tests/multinode
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-cpu", action="store_true", help="tests/cuda/test_identity.py on the CPU stand-in: to try the test itself"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests may be run without pytest-timeout, as on a bare GPU machine: its marks then say nothing."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
 
     Tests of what Ray leaves behind look at the whole machine, and two clusters at once are more than two cores bear.
     """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         path = item.path
         ray = path.parent.name in ("cluster", "multinode") or path.stem in _STARTS_RAY

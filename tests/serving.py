@@ -70,7 +70,7 @@ def logits(worker: GpuWorker, prompt: Sequence[int], attention: str) -> torch.Te
     model.set_attn_implementation(attention)  # the manager's paged variant needs a paged cache
     try:
         with torch.no_grad():
-            return model(torch.tensor([list(prompt)])).logits
+            return model(torch.tensor([list(prompt)], device=model.device)).logits
     finally:
         model.set_attn_implementation(batching)
 
@@ -115,7 +115,7 @@ def reference_greedy(
     """What transformers' `generate` gives for each prompt alone."""
     out = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=model.device)
         tokens = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
             **({"eos_token_id": None} if ignore_eos else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -153,7 +154,12 @@ class ContinuousBatcher:
     def kv_usage(self) -> float:
         """Share of the KV cache that open requests hold."""
         processor = self._manager.batch_processor
-        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+        if processor is None:
+            return 0.0
+        cache = processor.cache
+        if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
+            return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
+        return 1.0 - float(cache.compute_free_capacity())
 
     def cancel(self, stream: Stream) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""
@@ -220,16 +226,19 @@ def _quiet_manager() -> Iterator[None]:
 
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
+    known = inspect.signature(ContinuousBatchingConfig).parameters
+    # transformers 5.17 calls a page a block, and never switches attention by itself
+    later = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
     return ContinuousBatchingConfig(
-        page_size=kv.page_size,
+        **{"page_size" if "page_size" in known else "block_size": kv.page_size},
         num_blocks=kv.num_blocks,
         max_batch_tokens=kv.max_batch_tokens,
         max_requests_per_batch=kv.max_requests,
         use_cuda_graph=False,  # routing is read on the host in every layer
         use_async_batching=False,
-        auto_switch_to_flash=False,
         per_request_processors=True,
         allow_block_sharing=False,
+        **later,
     )
 
 

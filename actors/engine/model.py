@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,26 @@ def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torc
     """Fill everything but expert parameters, as `from_pretrained` does after reading a checkpoint."""
     from safetensors.torch import load_file
 
-    dense = load_file(file)
+    left = assign_dense(model, load_file(file), expert_modules, device)
+    if left:
+        raise StoreError(
+            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
+            "prepare the store again with --force",
+        )
+
+
+def assign_dense(
+    model: Any, dense: dict[str, torch.Tensor], expert_modules: set[str], device: torch.device
+) -> list[str]:
+    """Give a model on meta these tensors, by their names in its state, and compute what no checkpoint holds.
+
+    Args:
+        dense: moved to `device` and the model's dtypes.
+        expert_modules: whose own parameters stay on meta.
+
+    Returns:
+        Parameters that are still on meta, and names that the model does not have.
+    """
     expected = model.state_dict()
     for name, tensor in dense.items():
         if name in expected:
@@ -132,12 +151,7 @@ def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torc
     model._initialize_missing_keys(False)
     model.tie_weights()
     left = [n for n, p in model.named_parameters() if p.is_meta and n not in experts]
-    left += loaded.unexpected_keys
-    if left:
-        raise StoreError(
-            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
-            "prepare the store again with --force",
-        )
+    return left + list(loaded.unexpected_keys)
 
 
 def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
@@ -146,18 +160,27 @@ def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
     Raises:
         UnsupportedModelError: the model lacks an experts module that the store names.
     """
+    return blocks_at(model, [layer.module for layer in manifest.layers], manifest.experts.num_experts)
+
+
+def blocks_at(model: Any, modules: Sequence[str], num_experts: int) -> list[MoeBlock]:
+    """The MoE layers whose experts modules have these names; each has `num_experts` experts.
+
+    Raises:
+        UnsupportedModelError: the model lacks such a module.
+    """
     blocks, routers = [], _router_classes(model)
     normalised = bool(getattr(model.config.get_text_config(), "norm_topk_prob", True))  # without the option all do
-    for layer in manifest.layers:
+    for name in modules:
         try:
-            experts = model.get_submodule(layer.module)
+            experts = model.get_submodule(name)
         except AttributeError as error:
             raise UnsupportedModelError(
-                f"the model has no experts module {layer.module}", "prepare the store again with --force"
+                f"the model has no experts module {name}", "prepare the store again with --force"
             ) from error
-        post = experts.post_expert_norm if experts.has_post_expert_norm else None
-        parent = model.get_submodule(layer.module.rpartition(".")[0])
-        router = _router_probe(routers, parent, manifest.experts.num_experts)
+        post = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+        parent = model.get_submodule(name.rpartition(".")[0])
+        router = _router_probe(routers, parent, num_experts)
         blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router, normalised))
     return blocks
 

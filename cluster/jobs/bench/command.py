@@ -317,6 +317,21 @@ def buddymoe(
     _finish_page(measure, write_page, kept_files, out, as_json, check)
 
 
+@bench_app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
+    parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
+    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
+    device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
+) -> None:
+    """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
+    from .gpu.__main__ import main
+
+    given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
+    raise typer.Exit(main(given))
+
+
 @bench_app.command(cls=JsonCommand)
 def quantize(model: Model = None, out: Out = None, as_json: Json = False, check: Check = False) -> None:
     """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""

@@ -1,0 +1,134 @@
+"""An NDP worker of random replicas, in a process of its own: `python -m ...ndp_child`, its settings as one JSON line.
+
+Packed bytes are random, since no time depends on them. A few layers' replicas serve all layers in turn: enough memory
+that weights come from there and not from a cache, and little enough to be made in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .....actors.links import Noticeboard, PeerLink, ndp_name
+from .....actors.ndp_worker import NdpWorker
+from .....actors.replica_store import ReplicaTables
+from .....actors.settings import NdpSettings
+from .....actors.store_format import ExpertShape
+from .....errors import RuntimeFailure
+from .....kernels.pack import PackedShape
+
+WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
+DISTINCT_LAYERS = 2
+_START_S = 60.0
+
+
+class RandomNdpWorker(NdpWorker):
+    """`NdpWorker` on random replicas of a model without a store.
+
+    Args:
+        settings: as of `NdpWorker`. shape: of the experts. layers: of the model.
+        distinct: layers that have replicas of their own; the others share theirs in turn.
+    """
+
+    def __init__(
+        self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: Noticeboard, distinct: int
+    ) -> None:
+        self._random = shape, layers, distinct
+        super().__init__(settings, "", directory)
+
+    def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
+        shape, layers, distinct = self._random
+        group = self._settings.group_size
+        block = np.random.default_rng(0).integers(0, 256, 1 << 22, np.uint8)
+        self._full = [None] * layers  # type: ignore[list-item]  # nobody is sent to full precision
+        self._shape, self._group = shape, group
+        self._packed_shapes = {bits: PackedShape(shape.hidden, shape.intermediate, bits, group) for bits in WIDTHS}
+        self._replicas = {}
+        for bits, packed in self._packed_shapes.items():
+            made = [self._layer(packed, shape.num_experts, block) for _ in range(min(distinct, layers))]
+            self._replicas[bits] = [made[layer % len(made)] for layer in range(layers)]
+
+    @staticmethod
+    def _layer(packed: PackedShape, experts: int, block: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """Codes at random, scales 1e-3, offsets 0."""
+        out: dict[str, NDArray[Any]] = {}
+        for name, (code, size) in packed.tensors().items():
+            whole = (experts, *size)
+            out[name] = np.resize(block, whole) if code == "U8" else np.full(whole, 1e-3, np.float16)
+        return out
+
+
+def random_tables(layers: int, experts: int) -> ReplicaTables:
+    """Losses that fall with the width, more for some experts than for others; counts alike."""
+    rng = np.random.default_rng(0)
+    losses = rng.random((layers, experts, 1)) * np.array([8.0, 2.0, 0.5, 0.1])
+    shape = losses.shape
+    return ReplicaTables(
+        WIDTHS, losses.astype(np.float32), losses.astype(np.float32), np.zeros(shape, np.bool_),
+        np.ones(shape[:2], np.int64), np.ones(shape[:2]),
+    )  # fmt: skip
+
+
+@contextmanager
+def ndp_process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Iterator[PeerLink]:
+    """The way to such a worker, which lives as long as the context.
+
+    Raises:
+        RuntimeFailure: it did not start.
+    """
+    request = {"settings": settings.model_dump(), "shape": shape.model_dump(), "layers": layers}
+    board = Noticeboard()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], _START_S)
+            address = process.stdout.readline().strip() if ready else ""
+            if not address:
+                process.kill()
+                process.wait()
+                said.seek(0)
+                last = said.read().strip().splitlines()
+                raise RuntimeFailure(f"the NDP worker did not start: {last[-1] if last else 'silent'}", "see its log")
+            board.register(ndp_name(0), address)
+            yield PeerLink(board, name=ndp_name(0))
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    asked = json.loads(sys.stdin.readline())
+    worker = RandomNdpWorker(
+        NdpSettings(**asked["settings"]), ExpertShape(**asked["shape"]), asked["layers"], Noticeboard(),
+        DISTINCT_LAYERS,
+    )  # fmt: skip
+    print(worker.address, flush=True)
+    sys.stdin.read()
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

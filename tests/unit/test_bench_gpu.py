@@ -1,0 +1,238 @@
+"""The runner of `bench gpu`: limits, what is kept of a part that fails, the page in every state, what it needs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
+from tiermoe.cluster.jobs.bench.gpu.build import extensions
+from tiermoe.cluster.jobs.bench.gpu.locality import Locality, draw
+from tiermoe.cluster.jobs.bench.gpu.page import render
+from tiermoe.cluster.jobs.bench.gpu.record import Record
+from tiermoe.cluster.jobs.bench.gpu.replay import Replay
+from tiermoe.cluster.jobs.bench.gpu.shapes import REAL, TOY
+from tiermoe.errors import ConfigError
+
+_FOLDER = Path(job.__file__).parent
+_ROOT = _FOLDER.parents[3]
+PART = options.Part("machine", "The machine", 30)
+
+
+def plan(out: Path, *parts: options.Part, seconds: float = 60.0) -> job.Plan:
+    return job.Plan(out, "cpu", "toy", parts, seconds)
+
+
+def child(code: str, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> dict[str, Any]:
+    """What `_child` makes of a part whose process runs `code`, with RECORD in place of its record's path."""
+
+
+    real = job.subprocess.Popen
+
+    def instead(command: list[str], **kwargs: Any) -> Any:
+        record = command[command.index("--record") + 1]
+        return real([sys.executable, "-c", code.replace("RECORD", repr(record))], **kwargs)
+
+    monkeypatch.setattr(job.subprocess, "Popen", instead)
+    monkeypatch.setattr(job, "_GRACE_S", 0.0)
+    return job._child(PART, plan(Path("unused"), PART), limit_s)
+
+
+WRITE = (
+    "import json; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
+)
+
+
+def test_a_part_that_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = child(WRITE, monkeypatch)
+    assert found["outcome"] == "done"
+    assert found["rows"] == [{"kind": "x"}]
+    assert "log" not in found
+
+
+def test_a_part_that_crashes_keeps_what_it_found_and_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = child(WRITE + "raise SystemError('the GPU fell off')", monkeypatch)
+    assert found["outcome"] == "ended with status 1"
+    assert found["rows"] == [{"kind": "x"}]
+    assert "the GPU fell off" in found["log"]
+
+
+def test_a_part_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = child("import time; time.sleep(600)", monkeypatch, limit_s=0.5)
+    assert found["outcome"].startswith("cut off after")
+    assert found["rows"] == []
+
+
+def test_parts_without_time_are_said_and_others_are_kept(tmp_path: Path) -> None:
+    kept = {"rows": [], "checks": [], "goals": [], "notes": ["kept"], "outcome": "done", "seconds": 1.0}
+    name = job._device_name("cpu")
+    before = {"device": "cpu", "sizes": "real", "device_name": name, "parts": {"loads": kept, "gone": kept}}
+    (tmp_path / "gpu.json").write_text(json.dumps(before))
+    document = job.run_all(job.Plan(tmp_path, "cpu", "real", (PART,), 0.0), lambda text: None)
+    assert document["parts"]["machine"]["outcome"] == "not run: no time was left"
+    assert document["parts"]["loads"] == kept
+    assert "gone" not in document["parts"]
+    assert job.failures(document, (PART,)) == ["machine: not run: no time was left"]
+    assert "kept" in (tmp_path / "gpu.md").read_text()
+
+
+def test_failures_names_checks_and_not_goals(tmp_path: Path) -> None:
+    record = Record("machine", tmp_path / "r.json")
+    record.check("fast", 1.0, "<=", 2.0)
+    record.check("slow", 3.0, "<=", 2.0)
+    record.goal("wish", 0.0, ">=", 1.0)
+    found = json.loads((tmp_path / "r.json").read_text()) | {"outcome": "done"}
+    assert job.failures({"parts": {"machine": found}}, (PART,)) == ["slow"]
+
+
+def test_nothing_about_speed_is_judged_on_the_stand_in() -> None:
+    record = Record("machine", None, judged=False)
+    record.check("speed", 3.0, "<=", 2.0)
+    record.check("identity", 3.0, "<=", 2.0, always=True)
+    assert [check["name"] for check in record.checks] == ["identity"]
+
+
+def test_the_page_without_data_says_that_no_gpu_was_to_be_had() -> None:
+    page = render(None)
+    assert "Nothing on this page has run on a GPU yet" in page
+    assert "cluster/jobs/bench/gpu/run.sh" in page
+    assert page == (_ROOT / "docs/results/gpu.md").read_text(encoding="utf-8") or (
+        _ROOT / "docs/results/gpu.json"
+    ).exists()
+
+
+def test_the_page_of_a_part_that_was_cut_off() -> None:
+    found = {
+        "rows": [{"kind": "peaks", "h2d_gbps": 50.0, "d2h_gbps": 51.0, "hbm_gbps": 3000.0}], "checks": [], "goals": [],
+        "notes": ["a note"], "outcome": "cut off after 30 s", "seconds": 30.0, "log": "first\nlast words",
+    }  # fmt: skip
+    document = {
+        "device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {"torch": "2.11"},
+        "parts": {"machine": found},
+    }  # fmt: skip
+    page = render(document)
+    assert "cut off after 30 s" in page
+    assert "| host to device, one large pinned copy | 50.0 |" in page
+    assert "last words" in page
+    assert "stand-in" not in page
+    assert page.count("Not run yet.") == len(options.PARTS) - 1
+
+
+def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no part 'qwne'"):
+        options.chosen_parts("qwne")
+    assert [part.name for part in options.chosen_parts("loads,machine")] == ["machine", "loads"]
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            options.device_of("cuda")
+
+
+def test_all_parts_fit_into_eight_minutes() -> None:
+    assert options.TOTAL_S <= 450  # and half a minute to compile
+    last = options.PARTS[-1]
+    assert sum(part.seconds for part in options.PARTS) - last.seconds <= options.TOTAL_S  # each is begun at least
+    assert set(job.runs()) == {part.name for part in options.PARTS}
+
+
+def test_missing_packages_are_named_as_pip_calls_them() -> None:
+    assert packages.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
+    assert packages.missing(packages.NEEDED) == []
+
+
+def test_setup_names_the_extensions_that_are_built() -> None:
+    assert [ext.name for ext in extensions(_ROOT)] == [
+        "tiermoe.kernels._cpu", "tiermoe.kernels._substitute", "tiermoe.proto._ring",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_neither_ray_nor_typer_is_imported(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [name for name in names if name.split(".")[0] in ("ray", "typer")]
+
+
+def test_real_shapes_are_the_published_ones() -> None:
+    """Bytes of an expert, and experts per layer, as published."""
+    sizes = {name: (shape.expert.nbytes(2), shape.experts, shape.top_k) for name, shape in REAL.items()}
+    assert sizes == {
+        "mixtral": (336 << 20, 8, 2), "qwen": (3 * 2048 * 1408 * 2, 60, 4), "deepseek": (3 * 2048 * 1408 * 2, 64, 6),
+    }  # fmt: skip
+    moe = {name: shape.layers - shape.dense_layers for name, shape in REAL.items()}
+    assert moe == {"mixtral": 32, "qwen": 24, "deepseek": 26}
+
+
+def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
+    shares = tuple(1 / 8 for _ in range(8))
+    trace = draw(Locality(shares, shares, (0.0,) * 4, (1.0,), 2), 0.5, 0.5, 6, 3, 8, 2, seed=0)
+    weights = [torch.randn(8, 4) for _ in range(3)]
+    replay = Replay(trace, (1.0,), weights, torch.device("cpu"), torch.float32)
+    modules = [torch.nn.Module() for _ in range(3)]
+    for module in modules:
+        module.forward = lambda hidden, ids, weights: (ids, weights)  # type: ignore[method-assign]
+    replay.attach(modules)
+    replay.begin(2, 1)
+    hidden = torch.randn(1, 4)
+    ids, chosen = modules[1](hidden, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+    assert ids.tolist() == [trace.ids[2, 1].tolist()]
+    assert chosen.sum().item() == pytest.approx(1.0)
+    probes = replay.probes()
+    for layer, token in ((1, 2), (2, 2), (0, 3)):  # this layer; the next, foreseen; the next token's first
+        assert set(probes[layer](hidden).topk(2)[1][0].tolist()) == set(trace.ids[token, layer].tolist())
+    with pytest.raises(ValueError, match="has 6 tokens"):
+        replay.begin(6, 1)
+    replay.close()
+    assert modules[0](hidden, "as", "given") == ("as", "given")
+
+
+def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU up to the driver's own call: pages of this process, registered once and given back."""
+    registered: dict[int, int] = {}
+
+    class Driver:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            registered[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del registered[address]
+            return 0
+
+    shape = TOY["qwen"].expert
+    elements = shape.num_experts * shape.elements()
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    flat, how, kept = host_experts._allocate(elements, torch.bfloat16, torch.device("cuda"))
+    assert (how, registered) == ("registered", {flat.data_ptr(): 2 * elements})
+    assert not flat.any()
+    monkeypatch.setattr(host_experts, "_allocate", lambda *asked: (flat, how, kept))
+    host = host_experts.HostExperts()
+    host.add(shape, torch.bfloat16, torch.device("cpu"), seed=0)
+    gate_up, down = host.layers[0].expert(3)
+    assert (tuple(gate_up.shape), tuple(down.shape)) == (shape.gate_up, shape.down)
+    assert gate_up.is_contiguous()
+    assert down.abs().sum() > 0
+    assert host.nbytes == 2 * elements
+    host.close()
+    assert registered == {}
+
+
+def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    report = tmp_path / "r.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase classname='a' name='b'/><testcase classname='a' name='c'>"
+        "<failure message='boom'>trace</failure></testcase><testcase name='d'><skipped/></testcase>"
+        "</testsuite></testsuites>"
+    )
+    counts, failures = checks._read(report)
+    assert counts == {"passed": 1, "failed": 1, "errors": 0, "skipped": 1}
+    assert failures[0]["test"] == "a::c"
+    assert failures[0]["why"].startswith("boom")
+    counts, _ = checks._from_text("..F.s [ 12%]\n")
+    assert counts == {"passed": 3, "failed": 1, "errors": 0, "skipped": 1}
