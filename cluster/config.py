@@ -21,6 +21,7 @@ from ..actors.settings import (
     CompileMode,
     CopySettings,
     EngineSettings,
+    ExpertKernelName,
     KvSettings,
     LinkSettings,
     MatcherOptions,
@@ -93,6 +94,7 @@ class RunConfig(Settings):
     ndp: NdpConfig = NdpConfig()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
+    expert_kernel: ExpertKernelName = "auto"
     compile: CompileMode = "off"
     integrity_checks: bool = False
     ray: RaySettings = RaySettings()
@@ -283,6 +285,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         ),
         matcher=config.matcher,
         attention=config.attention,
+        expert_kernel=config.expert_kernel,
         compile=config.compile,
         integrity_checks=config.integrity_checks,
         trace=trace,

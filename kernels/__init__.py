@@ -1,1 +1,1 @@
-"""Arithmetic on experts in slots: the torch reference and the C++ kernel for few rows."""
+"""Arithmetic on experts in slots: torch references, C++ kernels for CPUs, Triton kernels for GPUs."""

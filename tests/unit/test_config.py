@@ -265,3 +265,13 @@ def test_options_of_the_cluster_are_named_as_they_are_written() -> None:
         load_run_config(None, {"cluster": {"shards": 65}})
     with pytest.raises(ConfigError, match=r"^--ndp-workers is 'many'"):
         load_run_config(None, {"cluster": {"ndp_workers": "many"}})
+
+
+def test_what_a_gpu_is_told_reaches_the_engine() -> None:
+    options = {
+        "expert_kernel": "loop", "compile": "default", "copies": {"ahead_mib": 3},
+        "link": {"gbps": 2.0, "latency_us": 1.0, "layer_us": 5.0},
+    }  # fmt: skip
+    settings = engine_settings(load_run_config(None, options))
+    assert (settings.expert_kernel, settings.compile, settings.copies.ahead_mib) == ("loop", "default", 3)
+    assert settings.link.layer_us == 5.0
