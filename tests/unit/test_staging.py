@@ -149,6 +149,31 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     assert found[0].tensors[0].data_ptr() != first
 
 
+def test_a_layer_refused_in_part_stays_pinned_in_no_part() -> None:
+    """Its first tensor was registered when the second was refused: that would count for nothing, and against nobody."""
+    gpu, cuda = device()
+    far = torch.frombuffer(mmap.mmap(-1, 40 * PAGE), dtype=torch.bfloat16)
+    one = LayerWeights((far[:FLOATS].view(1, FLOATS), far[10 * PAGE : 10 * PAGE + FLOATS].view(1, FLOATS)))
+    last = one.tensors[1].data_ptr()
+    gpu.refuse = lambda address, nbytes: address <= last < address + nbytes
+    _, report = cuda.pin([one], CopySettings())
+    assert report is not None
+    assert (report.registered, report.staged) == (0, 2 * FLOATS * 2)
+    assert not gpu.registered
+    assert not cuda.is_pinned(one.tensors[:1])
+    cuda.close()
+
+
+def test_a_page_of_the_neighbours_pins_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver tells of one address: a copy from a tensor of which only the first page is registered fails."""
+    gpu, cuda = device()
+    tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
+    shared = tensor.data_ptr() + PAGE
+    monkeypatch.setattr(gpu, "is_pinned", lambda one: one.data_ptr() < shared)
+    assert cuda.is_pinned((tensor[:100],))
+    assert not cuda.is_pinned((tensor,))
+
+
 def test_sources_give_the_copies_from_then_on() -> None:
     gpu, cuda = device()
     mapped = layers(2)

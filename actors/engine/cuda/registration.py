@@ -84,9 +84,13 @@ def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
 def _register(device: CudaDevice, tensors: Tensors) -> str | None:
     for tensor in tensors:
         fill_pages(tensor)
+    done: list[int] = []
     for address, nbytes in page_ranges(tensors):
         if (problem := device.register(address, nbytes)) is not None:
+            for other in done:  # the layer is staged or copied as a whole: do not pin a part of it for nothing
+                device.unregister(other)
             return problem
+        done.append(address)
     return None
 
 
