@@ -52,6 +52,13 @@ class PinReport:
     problem: str | None
     seconds: float
 
+    def beside(self, other: PinReport) -> PinReport:
+        """Of both."""
+        return PinReport(
+            self.registered + other.registered, self.copied + other.copied, self.staged + other.staged,
+            self.problem or other.problem, self.seconds + other.seconds,
+        )  # fmt: skip
+
 
 class Device(Protocol):
     """What the cache and the loader need of a device.

@@ -14,10 +14,12 @@ from tiermoe.actors.engine.cuda.staging import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
+from tiermoe.actors.engine.low_bits import ReplicaWeights
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.sources import Sources
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store_format import ExpertShape
+from tiermoe.kernels.pack import PackedShape
 
 PAGE = mmap.PAGESIZE
 FLOATS = 1000
@@ -172,6 +174,20 @@ def test_a_page_of_the_neighbours_pins_no_tensor(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu, "is_pinned", lambda one: one.data_ptr() < shared)
     assert cuda.is_pinned((tensor[:100],))
     assert not cuda.is_pinned((tensor,))
+
+
+def test_replicas_are_pinned_within_what_experts_leave_of_the_limit() -> None:
+    gpu, cuda = device()
+    settings = CopySettings(pinned_gib=3.5 * BYTES / 2**30)
+    _, experts = cuda.pin(layers(2), settings)
+    replicas, both = ReplicaWeights(PackedShape(32, 32, 4, 32), layers(2)).pinned_by(cuda, settings, experts)
+    assert both is not None
+    assert (both.registered, both.staged) == (3 * BYTES, BYTES)
+    assert both.problem is not None
+    assert len(gpu.registered) == 3
+    assert [cuda.is_pinned(one.tensors) for one in replicas.layers] == [True, False]
+    cpu = CpuDevice(LinkSettings())
+    assert ReplicaWeights(replicas.shape, replicas.layers).pinned_by(cpu, settings, None)[1] is None
 
 
 def test_sources_give_the_copies_from_then_on() -> None:

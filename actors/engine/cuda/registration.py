@@ -43,7 +43,7 @@ def pin_layers(
             registered += nbytes
         elif limit is not None and registered + copied + nbytes > limit:
             staged += nbytes
-            problem = problem or f"the limit of {settings.pinned_gib:g} GiB is reached"
+            problem = problem or "the limit that copies.pinned_gib sets is reached"
         elif (refusal := _register(device, layer.tensors)) is None:
             registered += nbytes
         else:
