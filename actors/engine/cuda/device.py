@@ -39,6 +39,9 @@ class CudaDevice:
         self._staging: Staging | None = None
         self._registered: list[tuple[int, int]] = []  # address, bytes
 
+    def enter(self) -> None:
+        self.runtime.enter()
+
     def compute_stream(self) -> Any:
         """The stream of the compute now, behind all that was enqueued on earlier ones; on the forward's thread."""
         stream = self.runtime.current()
