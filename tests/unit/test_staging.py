@@ -151,6 +151,22 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     assert found[0].tensors[0].data_ptr() != first
 
 
+def test_a_layer_of_which_the_host_holds_no_copy_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cuda = device()
+    gpu.refuse = lambda address, nbytes: True
+    mapped = layers(1)
+
+    def full(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", full)
+        found, report = cuda.pin(mapped, CopySettings(unpinned="copy"))
+    assert found == mapped
+    assert report is not None
+    assert (report.copied, report.staged) == (0, BYTES)
+
+
 def test_a_layer_refused_in_part_stays_pinned_in_no_part() -> None:
     """Its first tensor was registered when the second was refused: that would count for nothing, and against nobody."""
     gpu, cuda = device()

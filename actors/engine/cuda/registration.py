@@ -95,12 +95,15 @@ def _register(device: CudaDevice, tensors: Tensors) -> str | None:
 
 
 def _pinned_copy(device: CudaDevice, tensors: Tensors) -> Tensors | None:
-    """A layer in memory of this process's own, registered; None where that is refused, too.
+    """A layer in memory of this process's own, registered; None where there is none, or that is refused, too.
 
     Not torch's pinned memory, which rounds sizes up to powers of two.
     """
     sizes = [-(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for t in tensors]
-    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no room for it a second time
+        return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
