@@ -94,8 +94,8 @@ class GpuWorker:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
                 if settings.policy.on_miss == "low-bit":
-                    low_bit = open_replica_weights(settings.policy, replicas, fetched=fetched).pinned_by(
-                        device, settings.copies
+                    low_bit, pinned = open_replica_weights(settings.policy, replicas, fetched=fetched).pinned_by(
+                        device, settings.copies, pinned
                     )
                 else:
                     tables = None if replicas is None else read_tables(replicas)

@@ -111,6 +111,9 @@ class FakeGpu:
 
     # -- GpuRuntime --------------------------------------------------------------------------------------
 
+    def enter(self) -> None:
+        self._count("enter")
+
     def stream(self, urgent: bool = False, name: str = "") -> FakeStream:
         number = len(self._streams)
         self._streams.append(FakeStream(number, name or f"stream {number}"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -49,8 +50,9 @@ def make_cache(
         replicas: which get slots of their own within the budget; None where the policy loads none.
 
     Raises:
-        BudgetError: not one slot fits, or with split experts or replicas not one of each kind. ConfigError: the policy
-            keeps all experts resident, and they do not fit; or it splits experts that have biases.
+        BudgetError: not one slot fits, or with split experts or replicas not one of each kind; or the device has less
+            memory than the budget. ConfigError: the policy keeps all experts resident, and they do not fit; or it
+            splits experts that have biases.
     """
     layers, policy = len(weights), settings.policy
     keys = layers * shape.num_experts
@@ -59,7 +61,8 @@ def make_cache(
     slots, part = min(budget // slot_bytes, owned), None
     if replicas is not None:
         slots, low = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
-        part = make_part(replicas, low, device.torch_device)
+        with _within_memory(budget):
+            part = make_part(replicas, low, device.torch_device)
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
@@ -77,7 +80,8 @@ def make_cache(
         experts=keys,
         executor=device.executor,
     )
-    pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
+    with _within_memory(budget):
+        pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
     loader: CopyQueue
     if clock is None or settings.link.gbps is None:
         loader = copy_queue(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
@@ -103,6 +107,19 @@ def make_cache(
         part,
     )
     return cache
+
+
+@contextmanager
+def _within_memory(budget: int) -> Iterator[None]:
+    """The GPU may have less memory left than the budget allows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the GPU has no room for an expert cache of {budget} bytes beside what is on it: "
+            f"{'. '.join(str(error).split('. ')[:3])}",
+            "give a smaller budget, or end what else uses the GPU",
+        ) from error
 
 
 def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:

@@ -52,6 +52,13 @@ class PinReport:
     problem: str | None
     seconds: float
 
+    def beside(self, other: PinReport) -> PinReport:
+        """Of both."""
+        return PinReport(
+            self.registered + other.registered, self.copied + other.copied, self.staged + other.staged,
+            self.problem or other.problem, self.seconds + other.seconds,
+        )  # fmt: skip
+
 
 class Device(Protocol):
     """What the cache and the loader need of a device.
@@ -62,6 +69,10 @@ class Device(Protocol):
 
     torch_device: torch.device
     executor: Literal["real", "emulated"]
+
+    def enter(self) -> None:
+        """The calling thread computes here from now on: kernels are launched on a thread's current GPU."""
+        ...
 
     def mark_use(self) -> Any:
         """A token for 'all compute enqueued so far', which a later copy into its slots waits for."""
@@ -98,6 +109,9 @@ class CpuDevice:
         self._latency_s = link.latency_us * 1e-6
         self._bytes_per_s = link.gbps * 1e9 if link.gbps is not None else None
         self._link_free_s = 0.0
+
+    def enter(self) -> None:
+        return None
 
     def mark_use(self) -> None:
         return None  # compute is synchronous: what was enqueued is done

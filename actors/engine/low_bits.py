@@ -24,7 +24,7 @@ from ..replica_store import ReplicaView, open_replicas
 from ..settings import CopySettings
 from ..store_format import ExpertShape
 from .cache import ExpertCache
-from .device import Device
+from .device import Device, PinReport
 from .host_view import LayerView
 from .low_bit_part import LowBitPart
 from .model import MoeBlock
@@ -42,9 +42,22 @@ class ReplicaWeights:
     shape: PackedShape
     layers: list[LayerWeights]
 
-    def pinned_by(self, device: Device, settings: CopySettings) -> ReplicaWeights:
-        """The same, in memory that the device copies from without the host, as far as that can be had."""
-        return replace(self, layers=list(device.pin(self.layers, settings)[0]))
+    def pinned_by(
+        self, device: Device, settings: CopySettings, experts: PinReport | None
+    ) -> tuple[ReplicaWeights, PinReport | None]:
+        """The same, in memory that the device copies from without the host, as far as that can be had.
+
+        Args:
+            experts: what became of those in full, which come first where the settings limit pinned memory.
+
+        Returns:
+            Beside the replicas, what became of both together.
+        """
+        if experts is not None and settings.pinned_gib is not None:
+            left = settings.pinned_gib - (experts.registered + experts.copied) / (1 << 30)
+            settings = settings.model_copy(update={"pinned_gib": max(0.0, left)})
+        layers, mine = device.pin(self.layers, settings)
+        return replace(self, layers=list(layers)), mine if experts is None or mine is None else experts.beside(mine)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class ShardEngine:
         """
         with self._lock, torch.no_grad():
             self._refuse_foreign(batch)
+            self.cache.device.enter()  # the channel's threads come and go
             self.cache.decode_only = batch.decode
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]

@@ -63,6 +63,9 @@ class _NoDevice:
 
     executor = "simulated"
 
+    def enter(self) -> None:
+        return None
+
     def mark_use(self) -> None:
         return None
 

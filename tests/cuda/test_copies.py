@@ -138,6 +138,7 @@ def test_a_compute_on_another_stream_sees_them_too(device: CudaDevice, tmp_path:
             with torch.cuda.stream(streams[turn % 3]):
                 looker.drive(turn, 6)
         cache.flush()
+        torch.cuda.synchronize()  # the default stream, which reads the count, waits for none of those three
         assert int(looker.wrong) == 0
     finally:
         cache.close()

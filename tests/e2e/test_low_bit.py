@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from serving import greedy, prepared, serving, settings
 
+from tiermoe.actors.engine import device as device_module
+from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.scoring import score_with
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.expert_store import ExpertStore
@@ -78,6 +81,29 @@ def test_quality_and_bytes(packed_store: ExpertStore, prompts: list[tuple[int, .
         assert low["kernel"] == "cpu"
         assert stats.expert_bytes_peak == plan["slots"] * plan["slot_bytes"] + low["slots"] * low["slot_bytes"]
         assert low["bytes"] <= 0.25 * stats.expert_budget_bytes
+
+
+@pytest.mark.parametrize("preset", ["hobbit", "moe-apex"])
+def test_replicas_go_through_a_gpus_streams(
+    preset: str, packed_store: ExpertStore, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on the streams of a fake GPU: replicas are pinned as experts are, and no host waits for them."""
+    gpu = FakeGpu(pin_all=False)
+    gpu.eager = True
+    monkeypatch.setattr(device_module, "make_device", lambda *_: CudaDevice(gpu, staging_bytes=1 << 16))
+    with _served(packed_store, preset) as worker:
+        plan, waits = worker.plan(), gpu.synchronized
+        greedy(worker, prompts, TOKENS)
+        total = worker.stats().total()
+        assert gpu.synchronized == waits
+        in_full = sum(sum(t.nbytes for t in layer.tensors) for layer in worker._sources.mapped)
+        assert plan["pinned_bytes"] > in_full
+        assert plan["staged_bytes"] == 0
+        assert total.low_bit_pairs > 0
+        assert total.link_s > 0
+        assert 0 < total.bytes_loaded_low_bit < total.bytes_loaded
+    assert not gpu.registered
+    assert not gpu.hazards
 
 
 def test_a_width_that_the_store_lacks(packed_store: ExpertStore) -> None:

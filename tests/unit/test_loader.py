@@ -28,6 +28,7 @@ class HeldDevice:
         self.go = threading.Semaphore(0)
         self.fail: BaseException | None = None
 
+    def enter(self) -> None: ...
     def mark_use(self) -> None: ...
 
     def copy(self, dst: Any, src: Any, after: Any) -> Copied:

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from serving import greedy, policy, prepared, reference_greedy, settings
 from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.engine import shard as shard_module
+from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard
@@ -20,7 +23,7 @@ from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
-from tiermoe.proto.messages import ExpertBatch, HealthRequest, PrefetchCommand
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PrefetchCommand
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
@@ -196,6 +199,22 @@ def test_late_commands_are_dropped_and_counted(shard: ShardWorker) -> None:
         engine.cache.check_integrity()
     finally:
         shard.close()
+
+
+def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against kernels on the machine's first GPU, which is the current one of a channel's new thread."""
+    gpu = FakeGpu()
+    gpu.eager = True
+    monkeypatch.setattr(shard_module, "make_device", lambda *_: CudaDevice(gpu))
+    made = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    monkeypatch.undo()
+    hidden = np.ones((1, 32), np.float32)
+    with closing(made) as shard:
+        entered = gpu.calls.get("enter", 0)
+        found = shard.handle(_batch(0, [1], hidden))
+        assert gpu.calls["enter"] == entered + 1
+        assert isinstance(found, ExpertResult)
+        assert np.any(found.partial)
 
 
 def test_hints_are_not_loaded(shard: ShardWorker) -> None:

@@ -14,10 +14,12 @@ from tiermoe.actors.engine.cuda.staging import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
+from tiermoe.actors.engine.low_bits import ReplicaWeights
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.sources import Sources
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store_format import ExpertShape
+from tiermoe.kernels.pack import PackedShape
 
 PAGE = mmap.PAGESIZE
 FLOATS = 1000
@@ -147,6 +149,61 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     assert (report.copied, report.staged) == (0, BYTES)
     assert found == fresh
     assert found[0].tensors[0].data_ptr() != first
+
+
+def test_a_layer_of_which_the_host_holds_no_copy_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cuda = device()
+    gpu.refuse = lambda address, nbytes: True
+    mapped = layers(1)
+
+    def full(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", full)
+        found, report = cuda.pin(mapped, CopySettings(unpinned="copy"))
+    assert found == mapped
+    assert report is not None
+    assert (report.copied, report.staged) == (0, BYTES)
+
+
+def test_a_layer_refused_in_part_stays_pinned_in_no_part() -> None:
+    """Its first tensor was registered when the second was refused: that would count for nothing, and against nobody."""
+    gpu, cuda = device()
+    far = torch.frombuffer(mmap.mmap(-1, 40 * PAGE), dtype=torch.bfloat16)
+    one = LayerWeights((far[:FLOATS].view(1, FLOATS), far[10 * PAGE : 10 * PAGE + FLOATS].view(1, FLOATS)))
+    last = one.tensors[1].data_ptr()
+    gpu.refuse = lambda address, nbytes: address <= last < address + nbytes
+    _, report = cuda.pin([one], CopySettings())
+    assert report is not None
+    assert (report.registered, report.staged) == (0, 2 * FLOATS * 2)
+    assert not gpu.registered
+    assert not cuda.is_pinned(one.tensors[:1])
+    cuda.close()
+
+
+def test_a_page_of_the_neighbours_pins_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver tells of one address: a copy from a tensor of which only the first page is registered fails."""
+    gpu, cuda = device()
+    tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
+    shared = tensor.data_ptr() + PAGE
+    monkeypatch.setattr(gpu, "is_pinned", lambda one: one.data_ptr() < shared)
+    assert cuda.is_pinned((tensor[:100],))
+    assert not cuda.is_pinned((tensor,))
+
+
+def test_replicas_are_pinned_within_what_experts_leave_of_the_limit() -> None:
+    gpu, cuda = device()
+    settings = CopySettings(pinned_gib=3.5 * BYTES / 2**30)
+    _, experts = cuda.pin(layers(2), settings)
+    replicas, both = ReplicaWeights(PackedShape(32, 32, 4, 32), layers(2)).pinned_by(cuda, settings, experts)
+    assert both is not None
+    assert (both.registered, both.staged) == (3 * BYTES, BYTES)
+    assert both.problem is not None
+    assert len(gpu.registered) == 3
+    assert [cuda.is_pinned(one.tensors) for one in replicas.layers] == [True, False]
+    cpu = CpuDevice(LinkSettings())
+    assert ReplicaWeights(replicas.shape, replicas.layers).pinned_by(cpu, settings, None)[1] is None
 
 
 def test_sources_give_the_copies_from_then_on() -> None:

@@ -14,16 +14,19 @@ from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.loader import DEMAND
+from tiermoe.actors.engine.low_bit_part import LowBitPart
+from tiermoe.actors.engine.low_bits import ReplicaPool
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
-from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.eviction import Lru, SplitEviction, TwoWidths
 from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.store_format import ExpertShape
 from tiermoe.errors import RuntimeFailure
+from tiermoe.kernels.pack import PackedShape
 
 LAYERS, EXPERTS, NEURONS = 3, 4, 4  # keys 0-3 are layer 0, 4-7 layer 1, 8-11 layer 2
 KEYS = LAYERS * EXPERTS
@@ -184,6 +187,69 @@ def test_random_plans_where_some_layers_are_not_pinned() -> None:
     """Their copies are a thread's; those of the streams and the thread's share the slots."""
     for seed in range(6):
         drive(Rig(3, seed, torch.float32, pinned=(True, False, True)), seed, layers=12)
+
+
+class MixedRig(Rig):
+    """As `Rig`, with two further slots for replicas of half the size, which some experts run on."""
+
+    def __init__(self, seed: int, pinned: Sequence[bool]) -> None:
+        super().__init__(3, seed, ahead=(1 / 3, 1)[seed % 2], pinned=pinned)
+        generator = torch.Generator().manual_seed(seed)
+        kinds = ((torch.uint8, (32,)), (torch.float16, (3,)))  # packed numbers, and scales
+        self.replicas = [
+            LayerWeights(tuple(torch.randint(0, 99, (EXPERTS, *dims), generator=generator).to(d) for d, dims in kinds))
+            for _ in range(LAYERS)
+        ]
+        self.small = ReplicaPool(PackedShape(32, 32, 4, 32), tuple(torch.zeros(2, *dims, dtype=d) for d, dims in kinds))
+        self.residency = Residency(KEYS, 3, CARRIED)
+        self.cache = ExpertCache(
+            self.cache.pool, self.weights, self.device, self.residency, TwoWidths(Lru(), KEYS), PrefetchGovernor(0.0),
+            self.stats, Timeline(True), self.queue, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
+        )  # fmt: skip
+
+    def mix(self, layer: int, experts: Sequence[int], low: Sequence[int], guesses: Sequence[int]) -> None:
+        """One layer of which the experts in `low` run on replicas."""
+        cache, base = self.cache, layer * EXPERTS
+        cache.settle_times()
+        cache.poll()
+        needed = cache.segments([base + e for e in experts], {base + e for e in low})
+        cache.drop_stale(layer, needed)
+        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
+        cache.begin(layer, plan)
+        cache.issue([load for load in plan.loads if not load.after])
+        cache.prefetch(guesses)
+        for i, segment in enumerate(plan.run, start=1):
+            if segment < KEYS:
+                self.run(segment, cache.await_expert(segment, layer))
+            else:
+                self.run_replica(segment - KEYS, cache.replica_slot(segment, layer))
+            cache.ran([segment])
+            cache.issue([load for load in plan.loads if load.after == i])
+        cache.check_integrity()
+
+    def run_replica(self, key: int, slot: int) -> None:
+        found, wanted = self.small.slot(slot), self.replicas[key // EXPERTS].expert(key % EXPERTS)
+
+        def act() -> None:
+            self.looked += 1
+            for have, want in zip(found, wanted, strict=True):
+                assert torch.equal(have, want), f"the replica of {key} in slot {slot}"
+
+        self.ran += 1
+        self.gpu.kernel(found, act, seconds=0.0)
+
+
+@pytest.mark.parametrize("pinned", [(True, True, True), (True, False, True)])
+def test_random_plans_with_replicas(pinned: tuple[bool, ...]) -> None:
+    """Slots of two sizes and dtypes: each kind's are read as they were written, and given away in order."""
+    for seed in range(8):
+        rig, chance = MixedRig(seed, pinned), random.Random(seed)
+        for turn in range(18 if all(pinned) else 8):
+            experts = sorted(chance.sample(range(EXPERTS), chance.randint(1, EXPERTS)))
+            low = [e for e in experts if chance.random() < 0.5]
+            rig.mix(turn % LAYERS, experts, low, chance.sample(range(2 * KEYS), chance.randrange(5)))
+        rig.finish()
+        assert 0 < rig.stats.total().bytes_loaded_low_bit < rig.stats.total().bytes_loaded
 
 
 def test_the_host_never_waits_on_a_forwards_way() -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from ...settings import CopySettings
 from ..device import Copied, PinReport, Tensors
 from .runtime import GpuRuntime
@@ -36,6 +38,9 @@ class CudaDevice:
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._registered: list[tuple[int, int]] = []  # address, bytes
+
+    def enter(self) -> None:
+        self.runtime.enter()
 
     def compute_stream(self) -> Any:
         """The stream of the compute now, behind all that was enqueued on earlier ones; on the forward's thread."""
@@ -74,14 +79,23 @@ class CudaDevice:
             self._registered.append((address, nbytes))
         return problem
 
+    def unregister(self, address: int) -> None:
+        """Undo `register`, of memory that no queue copies from."""
+        self._registered = [one for one in self._registered if one[0] != address]
+        self.runtime.unregister(address)
+
     def is_pinned(self, tensors: Tensors) -> bool:
         """Whether copies from all of these are asynchronous: registered here, or pinned when they were allocated."""
-        return all(self._holds(t.data_ptr(), t.nbytes) or self.runtime.is_pinned(t) for t in tensors)
+        return all(self._holds(t.data_ptr(), t.nbytes) or self._pinned_elsewhere(t) for t in tensors)
 
     def close(self) -> None:
         """Give registered memory back, once the queues that copy from it are closed. Safe to call twice."""
         while self._registered:
             self.runtime.unregister(self._registered.pop()[0])
+
+    def _pinned_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """The driver is asked about single bytes: a neighbour's registration may hold the first page of a tensor."""
+        return self.runtime.is_pinned(tensor) and self.runtime.is_pinned(tensor.view(-1)[-1:])
 
     def _holds(self, address: int, nbytes: int) -> bool:
         return any(first <= address and address + nbytes <= first + size for first, size in self._registered)

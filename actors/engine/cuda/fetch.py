@@ -33,7 +33,11 @@ class PinnedFetch:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
         layout = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        places, arrays = self._views.get(layout) or self._lay_out(layout)
+        known = self._views.get(layout)
+        if known is None:
+            with torch.inference_mode(False):  # else only a forward in that mode could write into what it makes
+                known = self._lay_out(layout)
+        places, arrays = known
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(self._device))

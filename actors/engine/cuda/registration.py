@@ -43,7 +43,7 @@ def pin_layers(
             registered += nbytes
         elif limit is not None and registered + copied + nbytes > limit:
             staged += nbytes
-            problem = problem or f"the limit of {settings.pinned_gib:g} GiB is reached"
+            problem = problem or "the limit that copies.pinned_gib sets is reached"
         elif (refusal := _register(device, layer.tensors)) is None:
             registered += nbytes
         else:
@@ -84,19 +84,26 @@ def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
 def _register(device: CudaDevice, tensors: Tensors) -> str | None:
     for tensor in tensors:
         fill_pages(tensor)
+    done: list[int] = []
     for address, nbytes in page_ranges(tensors):
         if (problem := device.register(address, nbytes)) is not None:
+            for other in done:  # the layer is staged or copied as a whole: do not pin a part of it for nothing
+                device.unregister(other)
             return problem
+        done.append(address)
     return None
 
 
 def _pinned_copy(device: CudaDevice, tensors: Tensors) -> Tensors | None:
-    """A layer in memory of this process's own, registered; None where that is refused, too.
+    """A layer in memory of this process's own, registered; None where there is none, or that is refused, too.
 
     Not torch's pinned memory, which rounds sizes up to powers of two.
     """
     sizes = [-(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for t in tensors]
-    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no room for it a second time
+        return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -23,6 +23,10 @@ class GpuRuntime(Protocol):
 
     device: torch.device
 
+    def enter(self) -> None:
+        """Make it the calling thread's current device; a new thread's is the machine's first."""
+        ...
+
     def stream(self, urgent: bool = False) -> Any:
         """A new stream. urgent: before others, as far as the device knows (kernels, not copies)."""
         ...
@@ -90,6 +94,9 @@ class TorchRuntime:
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def stream(self, urgent: bool = False) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
