@@ -34,7 +34,9 @@ from ..packed_ffn import ACTIVATIONS
 from ..packed_slots import PackedGroup, check_call, check_slots
 
 DECODE_ROWS, PREFILL_ROWS = 16, 64  # of a block
-_UNSPECIALISED = ["start", "stop", "slot"]  # else values such as 1 and multiples of 16 would be compiled for apart
+# else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call, where pairs
+# are dropped, and is 1 where the kernel is tried out
+_UNSPECIALISED = ["start", "stop", "slot"]
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=[*_UNSPECIALISED, "top_k"])
 def _gate_up_kernel(
     hidden, pairs, codes, scales, act, start, stop, slot, top_k, H, N, codes_slot, scales_slot,
     BITS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
