@@ -36,7 +36,7 @@ from ..row_class import DECODE_ROWS
 from .placing import on_device
 
 PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
-# else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call, where pairs
+# else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call where pairs
 # are dropped, and is 1 where the kernel is tried out
 _UNSPECIALISED = ["start", "stop", "slot"]
 
