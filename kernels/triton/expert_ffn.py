@@ -138,7 +138,7 @@ def _down(
     tl.store(at, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["weights"])  # read one by one: rows of a table, say, need no kernel for each alignment
 def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
