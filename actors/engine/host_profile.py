@@ -33,7 +33,7 @@ _PARTS = {
     "prefetch": [("_prefetching", "layer")],
     "pre_evict": [("_pre_evicting", "layer")],
     "run": [("_dispatcher", "run")],
-    "kernels": [("kernel", "run")],
+    "kernels": [("kernel", "run"), ("_dispatcher._runner._low_bit", "run")],
     "combine": [("kernel", "combine")],
     "other": [],  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
 }

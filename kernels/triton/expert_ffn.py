@@ -31,7 +31,6 @@ With TRITON_INTERPRET=1 in the environment before triton is imported it runs on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -39,6 +38,7 @@ import triton.language as tl
 
 from ..expert_ffn import ExpertKernel, Group, Operands
 from ..row_class import RowClass, row_class
+from .placing import on_device
 from .shapes import PAD, Shape, shapes_for
 from .tables import TableRing
 
@@ -138,7 +138,7 @@ def _down(
     tl.store(at, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["weights"])  # read one by one: rows of a table, say, need no kernel for each alignment
 def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -218,8 +218,7 @@ class TritonKernel:
         if not tiles:
             return
         hidden, device = hidden.contiguous(), self._device
-        elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-        with torch.cuda.device(device) if elsewhere else nullcontext():
+        with on_device(device):
             table = self.ring.put(tiles)
             activations = torch.empty((rows, self._stride), dtype=self._dtype, device=device)
             for name, first, phases, widest in launches:
@@ -232,12 +231,11 @@ class TritonKernel:
             raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
         if y.dtype not in DTYPES or weights.dtype not in DTYPES:
             return self._reference.combine(y, weights)
-        y, weights, device = y.contiguous(), weights.contiguous(), self._device
+        y, weights = y.contiguous(), weights.contiguous()
         out = torch.empty((tokens, self._width), dtype=y.dtype, device=y.device)
         if tokens:
             grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK))
-            elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-            with torch.cuda.device(device) if elsewhere else nullcontext():
+            with on_device(self._device):
                 _combine[grid](
                     y, weights, out, self._width,
                     TOP_K=top_k, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True,

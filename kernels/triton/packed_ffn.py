@@ -32,9 +32,13 @@ import triton.language as tl
 from ..pack import INPUTS, NEURONS, OUTPUTS, PackedShape, PackError, tiles
 from ..packed_ffn import ACTIVATIONS
 from ..packed_slots import PackedGroup, check_call, check_slots
+from ..row_class import DECODE_ROWS
+from .placing import on_device
 
-DECODE_ROWS, PREFILL_ROWS = 16, 64  # of a block
-_UNSPECIALISED = ["start", "stop", "slot"]  # else values such as 1 and multiples of 16 would be compiled for apart
+PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
+# else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call where pairs
+# are dropped, and is 1 where the kernel is tried out
+_UNSPECIALISED = ["start", "stop", "slot"]
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=[*_UNSPECIALISED, "top_k"])
 def _gate_up_kernel(
     hidden, pairs, codes, scales, act, start, stop, slot, top_k, H, N, codes_slot, scales_slot,
     BITS: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
@@ -180,6 +184,7 @@ class TritonPackedKernel:
             raise PackError("the Triton kernel is written for tiles of 16 outputs by 32 inputs in blocks of 32 neurons")
         self._gate_up, self._gate_up_scales, self._down, self._down_scales = slots
         self._shape, self._activation = shape, ACTIVATIONS[activation]
+        self._sizes = [tensor[0].numel() for tensor in slots]  # items of a slot
 
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
@@ -190,19 +195,20 @@ class TritonPackedKernel:
         hidden, pairs = hidden.contiguous(), pairs.contiguous()
         most = max((stop - start for start, stop, _ in groups), default=0)
         act = hidden.new_empty((most, shape.intermediate))  # of one expert at a time, which the stream keeps in order
-        sizes = [tensor[0].numel() for tensor in (self._gate_up, self._gate_up_scales, self._down, self._down_scales)]
-        for start, stop, slot in groups:
-            if start == stop:
-                continue
-            rows = DECODE_ROWS if stop - start <= DECODE_ROWS else PREFILL_ROWS
-            blocks = tiles(stop - start, rows)
-            _gate_up_kernel[(tiles(shape.intermediate, 32), blocks)](
-                hidden, pairs, self._gate_up, self._gate_up_scales, act, start, stop, slot, top_k,
-                shape.hidden, shape.intermediate, sizes[0], sizes[1],
-                BITS=shape.bits, GROUP=shape.group, ACTIVATION=self._activation, ROWS=rows, num_warps=4,
-            )  # fmt: skip
-            _down_kernel[(tiles(shape.hidden, 32), blocks)](
-                act, pairs, self._down, self._down_scales, y, start, stop, slot,
-                shape.hidden, shape.intermediate, sizes[2], sizes[3],
-                BITS=shape.bits, GROUP=shape.group, ROWS=rows, num_warps=4,
-            )  # fmt: skip
+        sizes = self._sizes
+        with on_device(self._gate_up.device):
+            for start, stop, slot in groups:
+                if start == stop:
+                    continue
+                rows = DECODE_ROWS if stop - start <= DECODE_ROWS else PREFILL_ROWS
+                blocks = tiles(stop - start, rows)
+                _gate_up_kernel[(tiles(shape.intermediate, 32), blocks)](
+                    hidden, pairs, self._gate_up, self._gate_up_scales, act, start, stop, slot, top_k,
+                    shape.hidden, shape.intermediate, sizes[0], sizes[1],
+                    BITS=shape.bits, GROUP=shape.group, ACTIVATION=self._activation, ROWS=rows, num_warps=4,
+                )  # fmt: skip
+                _down_kernel[(tiles(shape.hidden, 32), blocks)](
+                    act, pairs, self._down, self._down_scales, y, start, stop, slot,
+                    shape.hidden, shape.intermediate, sizes[2], sizes[3],
+                    BITS=shape.bits, GROUP=shape.group, ROWS=rows, num_warps=4,
+                )  # fmt: skip

@@ -17,7 +17,6 @@ With TRITON_INTERPRET=1 in the environment before triton is imported it runs on 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -25,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..substitute import BuddyTensors, Options, ReplacedTensors, require_probabilities
+from .placing import on_device
 
 _LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
 _EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
@@ -223,8 +223,7 @@ def substitute_triton(
     out_ids, out_weights = torch.empty_like(ids), torch.empty_like(weights)
     counts = torch.empty(tokens, 2, dtype=torch.int32, device=ids.device)
     gated = tau is not None or gamma is not None
-    elsewhere = ids.is_cuda and torch.cuda.current_device() != ids.device.index  # of a thread, so it may be another
-    with torch.cuda.device(ids.device) if elsewhere else nullcontext():
+    with on_device(ids.device):
         _kernel[(tokens,)](
             ids, weights, weights if probabilities is None else probabilities, replace.view(torch.uint8), reach,
             buddies.ids, buddies.similarity, table, out_ids, out_weights, counts,

@@ -87,5 +87,5 @@ class TableRing:
         try:
             with torch.cuda.device(self._device):
                 return self.put(table).tolist() == table
-        except (RuntimeError, ValueError):  # Triton: the pointer cannot be accessed
+        except Exception:  # Triton: the pointer cannot be accessed, or whatever the C compiler of its launchers says
             return False

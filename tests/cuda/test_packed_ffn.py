@@ -9,7 +9,13 @@ import torch
 from tiermoe.kernels.pack import BITS, PackedShape
 from tiermoe.kernels.packed_slots import TorchPackedKernel, packed_shapes
 
-SHAPES = [(256, 128, 64), (2048, 1408, 64), (200, 72, 128), (1000, 333, 32)]
+EVEN, REAL, TAILS, ODD = (256, 128, 64), (2048, 1408, 64), (200, 72, 128), (1000, 333, 32)
+# Each width, size of groups and type once: a case is compiled in seconds, all that there are in minutes.
+CASES = [
+    *[(sizes, bits, torch.bfloat16) for sizes in (EVEN, REAL) for bits in BITS],
+    *[(sizes, bits, torch.bfloat16) for sizes in (TAILS, ODD) for bits in (3, 8)],
+    (REAL, 3, torch.float16), (TAILS, 4, torch.float16), (EVEN, 4, torch.float32), (ODD, 3, torch.float32),
+]  # fmt: skip
 BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value
 
 
@@ -28,9 +34,7 @@ def _slots(shape: PackedShape, count: int, device: torch.device) -> tuple[torch.
     return tuple(out)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize(("sizes", "bits", "dtype"), CASES, ids=str)
 def test_agrees_with_torch(sizes: tuple[int, int, int], bits: int, dtype: torch.dtype, gpu: torch.device) -> None:
     pytest.importorskip("triton")
     from tiermoe.kernels.triton.packed_ffn import TritonPackedKernel

@@ -14,7 +14,7 @@ from tiermoe.kernels.substitute import BuddyTensors, ReplacedTensors, substitute
 
 pytest.importorskip("triton")
 
-SHAPES = [(1, 1, 4), (1, 4, 60), (8, 8, 64), (128, 6, 64)]
+SHAPES = [(1, 1, 4), (128, 4, 60)]  # a kernel is compiled for each option and top-k, for some seconds at top-8
 
 
 def moved(argument: Any, device: torch.device) -> Any:
@@ -40,7 +40,7 @@ def test_the_kernel_gives_what_the_algorithm_gives(gpu: torch.device, name: str)
                 assert_same(on_host(substitute_tensors(*given, OPTIONS[name], tau)), expected)
 
 
-@pytest.mark.parametrize("name", ["rho 3", "buddy renormalised", "tempered"])
+@pytest.mark.parametrize("name", ["score", "tempered"])
 def test_the_largest_shape(gpu: torch.device, name: str) -> None:
     arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
     given = [moved(a, gpu) for a in on_tensors(arguments)]

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -105,22 +104,13 @@ def test_hops_in_cpp_and_torch(shards: int, kappa: float, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def triton_kernel():
-    """Interpreted where there is no GPU, see conftest.py."""
+    """Interpreted where there is no GPU, see conftest.py; on a GPU tests/cuda has these."""
     pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/cuda/test_substitute.py runs the compiled kernel")
     from tiermoe.kernels.triton.substitute import substitute_triton
 
-    def run(*arguments: Any) -> kernels.ReplacedTensors:
-        found = substitute_triton(*(_on_device(a) for a in arguments))
-        return found._replace(ids=found.ids.cpu(), weights=found.weights.cpu())
-
-    return run
-
-
-def _on_device(argument: Any) -> Any:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(argument, kernels.BuddyTensors):
-        return kernels.BuddyTensors(*(part.to(device) for part in argument))
-    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+    return substitute_triton
 
 
 @pytest.mark.parametrize("name", OPTIONS)
