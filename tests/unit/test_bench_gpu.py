@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tiermoe.actors.engine.kernel_choice import KernelPlan
+from tiermoe.actors.engine.kernel_times import KernelTime
 from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
 from tiermoe.cluster.jobs.bench.gpu.build import extensions
+from tiermoe.cluster.jobs.bench.gpu.host_time import record_kernels
 from tiermoe.cluster.jobs.bench.gpu.locality import Locality, draw
 from tiermoe.cluster.jobs.bench.gpu.page import render
 from tiermoe.cluster.jobs.bench.gpu.record import Record
@@ -122,6 +125,32 @@ def test_the_page_of_a_part_that_was_cut_off() -> None:
     assert "last words" in page
     assert "stand-in" not in page
     assert page.count("Not run yet.") == len(options.PARTS) - 1
+
+
+def test_the_page_shows_what_only_a_gpu_gives() -> None:
+    """Kernels measured at start, calls to the device, the GPU itself: no trial on the CPU has such rows."""
+    record = Record("host", None)
+    times = tuple(KernelTime(name, "decode", 1, 4, 20.0, 10.0, 900.0) for name in ("loop", "triton 16/a/b"))
+    record_kernels(record, "a shape", KernelPlan(dict.fromkeys(("decode", "short", "prefill"), "triton 16/a/b"), times))
+    calls = {"launches": 2.0, "graphs": 1.0, "copies": 1.0, "waits": 1.0}
+    record.row("host", case="a case", host_us=100.0, parts_us={"read": 1.0}, calls={"experts": calls, "dense": calls},
+               tpot_ms=3.0, layers=6)  # fmt: skip
+    machine = Record("machine", None)
+    machine.row("machine", cpu={"model": "a CPU", "cores": 16, "instruction_sets": ["avx2"]}, device="cuda",
+                gpu="A GPU", gpu_memory_bytes=1 << 36, driver=None)  # fmt: skip
+    parts = {part.part: part.as_dict() | {"outcome": "done", "seconds": 1.0} for part in (record, machine)}
+    page = render({"device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {}, "parts": parts})
+    assert "| a shape | loop | decode | 1 | 4 | 20.0 | 10.0 | 900 |  |" in page
+    assert "| a shape | triton 16/a/b | decode | 1 | 4 | 20.0 | 10.0 | 900 | chosen |" in page
+    assert "| 2.0, 1.0, 1.0 | 2.0, 1.0 |" in page
+    assert "| gpu_memory_bytes | 68719476736 |" in page
+
+
+def test_a_page_that_cannot_be_written_costs_no_part(tmp_path: Path) -> None:
+    said: list[str] = []
+    job._write(tmp_path, {"parts": {"machine": {"rows": []}}}, said.append)
+    assert (tmp_path / "gpu.json").exists()
+    assert "the page could not be written (KeyError" in said[0]
 
 
 def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:

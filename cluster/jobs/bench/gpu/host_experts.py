@@ -65,7 +65,8 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
         return torch.empty(elements, dtype=dtype), "pageable", (None, None)
     nbytes = elements * dtype.itemsize
     try:
-        block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE)
+        # private: shared memory has huge pages on few machines only
+        block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ConfigError(f"{nbytes} bytes of host memory are not to be had: {error}", "run a smaller shape") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

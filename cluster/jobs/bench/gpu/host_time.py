@@ -15,6 +15,7 @@ import torch
 from .....actors.engine.compile import CompiledDense
 from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.host_profile import PARTS, device_calls, host_passes
+from .....actors.engine.kernel_choice import KernelPlan
 from .....actors.settings import CompileMode
 from .....errors import TierMoeError
 from .engines import engine_of, free_memory
@@ -97,8 +98,7 @@ def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: b
     context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
     with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, 1) as engine:
         if table:
-            for time in engine.kernels.plan.times:
-                record.row("kernel", shape=bench.shape.name, **asdict(time))
+            record_kernels(record, bench.shape.name, engine.kernels.plan)
             for note in engine.kernels.plan.notes:
                 record.note(f"{bench.shape.name}: {note}")
         built.use("tiermoe")
@@ -126,6 +126,13 @@ def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: b
     )  # fmt: skip
     judge = record.goal if preset in AIMED_AT else record.check
     judge(f"host microseconds of an MoE layer outside kernels, {name}", host_us, "<=", LIMIT_US)
+
+
+def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
+    """What was measured of each kernel at start, and which of them runs."""
+    for time in plan.times:
+        chosen = plan.chosen[time.row_class] == time.kernel
+        record.row("kernel", shape=shape, chosen=chosen, **asdict(time))
 
 
 def _calls(engine: ExpertEngine, session: Session, context: Context) -> dict[str, dict[str, float]] | None:

@@ -87,7 +87,7 @@ def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
             say(f"{part.name} (at most {limit_s:.0f} s) ...")
             found = _child(part, plan, limit_s)
         document["parts"][part.name] = found
-        _write(plan.out, document)
+        _write(plan.out, document, say)
         bad = [check["name"] for check in found.get("checks", ()) if not check["ok"]]
         failed = f"; failed: {'; '.join(bad)}" if bad else ""
         say(f"{part.name}: {found['outcome']} in {found['seconds']:.0f} s{failed}")
@@ -182,6 +182,12 @@ def _read(record: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _write(out: Path, document: dict[str, Any]) -> None:
+def _write(out: Path, document: dict[str, Any], say: Callable[[str], None]) -> None:
+    """The data first: a page that cannot be written costs neither them nor the parts that follow."""
     write_json(out / "gpu.json", document)
-    (out / "gpu.md").write_text(page.render(document), encoding="utf-8")
+    try:
+        text = page.render(document)
+    except Exception as error:
+        say(f"the page could not be written ({type(error).__name__}: {error}); gpu.json has the data, see --page-only")
+    else:
+        (out / "gpu.md").write_text(text, encoding="utf-8")
