@@ -85,6 +85,14 @@ def test_parts_without_time_are_said_and_others_are_kept(tmp_path: Path) -> None
     assert "kept" in (tmp_path / "gpu.md").read_text()
 
 
+def test_time_that_earlier_parts_left_goes_to_the_later_ones() -> None:
+    parts = [options.Part(name, "", seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
+    assert job.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
+    assert job.limit_of(parts, 90.0) == 20.0
+    assert job.limit_of(parts[2:], 90.0) == 90.0
+    assert job.limit_of(parts[1:], 15.0) == 15.0
+
+
 def test_failures_names_checks_and_not_goals(tmp_path: Path) -> None:
     record = Record("machine", tmp_path / "r.json")
     record.check("fast", 1.0, "<=", 2.0)

@@ -17,7 +17,7 @@ Sizes = Literal["real", "toy"]
 
 @dataclass(frozen=True)
 class Part:
-    """One child process. seconds: its limit at real sizes; a toy run has `TOY_S` for each."""
+    """One child process. seconds: its limit at real sizes, if earlier parts leave it no more; a toy run has `TOY_S`."""
 
     name: str
     title: str
