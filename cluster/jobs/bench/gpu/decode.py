@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from .....actors.engine.engine import ExpertEngine
 from .....errors import TierMoeError
 from ....config import load_policy
-from .engines import engine_of, free_memory
+from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import Locality, draw, fit, lru_hit_rates
 from .machine import Peaks, peaks, spread_of
@@ -59,6 +60,7 @@ class Bench:
     host: HostExperts
     replay: Replay
     peaks: Peaks
+    near_data: NearData
     reference: str  # the fastest of transformers' experts implementations
 
     def session(self, name: str, engine: ExpertEngine | None = None) -> Session:
@@ -98,8 +100,10 @@ def run(context: Context, record: Record, name: str) -> None:
         )  # fmt: skip
         with own_experts(built, context.device):
             fastest = _references(context, record, built, replay, shape)
-            bench = Bench(context, record, shape, built, host, replay, found, fastest)
-            _cases(bench)
+            threads = 1 if context.toy else max(1, usable_cores() - 3)
+            with closing(NearData(shape.expert, layers, threads)) as near_data:
+                bench = Bench(context, record, shape, built, host, replay, found, near_data, fastest)
+                _cases(bench)
         free_memory(context.device)
         _offload(bench)
         replay.close()
@@ -189,9 +193,8 @@ def _cases(bench: Bench) -> None:
 def _case(bench: Bench, preset: str, budget: float) -> float:
     """Measure one preset at one budget beside the reference; its speed over the reference's."""
     context, shape = bench.context, bench.shape
-    threads = 1 if context.toy else max(1, usable_cores() - 3)
     with engine_of(
-        preset, budget, shape, bench.built, bench.host, bench.replay.probes(), context, threads
+        preset, budget, shape, bench.built, bench.host, bench.replay.probes(), context, bench.near_data
     ) as engine:
         bench.built.use(OURS)
         ours = bench.session(f"{preset}-{budget}", engine)

@@ -18,7 +18,7 @@ from .....actors.engine.host_profile import PARTS, device_calls, host_passes
 from .....actors.engine.kernel_choice import KernelPlan
 from .....actors.settings import CompileMode
 from .....errors import TierMoeError
-from .engines import engine_of, free_memory
+from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import draw, fit
 from .options import Context
@@ -96,7 +96,8 @@ def _shape(
 
 def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
     context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
-    with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, 1) as engine:
+    nobody = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
+    with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, nobody) as engine:
         if table:
             record_kernels(record, bench.shape.name, engine.kernels.plan)
             for note in engine.kernels.plan.notes:
