@@ -260,6 +260,24 @@ def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registered == {}
 
 
+def test_replicas_of_two_layers_serve_all() -> None:
+    shape, cpu = TOY["qwen"].expert, torch.device("cpu")
+    host = host_experts.HostExperts()
+    for layer in range(3):
+        host.add(shape, torch.float32, cpu, seed=layer)
+    found = host.replicas(shape, 4, 64, cpu)
+    assert host.replicas(shape, 4, 64, cpu) is found
+    assert [layer.tensors[0].data_ptr() == found.layers[0].tensors[0].data_ptr() for layer in found.layers] == [
+        True, False, True,
+    ]  # fmt: skip
+    for layer in found.layers:
+        assert sum(tensor.nbytes for tensor in layer.tensors) == shape.num_experts * found.shape.nbytes()
+        assert all(tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 for tensor in layer.tensors)
+        assert layer.tensors[0].unique().numel() > 200  # random bytes
+        assert layer.tensors[1].float().allclose(torch.tensor(1e-3), rtol=1e-3)
+    host.close()
+
+
 def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
     report = tmp_path / "r.xml"
     report.write_text(

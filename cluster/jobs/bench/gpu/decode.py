@@ -35,7 +35,7 @@ from .session import Session
 from .shapes import REAL, TOY, RealShape
 
 PRESETS = (
-    "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe",
+    "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe", "hobbit",
 )  # fmt: skip
 BUDGETS = (0.5, 0.1, 0.25, 1.0)  # the order of importance
 ALL = "all-resident"  # ours with everything loaded before the first token; at budget 1.0 only

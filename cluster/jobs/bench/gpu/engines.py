@@ -93,10 +93,14 @@ def engine_of(
             maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
             process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
             matcher = MatcherLink(process.link, settings.matcher_settings, maps)
+        replicas = None
+        if policy.on_miss == "low-bit":
+            replicas = host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, context.device)
         device = stack.enter_context(closing(make_device(context.device.type, settings.link)))
         engine = ExpertEngine(
             settings, expert, host.layers, blocks, shape.top_k, device, context.dtype, links,
-            random_tables(layers, shape.experts) if policy.replica_widths else None, (), matcher,
+            random_tables(layers, shape.experts) if policy.uses_ndp and policy.replica_widths else None, (), matcher,
+            replicas=replicas,
         )  # fmt: skip
         stack.callback(_let_go, embedding, watching)
         stack.enter_context(closing(engine))
