@@ -35,6 +35,7 @@ CASES: tuple[tuple[str, float, CompileMode], ...] = (
     ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
 )  # fmt: skip
 PROMPT, WARM, TOKENS, PROFILED = 8, 16, 40, 4
+_CASE_S, _COMPILED_S = 3.0, 12.0  # a case that has less time left is not begun
 LIMIT_US = 150.0
 AIMED_AT = ("moepic",)  # its cut and its predictions cost more: a goal there, a check elsewhere
 
@@ -56,7 +57,7 @@ def run(context: Context, record: Record) -> None:
     torch.set_num_threads(1)
     for name, cases in (("mixtral", CASES[:1]), ("qwen", CASES)):
         shape = (TOY if context.toy else REAL)[name]
-        if context.left_s < 6.0:
+        if context.left_s < 2 * _CASE_S:
             record.note(f"{shape.name}: no time was left")
             continue
         _shape(context, record, shape, min(LAYERS[name], shape.layers - shape.dense_layers), cases)
@@ -80,6 +81,9 @@ def _shape(
         for number, (preset, budget, mode) in enumerate(cases):
             if mode == "graphs" and context.device.type != "cuda":
                 record.note("CUDA graphs need a GPU: the compiled cases are left out")
+                continue
+            if context.left_s < (_CASE_S if mode == "off" else _COMPILED_S):
+                record.note(f"{shape.name}, {preset} at {budget:g}, compile {mode}: no time was left")
                 continue
             try:
                 _case(bench, preset, budget, mode, table=number == 0)
