@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
-
 from .....errors import TierMoeError
 from ....report.json_file import write_json
 from ....versions import versions
@@ -44,15 +42,15 @@ def runs() -> dict[str, Run]:
     return single | decode.parts()
 
 
-def run_part(name: str, device: str, sizes: Sizes, seconds: float, record_file: Path) -> None:
+def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_file: Path) -> None:
     """In a child: one part, whose findings go to `record_file` as they come. An error is kept with what it says.
 
-    Its time began with the process: importing torch for the first time on a machine takes seconds.
+    Args:
+        deadline_s: of `time.monotonic`, which all processes share: importing torch takes of a part's time, too.
     """
-    begin_s = time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
     record = Record(name, record_file, judged=device != "cpu")
     try:
-        context = Context(device_of(device), sizes, begin_s + seconds, Path(__file__).resolve().parents[4])
+        context = Context(device_of(device), sizes, deadline_s, Path(__file__).resolve().parents[4])
         record.write()
         runs()[name](context, record)
     except TierMoeError as error:
@@ -154,7 +152,7 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
         record, log = Path(scratch) / "record.json", Path(scratch) / "log"
         command = [
             sys.executable, "-m", __package__, "--part", part.name, "--record", str(record), "--device", plan.device,
-            "--sizes", plan.sizes, "--seconds", str(limit_s),
+            "--sizes", plan.sizes, "--deadline", str(begin_s + limit_s),
         ]  # fmt: skip
         with log.open("w") as said:
             process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
