@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tiermoe.actors.engine.kernel_choice import KernelPlan
+from tiermoe.actors.engine.kernel_times import KernelTime
 from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
 from tiermoe.cluster.jobs.bench.gpu.build import extensions
+from tiermoe.cluster.jobs.bench.gpu.host_time import record_kernels
 from tiermoe.cluster.jobs.bench.gpu.locality import Locality, draw
 from tiermoe.cluster.jobs.bench.gpu.page import render
 from tiermoe.cluster.jobs.bench.gpu.record import Record
@@ -82,6 +85,14 @@ def test_parts_without_time_are_said_and_others_are_kept(tmp_path: Path) -> None
     assert "kept" in (tmp_path / "gpu.md").read_text()
 
 
+def test_time_that_earlier_parts_left_goes_to_the_later_ones() -> None:
+    parts = [options.Part(name, "", seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
+    assert job.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
+    assert job.limit_of(parts, 90.0) == 20.0
+    assert job.limit_of(parts[2:], 90.0) == 90.0
+    assert job.limit_of(parts[1:], 15.0) == 15.0
+
+
 def test_failures_names_checks_and_not_goals(tmp_path: Path) -> None:
     record = Record("machine", tmp_path / "r.json")
     record.check("fast", 1.0, "<=", 2.0)
@@ -122,6 +133,32 @@ def test_the_page_of_a_part_that_was_cut_off() -> None:
     assert "last words" in page
     assert "stand-in" not in page
     assert page.count("Not run yet.") == len(options.PARTS) - 1
+
+
+def test_the_page_shows_what_only_a_gpu_gives() -> None:
+    """Kernels measured at start, calls to the device, the GPU itself: no trial on the CPU has such rows."""
+    record = Record("host", None)
+    times = tuple(KernelTime(name, "decode", 1, 4, 20.0, 10.0, 900.0) for name in ("loop", "triton 16/a/b"))
+    record_kernels(record, "a shape", KernelPlan(dict.fromkeys(("decode", "short", "prefill"), "triton 16/a/b"), times))
+    calls = {"launches": 2.0, "graphs": 1.0, "copies": 1.0, "waits": 1.0}
+    record.row("host", case="a case", host_us=100.0, parts_us={"read": 1.0}, calls={"experts": calls, "dense": calls},
+               tpot_ms=3.0, layers=6)  # fmt: skip
+    machine = Record("machine", None)
+    machine.row("machine", cpu={"model": "a CPU", "cores": 16, "instruction_sets": ["avx2"]}, device="cuda",
+                gpu="A GPU", gpu_memory_bytes=1 << 36, driver=None)  # fmt: skip
+    parts = {part.part: part.as_dict() | {"outcome": "done", "seconds": 1.0} for part in (record, machine)}
+    page = render({"device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {}, "parts": parts})
+    assert "| a shape | loop | decode | 1 | 4 | 20.0 | 10.0 | 900 |  |" in page
+    assert "| a shape | triton 16/a/b | decode | 1 | 4 | 20.0 | 10.0 | 900 | chosen |" in page
+    assert "| 2.0, 1.0, 1.0 | 2.0, 1.0 |" in page
+    assert "| gpu_memory_bytes | 68719476736 |" in page
+
+
+def test_a_page_that_cannot_be_written_costs_no_part(tmp_path: Path) -> None:
+    said: list[str] = []
+    job._write(tmp_path, {"parts": {"machine": {"rows": []}}}, said.append)
+    assert (tmp_path / "gpu.json").exists()
+    assert "the page could not be written (KeyError" in said[0]
 
 
 def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
@@ -221,6 +258,24 @@ def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.nbytes == 2 * elements
     host.close()
     assert registered == {}
+
+
+def test_replicas_of_two_layers_serve_all() -> None:
+    shape, cpu = TOY["qwen"].expert, torch.device("cpu")
+    host = host_experts.HostExperts()
+    for layer in range(3):
+        host.add(shape, torch.float32, cpu, seed=layer)
+    found = host.replicas(shape, 4, 64, cpu)
+    assert host.replicas(shape, 4, 64, cpu) is found
+    assert [layer.tensors[0].data_ptr() == found.layers[0].tensors[0].data_ptr() for layer in found.layers] == [
+        True, False, True,
+    ]  # fmt: skip
+    for layer in found.layers:
+        assert sum(tensor.nbytes for tensor in layer.tensors) == shape.num_experts * found.shape.nbytes()
+        assert all(tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 for tensor in layer.tensors)
+        assert layer.tensors[0].unique().numel() > 200  # random bytes
+        assert layer.tensors[1].float().allclose(torch.tensor(1e-3), rtol=1e-3)
+    host.close()
 
 
 def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> None:

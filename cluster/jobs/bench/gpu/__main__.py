@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every part came to its end and every check holds, 1 when not, 2 where nothing could be begun."""
     asked = parser().parse_args(arguments)
     if asked.part is not None:
-        run_part(asked.part, asked.device, asked.sizes, asked.seconds, asked.record)
+        run_part(asked.part, asked.device, asked.sizes, asked.deadline, asked.record)
         return 0
     try:
         if asked.page_only:

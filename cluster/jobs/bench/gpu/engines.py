@@ -14,8 +14,10 @@ from .....actors.engine.device import make_device
 from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.matching import MatcherLink
 from .....actors.engine.model import RouterProbe
+from .....actors.links import PeerLink
 from .....actors.map_file import MapShape
 from .....actors.settings import EngineSettings, LinkSettings, NdpSettings
+from .....actors.store_format import ExpertShape
 from ....config import load_hardware, load_policy
 from ....worker_process import Role, WorkerProcess
 from .host_experts import HostExperts
@@ -23,6 +25,35 @@ from .ndp_child import ndp_process, random_tables
 from .options import Context
 from .random_models import RandomModel
 from .shapes import RealShape
+
+
+class NearData:
+    """One NDP worker for all engines of a shape, begun by the first that asks: its replicas take seconds to make.
+
+    Args:
+        shape: of the experts. layers: of the model. threads: of its kernels.
+    """
+
+    def __init__(self, shape: ExpertShape, layers: int, threads: int) -> None:
+        self.settings = NdpSettings(threads=threads, hardware=asdict(load_hardware("cpu-ndp")))
+        self._shape, self._layers = shape, layers
+        self._stack = ExitStack()
+        self._link: PeerLink | None = None
+
+    def link(self) -> PeerLink:
+        """The way to it.
+
+        Raises:
+            RuntimeFailure: it did not start.
+        """
+        if self._link is None:
+            self._link = self._stack.enter_context(ndp_process(self.settings, self._shape, self._layers))
+        return self._link
+
+    def close(self) -> None:
+        """End it; whoever asks again gets another one."""
+        self._link = None
+        self._stack.close()
 
 
 @contextmanager
@@ -34,12 +65,12 @@ def engine_of(
     host: HostExperts,
     probes: Sequence[RouterProbe],
     context: Context,
-    ndp_threads: int,
+    near_data: NearData,
 ) -> Iterator[ExpertEngine]:
-    """The engine with its processes: the matcher and the NDP worker, where the preset uses them.
+    """The engine, with a matcher and the NDP worker where the preset uses them.
 
     Args:
-        probes: in place of each layer's router. ndp_threads: of the NDP worker's kernels.
+        probes: in place of each layer's router. near_data: outlives the engine, unless something fails.
 
     Raises:
         TierMoeError: the preset does not work with that budget or model.
@@ -48,7 +79,7 @@ def engine_of(
     layers, expert = len(host.layers), shape.expert
     settings = EngineSettings(
         policy=policy, budget=budget, device=context.device.type, link=LinkSettings(gbps=None),
-        ndp=NdpSettings(threads=ndp_threads, hardware=asdict(load_hardware("cpu-ndp"))),
+        ndp=near_data.settings,
     )  # fmt: skip
     blocks = [replace(block, router=probe) for block, probe in zip(built.blocks, probes, strict=True)]
     embedding = built.model.get_input_embeddings()
@@ -56,15 +87,20 @@ def engine_of(
     with ExitStack() as stack:
         links, matcher = [], None
         if policy.uses_ndp:
-            links = [stack.enter_context(ndp_process(settings.ndp, expert, layers))]
+            links = [near_data.link()]
+            stack.push(lambda kind, *_: near_data.close() if kind is not None else None)
         if policy.prefetch.uses_maps:
             maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
             process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
             matcher = MatcherLink(process.link, settings.matcher_settings, maps)
+        replicas = None
+        if policy.on_miss == "low-bit":
+            replicas = host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, context.device)
         device = stack.enter_context(closing(make_device(context.device.type, settings.link)))
         engine = ExpertEngine(
             settings, expert, host.layers, blocks, shape.top_k, device, context.dtype, links,
-            random_tables(layers, shape.experts) if policy.replica_widths else None, (), matcher,
+            random_tables(layers, shape.experts) if policy.uses_ndp and policy.replica_widths else None, (), matcher,
+            replicas=replicas,
         )  # fmt: skip
         stack.callback(_let_go, embedding, watching)
         stack.enter_context(closing(engine))

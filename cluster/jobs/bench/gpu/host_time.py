@@ -15,9 +15,10 @@ import torch
 from .....actors.engine.compile import CompiledDense
 from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.host_profile import PARTS, device_calls, host_passes
+from .....actors.engine.kernel_choice import KernelPlan
 from .....actors.settings import CompileMode
 from .....errors import TierMoeError
-from .engines import engine_of, free_memory
+from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import draw, fit
 from .options import Context
@@ -34,6 +35,7 @@ CASES: tuple[tuple[str, float, CompileMode], ...] = (
     ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
 )  # fmt: skip
 PROMPT, WARM, TOKENS, PROFILED = 8, 16, 40, 4
+_CASE_S, _COMPILED_S = 3.0, 12.0  # a case that has less time left is not begun
 LIMIT_US = 150.0
 AIMED_AT = ("moepic",)  # its cut and its predictions cost more: a goal there, a check elsewhere
 
@@ -55,7 +57,7 @@ def run(context: Context, record: Record) -> None:
     torch.set_num_threads(1)
     for name, cases in (("mixtral", CASES[:1]), ("qwen", CASES)):
         shape = (TOY if context.toy else REAL)[name]
-        if context.left_s < 6.0:
+        if context.left_s < 2 * _CASE_S:
             record.note(f"{shape.name}: no time was left")
             continue
         _shape(context, record, shape, min(LAYERS[name], shape.layers - shape.dense_layers), cases)
@@ -80,6 +82,9 @@ def _shape(
             if mode == "graphs" and context.device.type != "cuda":
                 record.note("CUDA graphs need a GPU: the compiled cases are left out")
                 continue
+            if context.left_s < (_CASE_S if mode == "off" else _COMPILED_S):
+                record.note(f"{shape.name}, {preset} at {budget:g}, compile {mode}: no time was left")
+                continue
             try:
                 _case(bench, preset, budget, mode, table=number == 0)
             except (TierMoeError, torch.OutOfMemoryError) as error:
@@ -95,10 +100,10 @@ def _shape(
 
 def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
     context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
-    with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, 1) as engine:
+    nobody = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
+    with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, nobody) as engine:
         if table:
-            for time in engine.kernels.plan.times:
-                record.row("kernel", shape=bench.shape.name, **asdict(time))
+            record_kernels(record, bench.shape.name, engine.kernels.plan)
             for note in engine.kernels.plan.notes:
                 record.note(f"{bench.shape.name}: {note}")
         built.use("tiermoe")
@@ -126,6 +131,13 @@ def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: b
     )  # fmt: skip
     judge = record.goal if preset in AIMED_AT else record.check
     judge(f"host microseconds of an MoE layer outside kernels, {name}", host_us, "<=", LIMIT_US)
+
+
+def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
+    """What was measured of each kernel at start, and which of them runs."""
+    for time in plan.times:
+        chosen = plan.chosen[time.row_class] == time.kernel
+        record.row("kernel", shape=shape, chosen=chosen, **asdict(time))
 
 
 def _calls(engine: ExpertEngine, session: Session, context: Context) -> dict[str, dict[str, float]] | None:

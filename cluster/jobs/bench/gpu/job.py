@@ -42,12 +42,15 @@ def runs() -> dict[str, Run]:
     return single | decode.parts()
 
 
-def run_part(name: str, device: str, sizes: Sizes, seconds: float, record_file: Path) -> None:
-    """In a child: one part, whose findings go to `record_file` as they come. An error is kept with what it says."""
-    begin_s = time.monotonic()
+def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_file: Path) -> None:
+    """In a child: one part, whose findings go to `record_file` as they come. An error is kept with what it says.
+
+    Args:
+        deadline_s: of `time.monotonic`, which all processes share: importing torch takes of a part's time, too.
+    """
     record = Record(name, record_file, judged=device != "cpu")
     try:
-        context = Context(device_of(device), sizes, begin_s + seconds, Path(__file__).resolve().parents[4])
+        context = Context(device_of(device), sizes, deadline_s, Path(__file__).resolve().parents[4])
         record.write()
         runs()[name](context, record)
     except TierMoeError as error:
@@ -79,19 +82,25 @@ def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     plan.out.mkdir(parents=True, exist_ok=True)
     document = _begun(plan)
     until_s = time.monotonic() + plan.seconds
-    for part in plan.parts:
-        limit_s = TOY_S if plan.sizes == "toy" else min(part.seconds, until_s - time.monotonic())
+    for number, part in enumerate(plan.parts):
+        limit_s = TOY_S if plan.sizes == "toy" else limit_of(plan.parts[number:], until_s - time.monotonic())
         if limit_s < _LEAST_S:
             found = _EMPTY | {"outcome": "not run: no time was left", "seconds": 0.0}
         else:
             say(f"{part.name} (at most {limit_s:.0f} s) ...")
             found = _child(part, plan, limit_s)
         document["parts"][part.name] = found
-        _write(plan.out, document)
+        _write(plan.out, document, say)
         bad = [check["name"] for check in found.get("checks", ()) if not check["ok"]]
         failed = f"; failed: {'; '.join(bad)}" if bad else ""
         say(f"{part.name}: {found['outcome']} in {found['seconds']:.0f} s{failed}")
     return document
+
+
+def limit_of(parts: Sequence[Part], left_s: float) -> float:
+    """Seconds that the first of the parts to come may take: its own, and its share of what nobody needs."""
+    spare_s = max(0.0, left_s - sum(part.seconds for part in parts))
+    return min(parts[0].seconds + spare_s / len(parts), left_s)
 
 
 def failures(document: dict[str, Any], parts: Sequence[Part]) -> list[str]:
@@ -143,7 +152,7 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
         record, log = Path(scratch) / "record.json", Path(scratch) / "log"
         command = [
             sys.executable, "-m", __package__, "--part", part.name, "--record", str(record), "--device", plan.device,
-            "--sizes", plan.sizes, "--seconds", str(limit_s),
+            "--sizes", plan.sizes, "--deadline", str(begin_s + limit_s),
         ]  # fmt: skip
         with log.open("w") as said:
             process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
@@ -182,6 +191,12 @@ def _read(record: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _write(out: Path, document: dict[str, Any]) -> None:
+def _write(out: Path, document: dict[str, Any], say: Callable[[str], None]) -> None:
+    """The data first: a page that cannot be written costs neither them nor the parts that follow."""
     write_json(out / "gpu.json", document)
-    (out / "gpu.md").write_text(page.render(document), encoding="utf-8")
+    try:
+        text = page.render(document)
+    except Exception as error:
+        say(f"the page could not be written ({type(error).__name__}: {error}); gpu.json has the data, see --page-only")
+    else:
+        (out / "gpu.md").write_text(text, encoding="utf-8")

@@ -12,7 +12,6 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-import torch
 
 from .....actors.engine.allocate import make_cache
 from .....actors.engine.device import make_device
@@ -60,7 +59,8 @@ def _shape(name: str, context: Context, record: Record, found: Peaks) -> None:
             if limit is not None:
                 record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
         size = batches[-1][0]
-        plain = [LayerWeights(tuple(torch.empty_like(t, device="cpu") for t in host.layers[0].tensors))]
+        # written to: pages that never were are all the same one, which the processor's caches hold
+        plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
         rate = _rate(shape.expert, plain, size, device, context)
         record.row(
             "load", shape=shape.name, expert=label, batch=size, memory="pageable (staged)", gbps=rate["median"],

@@ -17,7 +17,7 @@ Sizes = Literal["real", "toy"]
 
 @dataclass(frozen=True)
 class Part:
-    """One child process. seconds: its limit at real sizes; a toy run has `TOY_S` for each."""
+    """One child process. seconds: its limit at real sizes, if earlier parts leave it no more; a toy run has `TOY_S`."""
 
     name: str
     title: str
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--page-only", action="store_true", help="write the page from what gpu.json has, measure nothing")
     made.add_argument("--part", help=argparse.SUPPRESS)  # in a child: the one part that it runs
     made.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     return made
 
 
