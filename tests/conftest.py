@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of what Ray leaves behind look at the whole machine, and two clusters at once are more than two cores bear.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not (config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput")):  # a worker has the latter only
         return
     for item in items:
         path = item.path
