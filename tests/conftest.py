@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook, which reads the marks, is registered later and would come first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist and `--dist loadgroup`: a file stays together, and all that starts Ray stays on one worker.
 
