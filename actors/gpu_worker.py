@@ -74,7 +74,7 @@ class GpuWorker:
         from .engine.calibrated import read_calibrated
         from .engine.compile import CompiledDense
         from .engine.describe import describe
-        from .engine.device import make_device
+        from .engine.devices import make_device
         from .engine.engine import ExpertEngine
         from .engine.low_bits import open_replica_weights
         from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .frame import Frame, Pieces
 from .messages import Message
 
-if TYPE_CHECKING:
-    from .client import Channel
+
+class Answers(Protocol):
+    """Where answers come from; `client.Channel`."""
+
+    def _poll(self, pending: Pending) -> bool: ...
+    def _result(self, pending: Pending) -> Message | None: ...
 
 
 class Pending:
@@ -21,7 +25,7 @@ class Pending:
         "reply", "unknown",
     )  # fmt: skip
 
-    def __init__(self, channel: Channel, number: int, deadline: float, again_s: float) -> None:
+    def __init__(self, channel: Answers, number: int, deadline: float, again_s: float) -> None:
         self._channel, self.number, self._deadline = channel, number, deadline
         self._again_s, self._probe_at = again_s, 0.0
         self._pieces: Pieces = ()

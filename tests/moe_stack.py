@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.engine.pool import LayerWeights

@@ -82,13 +82,3 @@ class _PlainRows:
         states = hidden if len(tokens) == len(hidden) else hidden[used]
         rows: NDArray[np.float32] = states.detach().float().contiguous().cpu().numpy()
         return rows, used
-
-
-def activations_of(device: torch.device) -> Activations:
-    """The way from and to a compute device."""
-    if device.type == "cpu":
-        return PlainActivations(device)
-    from .cuda.activations import PinnedActivations
-    from .cuda.runtime import TorchRuntime
-
-    return PinnedActivations(TorchRuntime(device.index or 0))

@@ -1,4 +1,4 @@
-"""Where experts are cached and how bytes get there: CUDA, or the CPU standing in for a GPU.
+"""Where experts are cached and how bytes get there: what every device has, a GPU or the CPU standing in for one.
 
 A device copies host tensors into slot tensors (on the loader's thread) and lets the compute wait
 for a copy. It knows no experts and decides nothing.
@@ -6,15 +6,13 @@ for a copy. It knows no experts and decides nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from ...errors import ConfigError
-from ..settings import CopySettings, LinkSettings
+from ..settings import CopySettings
 
 if TYPE_CHECKING:
     from .pool import LayerWeights
@@ -92,73 +90,3 @@ class Device(Protocol):
     def close(self) -> None:
         """Give back what was taken of the host; after the copy queues. Safe to call twice."""
         ...
-
-
-class CpuDevice:
-    """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate.
-
-    A copy occupies the link for `latency_us + bytes / gbps`; copies follow each other without
-    overlap, as on one PCIe direction.
-    With `gbps` None the link is as fast as memory and only latency is added.
-    """
-
-    executor: Literal["real", "emulated"] = "emulated"
-
-    def __init__(self, link: LinkSettings) -> None:
-        self.torch_device, self.link = torch.device("cpu"), link
-        self._latency_s = link.latency_us * 1e-6
-        self._bytes_per_s = link.gbps * 1e9 if link.gbps is not None else None
-        self._link_free_s = 0.0
-
-    def enter(self) -> None:
-        return None
-
-    def mark_use(self) -> None:
-        return None  # compute is synchronous: what was enqueued is done
-
-    def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
-        start_s = max(time.perf_counter(), self._link_free_s)
-        duration_s = self._latency_s
-        for d, s in zip(dst, src, strict=True):
-            d.copy_(s)
-            if self._bytes_per_s is not None:
-                duration_s += d.nbytes / self._bytes_per_s
-        end_s = max(start_s + duration_s, time.perf_counter())
-        self._link_free_s = end_s
-        while (left_s := end_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
-        return Copied(start_s, end_s, None, duration_s)
-
-    def pin(self, layers: Sequence[LayerWeights], settings: CopySettings) -> tuple[Sequence[LayerWeights], None]:
-        return layers, None
-
-    def close(self) -> None:
-        return None
-
-
-def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
-    """The device for `auto`, `cpu` or `cuda`.
-
-    Args:
-        gpu: number of the CUDA device, which becomes this process's current one; None: the current one.
-
-    Raises:
-        ConfigError: CUDA is asked for and not there, or there are too few GPUs.
-    """
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return CpuDevice(link)
-    if not torch.cuda.is_available():
-        raise ConfigError("device cuda is not available", "use --device cpu (the CPU stands in for a GPU)")
-    if gpu is not None:
-        if gpu >= torch.cuda.device_count():
-            raise ConfigError(
-                f"shard {gpu} needs GPU {gpu}, this machine shows {torch.cuda.device_count()}",
-                "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
-            )
-        torch.cuda.set_device(gpu)
-    from .cuda.device import CudaDevice
-    from .cuda.runtime import TorchRuntime
-
-    return CudaDevice(TorchRuntime(torch.cuda.current_device()))

@@ -20,12 +20,12 @@ from ..policy_settings import PolicySettings
 from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, check_combination
 from ..store_format import ExpertShape
-from .activations import activations_of
 from .allocate import make_cache
 from .calibrated import Calibrated
 from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device
+from .devices import activations_of
 from .dispatch import Dispatcher
 from .host_view import Asker, HostViews, fetch_from, share
 from .kernel_choice import Kernels

@@ -14,7 +14,8 @@ import torch
 from ...errors import RuntimeFailure
 from ...kernels import _cpu
 from ..settings import CopySettings, LinkSettings
-from .device import Copied, CpuDevice, Device, Tensors
+from .cpu_device import CpuDevice
+from .device import Copied, Device, Tensors
 from .loader import PREFETCH, CopyQueue, HostWaits, Loader, LoadJob
 from .pool import ExpertSource, LayerWeights, SlotPool
 

@@ -23,7 +23,8 @@ from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
 from .allocate import make_cache
-from .device import Device, make_device
+from .device import Device
+from .devices import make_device
 from .held import told
 from .kernel_choice import Kernels
 from .matching import tell_eviction, wanted_keys

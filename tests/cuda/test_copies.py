@@ -15,7 +15,7 @@ from tiermoe.actors.engine.allocate import make_cache
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
-from tiermoe.actors.engine.device import make_device
+from tiermoe.actors.engine.devices import make_device
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policy_settings import PolicySettings

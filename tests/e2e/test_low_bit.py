@@ -11,7 +11,7 @@ import torch
 from fake_gpu import FakeGpu
 from serving import greedy, prepared, serving, settings
 
-from tiermoe.actors.engine import device as device_module
+from tiermoe.actors.engine import devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.scoring import score_with
 from tiermoe.actors.engine.stats import EngineStats
@@ -90,7 +90,7 @@ def test_replicas_go_through_a_gpus_streams(
     """A worker on the streams of a fake GPU: replicas are pinned as experts are, and no host waits for them."""
     gpu = FakeGpu(pin_all=False)
     gpu.eager = True
-    monkeypatch.setattr(device_module, "make_device", lambda *_: CudaDevice(gpu, staging_bytes=1 << 16))
+    monkeypatch.setattr(devices, "make_device", lambda *_: CudaDevice(gpu, staging_bytes=1 << 16))
     with _served(packed_store, preset) as worker:
         plan, waits = worker.plan(), gpu.synchronized
         greedy(worker, prompts, TOKENS)

@@ -6,7 +6,7 @@ import pytest
 from fake_gpu import FakeGpu
 from serving import greedy, serving, settings
 
-from tiermoe.actors.engine import device as device_module
+from tiermoe.actors.engine import devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.expert_store import ExpertStore
@@ -29,7 +29,7 @@ def test_same_tokens_through_streams(
 ) -> None:  # fmt: skip
     gpu = FakeGpu(pin_all=False)
     gpu.eager = True
-    monkeypatch.setattr(device_module, "make_device", lambda *_: CudaDevice(gpu, staging_bytes=1 << 16))
+    monkeypatch.setattr(devices, "make_device", lambda *_: CudaDevice(gpu, staging_bytes=1 << 16))
     with serving(store, settings(budget, prefetch, kv=KV, copies=copies)) as worker:
         plan, cache = worker.plan(), worker.engine.cache
         waits = gpu.synchronized

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.allocate import make_cache
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings

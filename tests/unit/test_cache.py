@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.device import Copied, CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
+from tiermoe.actors.engine.device import Copied
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline

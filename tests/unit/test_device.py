@@ -8,8 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tiermoe.actors.engine import device as device_module
-from tiermoe.actors.engine.device import CpuDevice, make_device
+from tiermoe.actors.engine import cpu_device
+from tiermoe.actors.engine.cpu_device import CpuDevice
+from tiermoe.actors.engine.device import Copied
+from tiermoe.actors.engine.devices import make_device
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.errors import ConfigError
 
@@ -32,11 +34,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(device_module, "time", clock)
+    monkeypatch.setattr(cpu_device, "time", clock)
     return clock
 
 
-def copy(device: CpuDevice, nbytes: int = 4000) -> device_module.Copied:
+def copy(device: CpuDevice, nbytes: int = 4000) -> Copied:
     source = torch.arange(nbytes // 4, dtype=torch.float32)
     return device.copy((torch.empty_like(source),), (source,), None)
 

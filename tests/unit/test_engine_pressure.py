@@ -18,7 +18,7 @@ from torch import nn
 
 from tiermoe.actors.budget import budget_bytes
 from tiermoe.actors.engine import operator
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.engine.model import MoeBlock

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Loader, LoadJob
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool

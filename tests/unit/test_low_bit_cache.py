@@ -12,7 +12,7 @@ import torch
 import traces
 
 from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.host_view import LayerView, share
 from tiermoe.actors.engine.link_queue import copy_queue
 from tiermoe.actors.engine.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_part

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from serving import policy
 
 from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.engine.loader import CopyQueue
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool

@@ -13,7 +13,7 @@ import pytest
 import torch
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.loader import DEMAND, Loader, LoadJob
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.sources import RemoteStores, host_weights, open_sources

@@ -13,7 +13,7 @@ import traces
 from moe_stack import engine_for, make_case
 
 from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.device import CpuDevice
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.promise import Promise, PromisedSegment, Shared
 from tiermoe.actors.engine.stats import EngineStats, LayerStats

@@ -8,11 +8,11 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
+from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.registration import fill_pages, page_ranges
 from tiermoe.actors.engine.cuda.staging import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
-from tiermoe.actors.engine.device import CpuDevice
 from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.low_bits import ReplicaWeights
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool

@@ -10,6 +10,7 @@ import torch
 
 from ...settings import CopySettings
 from ..device import Copied, PinReport, Tensors
+from .registration import pin_layers
 from .runtime import GpuRuntime
 from .staging import Staging
 
@@ -68,8 +69,6 @@ class CudaDevice:
     def pin(
         self, layers: Sequence[LayerWeights], settings: CopySettings
     ) -> tuple[Sequence[LayerWeights], PinReport | None]:
-        from .registration import pin_layers
-
         return pin_layers(self, layers, settings)
 
     def register(self, address: int, nbytes: int) -> str | None:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import time
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,15 +15,25 @@ import torch
 from ...settings import CopySettings
 from ..device import PinReport, Tensors
 from ..pool import LayerWeights
-from .device import CudaDevice
 
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 5.0
 _TOUCH_BYTES = 256 << 20  # pages filled between two looks at the clock
 
 
+class Registrar(Protocol):
+    """Who registers host memory; `cuda.device.CudaDevice`."""
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Pin these whole pages. None: done; else why it could not be."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+    def is_pinned(self, tensors: Tensors) -> bool: ...
+
+
 def pin_layers(
-    device: CudaDevice, layers: Sequence[LayerWeights], settings: CopySettings
+    device: Registrar, layers: Sequence[LayerWeights], settings: CopySettings
 ) -> tuple[list[LayerWeights], PinReport]:
     """Have these layers in pinned memory as far as the settings and the driver allow.
 
@@ -81,7 +92,7 @@ def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
     return total
 
 
-def _register(device: CudaDevice, tensors: Tensors) -> str | None:
+def _register(device: Registrar, tensors: Tensors) -> str | None:
     for tensor in tensors:
         fill_pages(tensor)
     done: list[int] = []
@@ -94,7 +105,7 @@ def _register(device: CudaDevice, tensors: Tensors) -> str | None:
     return None
 
 
-def _pinned_copy(device: CudaDevice, tensors: Tensors) -> Tensors | None:
+def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
     """A layer in memory of this process's own, registered; None where there is none, or that is refused, too.
 
     Not torch's pinned memory, which rounds sizes up to powers of two.

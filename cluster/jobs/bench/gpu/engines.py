@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .....actors.engine.device import make_device
+from .....actors.engine.devices import make_device
 from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.matching import MatcherLink
 from .....actors.engine.model import RouterProbe

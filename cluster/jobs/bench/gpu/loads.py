@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .....actors.engine.allocate import make_cache
-from .....actors.engine.device import make_device
+from .....actors.engine.devices import make_device
 from .....actors.engine.pool import LayerWeights
 from .....actors.settings import EngineSettings, LinkSettings
 from ....config import load_policy
