@@ -39,7 +39,7 @@ class ShardWorker:
         token: what a client must show; None: only this machine may connect.
         verify: how thoroughly the files are verified, see `ExpertStore`.
         gpu: number of the CUDA device; None: the first that this process sees.
-        options: of the channel server; its host and token are those above.
+        options: of the channel server; its host, token and supply are set here.
         layers: those that it maps from `store`; None: all. Where there are none, `store` need not exist.
         stores: of other nodes, for the other layers.
 
@@ -73,7 +73,9 @@ class ShardWorker:
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
         self.engine = open_shard(settings, index, view, gpu, stores)
-        options = replace(options or ServerOptions(), host=directory.host(), token=token)
+        options = replace(
+            options or ServerOptions(), host=directory.host(), token=token, supply=self.engine.activations.supply
+        )
         try:
             self._server = ChannelServer(self.handle, options)
             directory.register(shard_name(index), self._server.address)
@@ -115,6 +117,7 @@ class ShardWorker:
             "address": self.address,
             "pid": os.getpid(),
             "device": str(engine.cache.pool.gate_up.device),
+            "activations": engine.activations.label,
             "batches": engine.batches,
             "pairs": engine.pairs,
             "late_commands": engine.late_commands,

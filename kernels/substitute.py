@@ -68,12 +68,28 @@ class ReplacedArrays(NamedTuple):
 
 
 class ReplacedTensors(NamedTuple):
-    """As `ReplacedArrays`, on the device of the routing."""
+    """As `ReplacedArrays`, on the device of the routing.
+
+    The counts [2] int64, pairs replaced and pairs left out, are there too: whoever reads a number of them waits for a
+    GPU, and a forward need not.
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor
-    substituted: int
-    dropped: int
+    counts: torch.Tensor
+
+    @property
+    def substituted(self) -> int:
+        return int(self.counts[0])
+
+    @property
+    def dropped(self) -> int:
+        return int(self.counts[1])
+
+    @staticmethod
+    def untouched(ids: torch.Tensor, weights: torch.Tensor) -> ReplacedTensors:
+        """Nothing was replaced."""
+        return ReplacedTensors(ids, weights, torch.zeros(2, dtype=torch.int64, device=ids.device))
 
 
 class BuddyTensors(NamedTuple):
@@ -164,7 +180,8 @@ def substitute(
         host = _HostBuddies(buddies.ids.numpy(), buddies.similarity.numpy())
         some = None if probabilities is None else probabilities.numpy()
         out = substitute_arrays(ids.numpy(), weights.numpy(), some, replace.numpy(), reach.numpy(), host, options, tau)
-        return ReplacedTensors(torch.from_numpy(out.ids), torch.from_numpy(out.weights), out.substituted, out.dropped)
+        counts = torch.tensor((out.substituted, out.dropped))
+        return ReplacedTensors(torch.from_numpy(out.ids), torch.from_numpy(out.weights), counts)
     try:
         from .triton.substitute import substitute_triton
     except ImportError:
@@ -191,7 +208,7 @@ def substitute_tensors(
     require_probabilities(probabilities, options)
     todo = replace[ids] & permitted(weights, tau, options.gamma, options.temperature)[:, None]  # [T, K]
     if not todo.any():
-        return ReplacedTensors(ids, weights, 0, 0)
+        return ReplacedTensors.untouched(ids, weights)
     tokens, top_k = ids.shape
     rho = top_k if options.rho is None else options.rho
     lists, similarity = buddies.ids[:, : options.search].long(), buddies.similarity[:, : options.search]
@@ -214,16 +231,16 @@ def substitute_tensors(
         claims.scatter_(1, buddy, torch.where(replaced[:, k : k + 1], claim * reuse, claim))
         out[:, k] = torch.where(replaced[:, k], buddy[:, 0], ids[:, k])
         count += replaced[:, k]
-    substituted = int(replaced.sum())
     if options.fallback == "load":
         left_out.zero_()
     left_out[:, 0] &= ~left_out.all(dim=1)
-    dropped = int(left_out.sum())
+    counts = torch.stack((replaced.sum(), left_out.sum()))
+    dropped = bool(counts[1])
     if dropped:
         kept = (~left_out).int().argmax(dim=1, keepdim=True)
         out = torch.where(left_out, out.gather(1, kept), out)
     if not dropped and not by_buddy:
-        return ReplacedTensors(out, weights, substituted, dropped)
+        return ReplacedTensors(out, weights, counts)
     values = torch.where(left_out, 0.0, weights.double())
     if by_buddy and probabilities is not None:
         theirs, own = probabilities.gather(1, out).double(), probabilities.gather(1, ids).double()
@@ -233,7 +250,7 @@ def substitute_tensors(
         scale = (left_out.any(dim=1) | (replaced.any(dim=1) & by_buddy)) & (after > 0)
         scaled = values * before[:, None] / torch.where(after > 0, after, 1.0)[:, None]
         values = torch.where(scale[:, None], scaled, values)
-    return ReplacedTensors(out, values.float(), substituted, dropped)
+    return ReplacedTensors(out, values.float(), counts)
 
 
 def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, temperature: float) -> torch.Tensor:

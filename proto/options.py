@@ -126,6 +126,7 @@ class ServerOptions:
         doze_s: shared memory only: for so long after a request its thread looks every 0.1 ms or so before it sleeps for
             good, so that a client that must not wait need not wake it (a system call, some 10 us of the client's time).
         max_connections: more are refused.
+        supply: shared memory only: where requests are put when they are taken out of the ring, as of `ChannelOptions`.
         remembered_replies, remembered_bytes: per client, answers kept for requests that arrive again. A client says
             which answers it has, so that few are kept.
         faults: tests only.
@@ -146,6 +147,7 @@ class ServerOptions:
     max_connections: int = 64
     remembered_replies: int = 1024
     remembered_bytes: int = 64 * MIB
+    supply: Supply | None = None
     faults: FaultInjector | None = None
 
     def __post_init__(self) -> None:

@@ -237,7 +237,7 @@ class ChannelServer:
         most = self._options.limits.max_message_bytes
         try:
             while True:
-                data = rings.requests.read(_LOOK_S, most)
+                data = rings.requests.read(_LOOK_S, most, self._options.supply)
                 if data is None:
                     continue
                 pieces = self._requests.answer(data)

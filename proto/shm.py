@@ -91,7 +91,7 @@ class Ring:
             ValueError: what `supply` gave has another size or is not aligned.
         """
         timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
-        if self._doze_s and (data := self._doze(timeout_s, most)) is not None:
+        if self._doze_s and (data := self._doze(timeout_s, most, supply)) is not None:
             return data
         return self._read(timeout_ns, most, supply)
 
@@ -106,12 +106,12 @@ class Ring:
             self._doze_until_s = time.monotonic() + self._doze_s
         return data if isinstance(data, bytes) else memoryview(data).toreadonly()
 
-    def _doze(self, timeout_s: float, most: int) -> Received | None:
+    def _doze(self, timeout_s: float, most: int, supply: Supply | None) -> Received | None:
         """Look until the time is up or the last message is long enough ago."""
         until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
         left_ns = self._spin_ns
         while time.monotonic() < until_s:
-            data = self._read(left_ns, most)
+            data = self._read(left_ns, most, supply)
             if data is not None:
                 return data
             left_ns = 0

@@ -3,13 +3,17 @@
     begin (hidden) -> the routing is read -> take (the rows of one peer) -> the channel
     the channel -> receive (a peer's sums) -> a tensor on the compute device
 
+A shard is at the other end:
+
+    the channel -> receive (rows, weights) -> kernels -> deliver (the sums) -> the channel
+
 Where the compute device is the CPU the rows are there already. On a GPU they go through pinned memory without making
 anything wait but the host, once, for the rows that it is about to send (`cuda.activations`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -50,8 +54,15 @@ class Activations(Protocol):
         """A layer may send rows of hidden [T, H]. Never waits."""
         ...
 
-    def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
-        """A peer's sums [R, H] as a tensor on the compute device, for what is enqueued from now on. Never waits."""
+    def receive(self, array: NDArray[Any]) -> torch.Tensor:
+        """What arrived, such as a peer's sums [R, H], on the compute device, for what is enqueued from now on.
+
+        Never waits. uint16 holds bfloat16 bits.
+        """
+        ...
+
+    def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
+        """Sums [R, H] on the host, once they are there: the one wait of an answer."""
         ...
 
 
@@ -67,8 +78,14 @@ class PlainActivations:
     def begin(self, hidden: torch.Tensor) -> Outgoing:
         return _PlainRows(hidden)
 
-    def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
-        return torch.tensor(sums, device=self._device)  # a copy on the CPU too: what arrives is read-only
+    def receive(self, array: NDArray[Any]) -> torch.Tensor:
+        if array.dtype == np.uint16:
+            return self.receive(array.view(np.int16)).view(torch.bfloat16)
+        return torch.tensor(array, device=self._device)  # a copy on the CPU too: what arrives is read-only
+
+    def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = sums.detach().float().cpu().numpy()
+        return found
 
 
 class _PlainRows:

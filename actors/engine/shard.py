@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ...errors import StoreError
@@ -22,6 +21,7 @@ from ..links import StoreLink
 from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
+from .activations import Activations, activations_of
 from .allocate import make_cache
 from .device import Device
 from .devices import make_device
@@ -47,6 +47,9 @@ class ShardEngine:
         sources: where the experts of all layers come from; closed with the engine. blocks: what is to be known of the
             model's layers.
 
+    Attributes:
+        activations: the way of rows from the channel to the device, and of sums back.
+
     Raises:
         BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. Whatever is raised, no thread
             stays.
@@ -69,6 +72,7 @@ class ShardEngine:
         self._check = settings.integrity_checks
         self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.activations: Activations = activations_of(device.torch_device)
         self._kernels: list[ExpertKernel] = []
         self._posts = [block.post for block in blocks]
         self._runner = ExpertRunner(self.cache, LoadOnMiss())
@@ -103,7 +107,7 @@ class ShardEngine:
             stats = self.cache.stats.layers[batch.layer]
             blocked_s, busy_s = stats.blocked_io_s, stats.link_s
             try:
-                partial = self._sum(batch).cpu().numpy()
+                partial = self.activations.deliver(self._sum(batch))
                 self.cache.settle_times()  # by now all has ended
             except BaseException:
                 self.cache.abandon()
@@ -191,9 +195,10 @@ class ShardEngine:
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
         cache.eviction.routed(keys, counts, len(batch.hidden))  # of the forward's rows, those with an expert here
         plan = self._runner.start(layer, keys, self._keep)
-        hidden = _tensor(batch.hidden).to(device=device, dtype=self._dtype)  # [T, H]
-        weights = _tensor(batch.weights).to(device)  # [P]
-        rows = None if len(hidden) == 1 else _tensor(batch.rows).to(device=device, dtype=torch.int64)  # [P]
+        receive = self.activations.receive
+        hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
+        weights = receive(batch.weights)  # [P]
+        rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
         x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]: each pair is a token of its own
         y = hidden.new_empty((len(weights), hidden.shape[1]))
         spans = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
@@ -253,13 +258,6 @@ def open_shard(
         sources.close()
         device.close()
         raise
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """A copy, for what arrived is read-only; uint16 holds bfloat16 bits."""
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
 
 
 def _weighted_sum(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:

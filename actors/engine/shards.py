@@ -2,8 +2,9 @@
 
 Every expert belongs to one GPU by a rule that all processes know (`policies.sharding`). A layer's experts go to their
 owners first, then the lead loads and computes its own, then it joins the sums. Hidden states and sums cross
-processes through host memory (the channel's rings on one host, gRPC between hosts), on CUDA too: a decode batch is
-a few rows, and a copy of them costs less than mapping device memory of another process.
+processes through host memory (the channel's rings on one host, gRPC between hosts), on CUDA too, there pinned on both
+sides (`activations`): a decode batch is a few rows, and a copy of them costs less than mapping device memory of another
+process.
 """
 
 from __future__ import annotations

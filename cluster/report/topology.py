@@ -11,7 +11,10 @@ from rich.text import Text
 
 from .tables import facts, seconds, size
 
-_KINDS = ("dense", "kv", "slots", "mapped", "replicas")
+_KINDS = {
+    "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
+    "replicas": "replicas",
+}  # fmt: skip
 
 
 def topology_tables(record: Mapping[str, Any]) -> list[Table]:
@@ -68,7 +71,7 @@ def _summary(record: Mapping[str, Any]) -> Table:
 def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool) -> Table:
     table = _grid(title, "actor", "node", "reserves", "experts", "bytes", *(["scheduled"] if scheduled else []))
     for actor in actors:
-        nbytes = ", ".join(f"{size(actor['nbytes'][kind])} {kind}" for kind in _KINDS if actor["nbytes"][kind])
+        nbytes = ", ".join(f"{size(actor['nbytes'][k])} {kind}" for k, kind in _KINDS.items() if actor["nbytes"][k])
         how = f"group {actor['group']}, bundle {actor['bundle']}" if actor["group"] else "alone"
         cells = actor["name"], actor["node"], _amounts(actor["resources"]), str(actor["experts"]), nbytes
         _add(table, *cells, *([how] if scheduled else []))
@@ -76,13 +79,15 @@ def _actors(actors: Iterable[Mapping[str, Any]], title: str, *, scheduled: bool)
 
 
 def _nodes(loads: Iterable[Mapping[str, Any]]) -> Table:
-    table = _grid("Nodes", "node", "address", "used", "host memory", "devices", "shared pages")
+    table = _grid("Nodes", "node", "address", "used", "host memory", "devices", "shared pages", "replicas")
     for load in loads:
         used = ", ".join(f"{used:g} of {total:g} {name}" for name, (used, total) in load["resources"].items())
         total = size(load["host_total"]) if load["host_total"] is not None else "unknown"
         host = f"{size(load['host_bytes'])} of {total}"
-        devices, shared = size(load["device_bytes"]), size(load["kinds"]["mapped"])
-        _add(table, load["node"], load["address"], used, host, devices, shared)
+        devices, shared, replicas = (
+            size(nbytes) for nbytes in (load["device_bytes"], load["kinds"]["mapped"], load["kinds"]["replicas"])
+        )
+        _add(table, load["node"], load["address"], used, host, devices, shared, replicas)
     return table
 
 

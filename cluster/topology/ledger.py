@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..report.tables import size
 from .plan import NodeLoad, PlannedBytes
@@ -42,7 +42,7 @@ class Ledger:
         self.used: dict[str, float] = {}
         self.layers: frozenset[int] = frozenset()
         self._partly: dict[int, int] = {}
-        self._dense = self._kv = self._slots = self._replicas = 0
+        self._taken = PlannedBytes()  # `mapped` is left 0: that follows from the layers
 
     @property
     def host_total(self) -> int | None:
@@ -63,8 +63,10 @@ class Ledger:
         ]
         total, after = self.host_total, self._host_bytes(need)
         if total is not None and after > total:
+            replicas = self._taken.replicas + need.nbytes.replicas
             found.append(
-                f"host memory: needs {size(after)} with what is there already, has {size(total)}, "
+                f"host memory: needs {size(after)} with what is there already"
+                f"{f' ({size(replicas)} of it replicas)' if replicas else ''}, has {size(total)}, "
                 f"short of {size(after - total)}"
             )
         return tuple(found)
@@ -75,16 +77,11 @@ class Ledger:
             self.used[name] = self.used.get(name, 0.0) + wanted
         self.layers |= need.layers
         self._partly = _sum(self._partly, need.partly)
-        self._dense += need.nbytes.dense
-        self._kv += need.nbytes.kv
-        self._slots += need.nbytes.slots
-        self._replicas += need.nbytes.replicas
+        self._taken = self._taken.plus(replace(need.nbytes, mapped=0))
 
     def load(self) -> NodeLoad:
         """What was taken."""
-        kinds = PlannedBytes(
-            self._dense, self._kv, self._slots, self._mapped(self.layers, self._partly), self._replicas
-        )
+        kinds = replace(self._taken, mapped=self._mapped(self.layers, self._partly))
         return NodeLoad(
             node=self.node.id,
             address=self.node.address,
@@ -97,9 +94,9 @@ class Ledger:
 
     def _host_bytes(self, need: Need) -> int:
         """Host memory with `need` added to what was taken."""
-        device = self._dense + self._kv + self._slots + need.nbytes.device
+        after = self._taken.plus(need.nbytes)
         mapped = self._mapped(self.layers | need.layers, _sum(self._partly, need.partly))
-        return mapped + self._replicas + need.nbytes.replicas + (0 if self._gpu else device)
+        return mapped + after.replicas + (0 if self._gpu else after.device)
 
     def _mapped(self, layers: frozenset[int], partly: Mapping[int, int]) -> int:
         experts = len(layers) * self._facts.experts + sum(n for layer, n in partly.items() if layer not in layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Role = Literal["lead", "shard", "store", "ndp", "directory", "matcher"]
@@ -14,9 +14,9 @@ NODE_ID_LABEL = "ray.io/node-id"  # Ray's own label on every node
 class PlannedBytes:
     """Bytes of one actor, by kind.
 
-    `dense`, `kv` and `slots` are on its device, which is host memory where the CPU stands in for a GPU. `mapped` are
-    pages of the store's files, shared with every process of the node that maps the same; `replicas` are pages of the
-    quantized ones.
+    `dense`, `kv`, `slots` and `low_bit` (slots for replicas) are on its device, which is host memory where the CPU
+    stands in for a GPU. `mapped` are pages of the store's files, shared with every process of the node that maps the
+    same; `replicas` are pages of the quantized ones, which one process of a node maps.
     """
 
     dense: int = 0
@@ -24,10 +24,15 @@ class PlannedBytes:
     slots: int = 0
     mapped: int = 0
     replicas: int = 0
+    low_bit: int = 0
 
     @property
     def device(self) -> int:
-        return self.dense + self.kv + self.slots
+        return self.dense + self.kv + self.slots + self.low_bit
+
+    def plus(self, other: PlannedBytes) -> PlannedBytes:
+        """Both, kind by kind."""
+        return PlannedBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True)

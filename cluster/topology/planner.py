@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ...actors.budget import mixed_slots
 from ...actors.policies.sharding import owned_experts, spread_by_bytes
 from ...errors import BudgetError, ConfigError
 from ..report.tables import size
@@ -35,12 +36,14 @@ def plan_topology(spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo
         BudgetError: the experts' budget does not fit the GPU, or does not hold what the policy keeps there.
         ConfigError: a resource is short; the message says which, on which node, and by how much.
     """
-    slots = _slots(spec, facts)
-    return _Planner(spec, facts, nodes, slots).plan()
+    return _Planner(spec, facts, nodes, *_slots(spec, facts)).plan()
 
 
-def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[int, ...]:
-    """Slots of each shard [G]: what the budget holds, but no more than the experts that the shard owns."""
+def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
+    """Slots of each shard [G]: what the budget holds, but no more than the experts that the shard owns.
+
+    Beside them those for replicas, which the lead has where misses are loaded as such.
+    """
     owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
     if min(owned) == 0:
         raise ConfigError(
@@ -48,7 +51,11 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[int, ...]:
             f"which gives a shard none by the rule '{spec.ownership}'",
             f"lower cluster.shards to {facts.experts * (facts.layers if spec.ownership == 'layer-expert' else 1)}",
         )
-    held = spec.budget_bytes // spec.slot_bytes
+    held, low, low_bytes = spec.budget_bytes // spec.slot_bytes, 0, 0
+    if spec.low_bit is not None:  # the same division as the engine's
+        each, keys = spec.low_bit.replica_bytes, facts.layers * facts.experts
+        held, low = mixed_slots(spec.budget_bytes, spec.slot_bytes, each, spec.low_bit.share, keys)
+        low_bytes = low * each
     if spec.preload and held < max(owned):
         raise BudgetError(
             f"policy '{spec.policy}' keeps all experts resident: {max(owned)} of {size(spec.slot_bytes)} on the "
@@ -64,27 +71,28 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[int, ...]:
             f"the budgets hold {sum(slots)}",
             "raise --budget, or lower placement.hot_per_layer",
         )
-    lead = spec.dense_bytes + spec.kv_bytes + slots[0] * spec.slot_bytes
+    lead_experts = slots[0] * spec.slot_bytes + low_bytes
+    lead = spec.dense_bytes + spec.kv_bytes + lead_experts
     if spec.gpu and spec.gpu_memory_bytes is not None and lead > spec.gpu_memory_bytes:
         raise BudgetError(
             f"the lead needs {size(lead)} of GPU memory ({size(spec.dense_bytes)} dense, {size(spec.kv_bytes)} KV "
-            f"cache, {size(slots[0] * spec.slot_bytes)} for experts), cluster.gpu_memory is "
+            f"cache, {size(lead_experts)} for experts), cluster.gpu_memory is "
             f"{size(spec.gpu_memory_bytes)}: short of {size(lead - spec.gpu_memory_bytes)}",
             "lower --budget or kv.num_blocks",
         )
-    return slots
+    return slots, low
 
 
 class _Planner:
     """One plan in the making."""
 
     def __init__(
-        self, spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo], slots: tuple[int, ...]
+        self, spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo], slots: tuple[int, ...], low_slots: int
     ) -> None:
         ids = [node.id for node in nodes]
         if doubles := sorted({i for i in ids if ids.count(i) > 1}):
             raise ConfigError(f"two nodes have the id '{doubles[0]}'", "give each node an id of its own")
-        self._spec, self._facts, self._slots = spec, facts, slots
+        self._spec, self._facts, self._slots, self._low_slots = spec, facts, slots, low_slots
         self._alive = sorted((node for node in nodes if node.alive), key=lambda node: node.id)
         if not self._alive:
             raise ConfigError(f"none of {len(nodes)} nodes is alive", "start one with `ray start`")
@@ -104,6 +112,12 @@ class _Planner:
         workers = self._workers(homes)
         matcher = self._matcher(workers[0])
         directory = self._directory(workers, stores, [*ndp, *matcher])
+        if self._spec.low_bit is not None and not workers[0].layers:
+            raise ConfigError(
+                f"policy '{self._spec.policy}' loads replicas, which the lead maps from its own node's store; node "
+                f"{workers[0].node} has none",
+                "set cluster.store.nodes to workers, or choose a policy without on_miss low-bit, such as next-gate",
+            )
         self._remark(workers)
         group, grouped = self._group([*workers, *(s for s in stores if s.group is not None)])
         alone = [actor for actor in (*stores, *ndp, *matcher, *directory) if actor.group is None]
@@ -263,7 +277,13 @@ class _Planner:
 
     def _worker_bytes(self, index: int) -> PlannedBytes:
         spec, slots = self._spec, self._slots[index] * self._spec.slot_bytes
-        return PlannedBytes(spec.dense_bytes, spec.kv_bytes, slots) if index == 0 else PlannedBytes(slots=slots)
+        if index:
+            return PlannedBytes(slots=slots)
+        each = spec.low_bit.replica_bytes if spec.low_bit is not None else 0
+        replicas = self._facts.layers * self._facts.experts * each
+        return PlannedBytes(
+            spec.dense_bytes, spec.kv_bytes, slots, replicas=replicas, low_bit=self._low_slots * each
+        )
 
     def _workers(self, homes: Sequence[str]) -> list[PlannedActor]:
         resources = {"CPU": float(self._spec.threads)} | ({"GPU": 1.0} if self._spec.gpu else {})
@@ -341,9 +361,10 @@ class _Planner:
                 ledger.take(wanted)
                 return node.id
             short.append(f"node {node.id} ({'; '.join(missing)})")
+        replicas = " choose a policy without on_miss low-bit," if self._spec.low_bit is not None else ""
         raise ConfigError(
             f"{name} fits on no node: {_list(short)}",
-            "lower cluster.shards, threads, --budget or kv.num_blocks, or add a node that has room",
+            f"lower cluster.shards, threads, --budget or kv.num_blocks,{replicas} or add a node that has room",
         )
 
     def _is_used(self, ledger: Ledger, directory: Sequence[PlannedActor]) -> bool:

@@ -11,6 +11,7 @@ from ...actors.budget import budget_bytes
 from ...actors.policies.cost import FULL_BITS, packed_bytes
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import EngineSettings
+from ...kernels.pack import PackedShape
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -110,6 +111,19 @@ class NdpSpec:
 
 
 @dataclass(frozen=True)
+class LowBitSpec:
+    """What `on_miss: low-bit` loads on a miss.
+
+    Attributes:
+        replica_bytes: of one expert's replica as the lead maps it and as its slots hold it, tile padding included.
+        share: of the budget, for slots of replicas.
+    """
+
+    replica_bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """The cluster that is wanted. Bytes are those of one GPU (or of the CPU that stands in for one).
 
@@ -126,6 +140,7 @@ class ClusterSpec:
         gpu_memory_bytes: of one GPU; None: unknown, not checked.
         ndp: None where the policy uses no NDP worker.
         matcher: whether the policy follows expert maps.
+        low_bit: None where misses are not loaded as replicas.
     """
 
     shards: int
@@ -148,6 +163,7 @@ class ClusterSpec:
     store_copies: int
     ndp: NdpSpec | None
     matcher: bool = False
+    low_bit: LowBitSpec | None = None
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -192,6 +208,7 @@ def cluster_spec(
         store_copies=cluster.store.copies,
         ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
         matcher=policy.prefetch.uses_maps,
+        low_bit=_low_bit_spec(settings, facts) if policy.on_miss == "low-bit" else None,
     )
 
 
@@ -210,6 +227,12 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         group=group,
         hot_per_layer=policy.placement.hot_per_layer,
     )
+
+
+def _low_bit_spec(settings: EngineSettings, facts: ModelFacts) -> LowBitSpec:
+    low = settings.policy.low_bit
+    shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
+    return LowBitSpec(shape.nbytes(), low.share)
 
 
 def replica_bytes(facts: ModelFacts, bits: int, group: int) -> int:

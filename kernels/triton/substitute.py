@@ -204,6 +204,8 @@ def substitute_triton(
 ) -> ReplacedTensors:
     """As `kernels.substitute.substitute_tensors`, on contiguous tensors of a GPU (or of the CPU, interpreted).
 
+    Nothing waits for the GPU, except that a table of constants is copied to it once for each set of options.
+
     Raises:
         ValueError: the router's probabilities are needed and missing.
     """
@@ -213,7 +215,7 @@ def substitute_triton(
     if top_k < 2 and (tau is not None or options.gamma is not None):
         # the entropy of one choice is 0 and its margin 1
         if (tau is not None and tau >= 0) or (options.gamma is not None and options.gamma <= 1):
-            return ReplacedTensors(ids, weights, 0, 0)
+            return ReplacedTensors.untouched(ids, weights)
         tau = None
     gamma = options.gamma if top_k > 1 else None
     search = ranks if options.search is None else min(options.search, ranks)
@@ -233,5 +235,4 @@ def substitute_triton(
             COMPATIBILITY=options.eta > 0, REUSE=options.reuse > 0, DROP=options.fallback == "drop", BY_BUDDY=by_buddy,
             RENORMALISE=options.renormalise, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    substituted, dropped = counts.sum(dim=0).tolist()
-    return ReplacedTensors(out_ids, out_weights, substituted, dropped)
+    return ReplacedTensors(out_ids, out_weights, counts.sum(dim=0))

@@ -13,7 +13,9 @@ from tiermoe.actors.store_format import MANIFEST_NAME, Manifest, encode_manifest
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
+from tiermoe.cluster.report.tables import size
 from tiermoe.cluster.topology.facts import facts_of_checkpoint
+from tiermoe.kernels.pack import PackedShape
 
 _CONFIG = {
     "architectures": ["MixtralForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,
@@ -95,6 +97,24 @@ def test_options_override_the_file(capsys: pytest.CaptureFixture[str], model: Pa
     assert record["spec"]["budget_bytes"] == 2304
     assert record["topology"]["actors"][0]["nbytes"]["slots"] == 1536  # one whole slot
     assert record["spec"]["policy"] == "on-demand"
+
+
+def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default model: 8 layers of 32 experts, hidden 256, 128 neurons."""
+    monkeypatch.setenv("COLUMNS", "250")
+    args = ("--device", "cpu", "--policy", "hobbit")
+    record, plain = _json(capsys, *args), _json(capsys, "--device", "cpu", "--policy", "next-gate")
+    model, replicas = record["model"], record["topology"]["actors"][0]["nbytes"]["replicas"]
+    assert replicas == model["layers"] * model["experts"] * PackedShape(256, 128, 4, 64).nbytes()
+    (load,), (without,) = record["topology"]["loads"], plain["topology"]["loads"]
+    assert load["kinds"]["replicas"] == replicas
+    assert load["host_bytes"] - load["device_bytes"] == without["host_bytes"] - without["device_bytes"] + replicas
+    code, out, _ = _run(capsys, *args)
+    assert code == 0
+    assert "slots for replicas" in out
+    assert f"{size(replicas)} replicas" in out
 
 
 @pytest.mark.parametrize(

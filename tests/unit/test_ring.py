@@ -150,20 +150,27 @@ def test_nothing_is_left_behind() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_reader_that_dozes_misses_nothing() -> None:
-    """For a while after a message it looks by itself; then it sleeps and is woken as ever."""
+@pytest.mark.parametrize("supplied", [False, True])
+def test_a_reader_that_dozes_misses_nothing(supplied: bool) -> None:
+    """For a while after a message it looks by itself; then it sleeps and is woken as ever.
+
+    Guards against a doze that forgot where messages are to be put.
+    """
     offer = shm.offer(_RING, 0.0)
     accepted = shm.accept(os.getpid(), offer.fd, _RING, 0.0, doze_s=0.01)
     offer.forget_fd()
     assert accepted is not None
     reader, writer = accepted[0].requests, offer.rings.requests
-    got: list[bytes | None] = []
+    got: list[bytes | memoryview | None] = []
     took = threading.Semaphore(0)
+
+    def supply(nbytes: int) -> np.ndarray | None:
+        return np.zeros(nbytes, np.uint8) if supplied else None
 
     def read() -> None:
         while True:
             try:
-                got.append(reader.read(20.0, _MOST))
+                got.append(reader.read(20.0, _MOST, supply))
             except shm.RingEnded:
                 return
             finally:
@@ -180,6 +187,7 @@ def test_a_reader_that_dozes_misses_nothing() -> None:
     thread.join(20.0)
     assert not thread.is_alive()
     assert got == [bytes([i]) for i in range(40)]
+    assert {type(message) for message in got} == {memoryview if supplied else bytes}
 
 
 def test_a_message_is_put_where_the_reader_wants_it() -> None:

@@ -21,8 +21,17 @@ from tiermoe.cluster.topology.nodes import nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.plan import NODE_ID_LABEL, PlannedBytes, Topology
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.settings import HardwareConfig
-from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, cluster_spec, replica_bytes
+from tiermoe.cluster.topology.spec import (
+    ClusterSpec,
+    LowBitSpec,
+    ModelFacts,
+    NdpSpec,
+    NodeInfo,
+    cluster_spec,
+    replica_bytes,
+)
 from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.kernels.pack import PackedShape
 
 # 4 layers of 8 experts of 48 numbers: 96 bytes stored, 768 bytes a layer, 3072 in all; 192 bytes in a float32 slot.
 _FACTS = ModelFacts("tiny", 4, 8, 2, 4, 4, 2, 48, 100, 4, 2, "test")
@@ -386,6 +395,47 @@ def test_replicas_count_every_width() -> None:
     # 48 weights of 10 bits in all, and for each width 12 groups of 4 bytes
     assert spec.ndp.replica_bytes == 48 * 10 // 8 + 4 * 12 * 4
     assert replica_bytes(replace(_FACTS, gates=1), 4, 64) == (24 + 48) * 2 // 3
+
+
+# replicas that are loaded on a miss
+
+_LOW_BIT = LowBitSpec(replica_bytes=40, share=0.25)
+
+
+def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
+    """Guards against plans that left the replicas out of what the lead's node must hold."""
+    topology = _plan([_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT)
+    # a quarter of 768 bytes holds 4 replicas, the rest 3 experts in full; 32 replicas lie in host memory
+    assert topology.lead.nbytes == PlannedBytes(dense=400, kv=64, slots=3 * 192, low_bit=4 * 40, replicas=32 * 40)
+    (load,) = topology.loads
+    assert (load.host_bytes, load.device_bytes) == (3072 + 1280, 464 + 576 + 160)
+    assert load.kinds == PlannedBytes(400, 64, 576, 3072, 1280, 160)
+    (stand_in,) = _plan([_node("a", CPU=3)], low_bit=_LOW_BIT, gpu=False).loads
+    assert stand_in.host_bytes == 3072 + 1280 + 1200
+
+
+def test_low_bit_replicas_that_host_memory_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        _plan([_node("a", CPU=3, GPU=1, memory=3072 + 1279)], low_bit=_LOW_BIT)
+    assert "needs 4.25 KiB with what is there already (1.25 KiB of it replicas)" in str(refused.value)
+    assert "short of 1 B" in str(refused.value)
+    assert "choose a policy without on_miss low-bit" in str(refused.value)
+    assert _plan([_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
+    with pytest.raises(BudgetError, match="does not hold an expert in full"):
+        _plan([_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT, budget_bytes=200)
+
+
+def test_low_bit_replicas_are_read_from_the_lead_s_own_node() -> None:
+    nodes = [_node("a", CPU=2, GPU=1), _node("m", CPU=1, store=1)]
+    with pytest.raises(ConfigError, match="loads replicas, which the lead maps from its own node's store; node a"):
+        _plan(nodes, store_nodes="marked", low_bit=_LOW_BIT)
+
+
+@pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
+def test_low_bit_presets_count_the_bytes_that_the_files_have(policy: str) -> None:
+    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "0.5"})
+    spec = cluster_spec(config, engine_settings(config), _FACTS, [])
+    assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
 
 
 # the prediction

@@ -6,6 +6,11 @@
     channel  writes the frame into its ring from pinned memory, reads the answer out of the ring into pinned memory
     receive  -> copy to the GPU, enqueued; the memory is kept until it is done
 
+and at a shard, whose server reads the frame out of the ring into pinned memory:
+
+    receive  -> copies of rows and weights to the GPU, enqueued before the kernels that read them
+    deliver  -> the sums into pinned memory, enqueued behind the kernels, and waited for: the host's only wait
+
 Pinned memory lies beside the rings, not in them: which rows a peer gets, and where they lie in its frame, is known only
 when the routing has been read, and the rows are on the host by then. The copies from pinned memory into the ring and
 out of the ring into pinned memory are those that a channel makes anyway. And what is checked on arrival must not lie
@@ -81,8 +86,15 @@ class PinnedActivations:
     def begin(self, hidden: torch.Tensor) -> Outgoing:
         return PinnedRows(self, hidden)
 
-    def receive(self, sums: NDArray[np.float32]) -> torch.Tensor:
-        return self.up(sums)
+    def receive(self, array: NDArray[Any]) -> torch.Tensor:
+        if array.dtype == np.uint16:
+            return self.up(array.view(np.int16)).view(torch.bfloat16)
+        return self.up(array)
+
+    def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
+        array, event = self.down(sums)
+        self.wait(event)
+        return array
 
     def down(self, rows: torch.Tensor) -> tuple[NDArray[np.float32], Any]:
         """Enqueue a copy to the host, as float32.

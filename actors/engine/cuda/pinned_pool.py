@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
 _REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
-_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
+_DTYPES = {
+    np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16,
+}  # fmt: skip
 
 
 class PinnedRuntime(Protocol):
