@@ -7,7 +7,7 @@ import torch
 
 from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach
 from tiermoe.actors.policies.substitution_gates import replaceable, token_entropy
-from tiermoe.kernels import substitute as kernels
+from tiermoe.kernels.substitute_types import BuddyTensors, ReplacedArrays, ReplacedTensors
 
 Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
 
@@ -58,7 +58,7 @@ OPTIONS = {
 }
 
 
-def assert_same(found: kernels.ReplacedArrays | kernels.ReplacedTensors, expected: Substituted) -> None:
+def assert_same(found: ReplacedArrays | ReplacedTensors, expected: Substituted) -> None:
     np.testing.assert_array_equal(np.asarray(found.ids), expected.ids)
     np.testing.assert_array_equal(np.asarray(found.weights).view(np.int32), expected.weights.view(np.int32))
     assert (found.substituted, found.dropped) == (expected.substituted, expected.dropped)
@@ -66,7 +66,7 @@ def assert_same(found: kernels.ReplacedArrays | kernels.ReplacedTensors, expecte
 
 def on_tensors(arguments: Arguments) -> tuple:
     *arrays, buddies = arguments
-    return (*(torch.from_numpy(a) for a in arrays), kernels.BuddyTensors.of(buddies))
+    return (*(torch.from_numpy(a) for a in arrays), BuddyTensors.of(buddies))
 
 
 def taus(name: str, arguments: Arguments) -> list[float | None]:

@@ -10,7 +10,9 @@ import torch
 from substitution_cases import OPTIONS, assert_same, case, on_tensors, taus
 
 from tiermoe.actors.policies import substitution
-from tiermoe.kernels.substitute import BuddyTensors, ReplacedTensors, substitute, substitute_tensors
+from tiermoe.kernels.substitute import substitute
+from tiermoe.kernels.substitute_torch import substitute_tensors
+from tiermoe.kernels.substitute_types import BuddyTensors, ReplacedTensors
 
 pytest.importorskip("triton")
 

@@ -16,6 +16,7 @@ from tiermoe.actors.policies import substitution
 from tiermoe.actors.policies.substitution import SubstitutionOptions, reach
 from tiermoe.actors.policies.substitution_gates import replaceable
 from tiermoe.kernels import substitute as kernels
+from tiermoe.kernels.substitute_torch import substitute_tensors
 
 SHAPES = [(1, 1, 4), (1, 4, 8), (3, 2, 5), (8, 8, 64), (33, 6, 60), (128, 8, 256)]
 
@@ -29,7 +30,7 @@ def test_cpp_and_torch_give_what_the_algorithm_gives(shape: tuple[int, int, int]
         for tau in taus(name, arguments):
             expected = substitution.substitute(*arguments, OPTIONS[name], tau)
             assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
-            assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+            assert_same(substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
             assert_same(kernels.substitute(*on_tensors(arguments), OPTIONS[name], tau), expected)
 
 
@@ -40,7 +41,7 @@ def test_cpp_and_torch_at_the_largest_shape(name: str) -> None:
         expected = substitution.substitute(*arguments, OPTIONS[name], tau)
         assert expected.substituted > 100
         assert_same(kernels.substitute_arrays(*arguments, OPTIONS[name], tau), expected)
-        assert_same(kernels.substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
+        assert_same(substitute_tensors(*on_tensors(arguments), OPTIONS[name], tau), expected)
 
 
 @pytest.mark.parametrize("beta", [None, 0.0, 0.25, 0.5, 1.0])
@@ -96,7 +97,7 @@ def test_hops_in_cpp_and_torch(shards: int, kappa: float, name: str) -> None:
         arguments = several_shards(seed, shards, kappa)
         expected = substitution.substitute(*arguments, options)
         assert_same(kernels.substitute_arrays(*arguments, options), expected)
-        assert_same(kernels.substitute_tensors(*on_tensors(arguments), options), expected)
+        assert_same(substitute_tensors(*on_tensors(arguments), options), expected)
         buddies = expected.ids[expected.ids != arguments[0]]
         moved += int(np.count_nonzero(buddies % shards)) if not expected.dropped else 0
     assert options.fallback == "drop" or (moved > 0) == (kappa < 1)
