@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,25 @@ def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
         _share(used + demanded, guessed + demanded, 1.0), _share(used, used + demanded, 1.0) if guessed else 1.0,
         counters["hit_rate"], counters["dropped"] / tokens,
     )  # fmt: skip
+
+
+def of_repetition(spread: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """One repetition of a comparison's row as `transfers` reads it; a counter that the row has not was zero.
+
+    Args:
+        spread: of the row: by counter, what is nested joined with dots, with the "values" of the repetitions.
+    """
+    counters: defaultdict[str, Any] = defaultdict(float)
+    sources: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, found in spread.items():
+        section, _, rest = name.partition(".")
+        if section == "prefetch_sources":
+            source, _, counter = rest.rpartition(".")
+            sources[source][counter] = found["values"][number]
+        else:
+            counters[name] = found["values"][number]
+    counters["prefetch_sources"] = sources
+    return counters
 
 
 def _share(part: float, whole: float, empty: float) -> float:

@@ -11,7 +11,7 @@ from .....errors import ConfigError
 from ..harness import Report
 from ..page_parts import paragraphs, table
 from ..plots import new_figure
-from .job import LOSSY, OWN, PREFETCHING
+from .work import LOSSY, OWN, PREFETCHING
 
 Row = dict[str, Any]
 _LIMITS = (
