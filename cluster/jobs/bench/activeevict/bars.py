@@ -1,4 +1,4 @@
-"""The bars of `tiermoe bench activeevict`: ActiveEvict's blocking I/O over the best prefetching baseline's, and its fetches."""
+"""The bars of `tiermoe bench activeevict`: blocking I/O over the best prefetching baseline's, and exact fetches."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ....config import RunConfig
+from ....simulate.machine import Machine
 from ..compare.kept import Kept
 from ..compare.sweep import digest, surroundings
 from ..harness import Report
@@ -21,7 +22,7 @@ from ..serving import run_config
 from ..steps import Steps
 from .bars import bars_of
 from .earlier import simulated_before
-from .emulated import emulate, kept_file
+from .emulated import Throttled, emulate, kept_file
 from .simulated import simulate
 from .work import LATENCY_US, Workload
 
@@ -61,10 +62,10 @@ def bench_activeevict(
         rows, settings = simulated_before(earlier, base, work)
     executors = ["simulated"]
     if "emulated" in work.parts:
-        link = next(row for row in rows if row["section"] == "table" and row["ratio"] == settings["ratios"][0])
+        link = _link(rows, settings)
         with tempfile.TemporaryDirectory(prefix="tiermoe-activeevict-") as scratch:
             ran, settings["emulated"], found = emulate(
-                base, passages, work, link["link_gbps"], link["ratio"], Path(scratch), folder, progress
+                base, passages, work, link, Path(scratch), folder, progress
             )
         rows, kept = [*rows, *ran], [*kept, *found]
         executors.append(settings["emulated"]["executor"])
@@ -75,6 +76,12 @@ def bench_activeevict(
 def kept_files(folder: Path, work: Workload) -> list[Path]:
     """Results beside which unfinished ones are kept."""
     return [_steps_file(folder), *(kept_file(folder, context) for context, _ in work.contexts)]
+
+
+def _link(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Throttled:
+    """The first of the simulated ones."""
+    row = next(row for row in rows if row["section"] == "table" and row["ratio"] == settings["ratios"][0])
+    return Throttled(row["link_gbps"], row["ratio"], Machine(**settings["machine"]))
 
 
 def _simulated(

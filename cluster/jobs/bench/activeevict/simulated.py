@@ -22,7 +22,7 @@ from ..recorded import Recorded, read_split, record_split
 from .measures import transfers
 from .work import ABLATION, LATENCY_US, LOSSY, OWN, PRESETS, Workload
 
-_DISTANCES = 2  # layers ahead that the traces hold
+DISTANCES = 2  # layers ahead that the traces hold
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def simulate(
     machine: Machine | None = None
     for context, split in splits.items():
         with tempfile.TemporaryDirectory(prefix="tiermoe-activeevict-") as scratch:
-            trace = record_split(base, split, work.max_tokens, _DISTANCES, Path(scratch) / "trace", progress)
+            trace = record_split(base, split, work.max_tokens, DISTANCES, Path(scratch) / "trace", progress)
             recorded = read_split(trace, work.learn)
         if machine is None:  # both contexts on one machine
             machine = load_machine(recorded.header, None, None, None)
@@ -86,23 +86,39 @@ def _cells(work: Workload) -> Iterator[Cell]:
 def _replayed(cell: Cell, recorded: Recorded, machine: Machine) -> dict[str, Any]:
     preset, header = cell.preset, recorded.header
     gbps = link_gbps(machine, header.layers, header.top_k, header.slot_bytes, cell.ratio)
-    on = machine.model_copy(update={"link_gbps": gbps, "link_latency_us": LATENCY_US})
+    (figures,) = replay(preset, cell.budget, gbps, recorded, machine, len(recorded.measure))
+    return {
+        "section": cell.section, "policy": cell.name, "preset": preset.name, "lossless": preset.lossless,
+        "writes_back": preset.evict_writeback, "budget": cell.budget, "ratio": cell.ratio, "link_gbps": gbps, **figures,
+    }  # fmt: skip
+
+
+def replay(
+    preset: PolicySettings, budget: float, gbps: float, recorded: Recorded, machine: Machine, each: int
+) -> list[dict[str, float]]:
+    """Figures of a preset on a link of so many gigabytes (1e9) per second, of every `each` counted prompts apart."""
+    header = recorded.header
     options = PrefetchOptions(
         header.layers, header.experts, header.top_k, preset.prefetch.distance, preset.prefetch.synchronous,
         precisions=preset.guess_precisions,
     )
     engine = engine_of(
-        preset, header, on, cell.budget, eviction_of(preset, header), make_prefetch(preset.prefetch.kind, options)
-    )
+        preset, header, machine.model_copy(update={"link_gbps": gbps, "link_latency_us": LATENCY_US}), budget,
+        eviction_of(preset, header), make_prefetch(preset.prefetch.kind, options),
+    )  # fmt: skip
     serve(engine, recorded.learn)
-    engine.reset_stats()
-    served = serve(engine, recorded.measure)
-    found = transfers(result(engine, served), served.generated)
-    return {
-        "section": cell.section, "policy": cell.name, "preset": preset.name, "lossless": preset.lossless,
-        "writes_back": preset.evict_writeback, "budget": cell.budget, "ratio": cell.ratio, "link_gbps": gbps,
-        "tpot_ms": 1e3 * served.tpot_s, "ttft_ms": 1e3 * served.ttft_s, **asdict(found),
-    }  # fmt: skip
+    found = []
+    for start in range(0, len(recorded.measure), each):
+        engine.reset_stats()
+        served = serve(engine, recorded.measure[start : start + each])
+        counted = transfers(result(engine, served), served.generated)
+        found.append({"tpot_ms": 1e3 * served.tpot_s, "ttft_ms": 1e3 * served.ttft_s, **asdict(counted)})
+    return found
+
+
+def token_s(machine: Machine, layers: int, top_k: int) -> float:
+    """Seconds of a forward of one token without waits."""
+    return machine.forward_s + layers * (machine.dense(1) + machine.experts(top_k, top_k))
 
 
 def link_gbps(machine: Machine, layers: int, top_k: int, slot_bytes: int, ratio: float) -> float:
@@ -111,8 +127,7 @@ def link_gbps(machine: Machine, layers: int, top_k: int, slot_bytes: int, ratio:
     Raises:
         ConfigError: the latency of the copies alone takes longer.
     """
-    layer_s = machine.forward_s / layers + machine.dense(1) + machine.experts(top_k, top_k)
-    copy_s = ratio * layer_s / top_k - LATENCY_US * 1e-6
+    copy_s = ratio * token_s(machine, layers, top_k) / layers / top_k - LATENCY_US * 1e-6
     if copy_s <= 0:
         raise ConfigError(f"no link loads {ratio:g} times as long as computing takes", "give a greater ratio")
     return float(f"{slot_bytes / copy_s / 1e9:.3g}")

@@ -20,8 +20,11 @@ class Workload:
 
     contexts: tokens of the prompts, by name. learn, measure: prompts of each context that are served first, uncounted,
     and counted. max_tokens: generated after each. ratios: loading over computing of the links; figures are of the
-    first. alphas: of Figure 9, at the first budget of `budgets`.
-    parts: of `PARTS`. repeats, prompts_each: repetitions of the emulated part, and prompts that are new in each of them.
+    first. alphas: of Figure 9, at the first budget of `budgets`. parts: of `PARTS`. repeats, prompts_each: repetitions
+    of the emulated part, and prompts that are new in each of them.
+
+    Raises:
+        ConfigError: a size is out of range, or a part is unknown.
     """
 
     contexts: tuple[tuple[str, int], ...] = (("short", 32), ("long", 256))
