@@ -34,8 +34,8 @@ def agreement(rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[str]
     (least, least_row), (most, most_row) = blocking[0], blocking[-1]
     yield (
         f"**The engine blocks {median(r for r, _ in blocking):.2f} times as long as a replay of the same prompts on "
-        f"the same link** in the median row, from {least:.2f} ({_name(least_row)}) to {most:.2f} ({_name(most_row)}). Of "
-        f"{pairs} pairs of rows with one context and budget {alike} have the same order of blocking I/O in both."
+        f"the same link** in the median row, from {least:.2f} ({_name(least_row)}) to {most:.2f} ({_name(most_row)}). "
+        f"Of {pairs} pairs of rows with one context and budget {alike} have the same order of blocking I/O in both."
     )
     moved = _by_ratio(rows, "total_ms")
     if moved:
@@ -64,8 +64,8 @@ def _why(rows: Sequence[Row], guesses: bool, slot_bytes: int) -> str:
     late = mean(_mean(row, "late_ms") for row in rows)
     text = (
         f"{more:+.2g} ms of blocking I/O a token (mean over the rows), while the link's copies take {link:+.2g} ms "
-        f"by its own clock and end {late:.2g} ms later than at the stated rate, where the thread that copies waits for a core "
-        "or for Python's lock"
+        f"by its own clock and end {late:.2g} ms later than at the stated rate, where the thread that copies waits for "
+        "a core or for Python's lock"
     )
     if guesses:
         return text + "; computing hides what of this is not waited for."
@@ -81,15 +81,14 @@ def _by_ratio(rows: Sequence[Row], measure: str) -> list[tuple[float, Row]]:
 
 
 def _same_order(rows: Sequence[Row]) -> tuple[int, int]:
-    pairs = [
-        (a, b) for a, b in combinations(rows, 2) if (a["context"], a["budget"]) == (b["context"], b["budget"])
+    """How many pairs of rows that differ in both, and how many differ the same way."""
+    signs = [
+        (a["blocking_ms"] - b["blocking_ms"])
+        * (median(a["replayed"]["blocking_ms"]) - median(b["replayed"]["blocking_ms"]))
+        for a, b in combinations(rows, 2)
+        if (a["context"], a["budget"]) == (b["context"], b["budget"])
     ]
-    alike = sum(
-        (a["blocking_ms"] < b["blocking_ms"])
-        == (median(a["replayed"]["blocking_ms"]) < median(b["replayed"]["blocking_ms"]))
-        for a, b in pairs
-    )
-    return alike, len(pairs)
+    return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
 
 
 def _mean(row: Row, measure: str) -> float:
