@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.jobs.bench import command
 from tiermoe.cluster.jobs.bench.activeevict import emulated
 from tiermoe.cluster.jobs.bench.activeevict.agreement import agreement, over_replay
 from tiermoe.cluster.jobs.bench.activeevict.bars import bars_of
@@ -21,7 +23,7 @@ from tiermoe.cluster.jobs.bench.activeevict.measures import measured, transfers
 from tiermoe.cluster.jobs.bench.activeevict.page import page
 from tiermoe.cluster.jobs.bench.activeevict.work import PRESETS, Workload
 from tiermoe.cluster.jobs.bench.compare.measures import counters
-from tiermoe.cluster.jobs.bench.harness import Bar, Spread
+from tiermoe.cluster.jobs.bench.harness import Bar, Report, Spread
 from tiermoe.cluster.jobs.bench.prompt_split import Split
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.simulate.machine import Machine
@@ -100,18 +102,29 @@ def test_a_result_without_it_is_shown_as_before() -> None:
 
 
 def test_sentences_say_how_far_engine_and_replay_agree() -> None:
-    first, moved, after_gate, prefetching = agreement(rows(), _SETTINGS)
+    first, moved, computing, after_gate, prefetching = agreement(rows(), _SETTINGS)
     assert "blocks 1.40 times" in first
     assert "from 1.11 (activeevict, short, budget 0.25) to 2.00 (moe-offloading, short, budget 0.25)" in first
     assert "Of 10 pairs of rows with one context and budget 9 have" in first  # not activeevict before its lossless self
     assert "What is moved is the same: total I/O, by the link's own clock, is 1.00" in moved
     # the engine blocks 2, 2 and 0.5 ms more; copies end 1 ms late; 10 copies of 0.2 MB a token
-    assert "+1.5 ms of blocking I/O a token" in after_gate
+    assert "block 1.5 ms more a token" in after_gate
+    assert "copies take 0 ms more" in after_gate
     assert "end 1 ms later" in after_gate
-    assert "The rest, +0.5 ms (+50 us a copy)" in after_gate
-    assert "computes 11 ms in this run; replays count 10." in after_gate
-    assert "+2 ms of blocking I/O a token" in prefetching
+    assert "The rest, 0.5 ms more (50 us a copy)" in after_gate
+    assert "computes 11 ms in this run, and 10 in a replay" in computing
+    assert "block 2 ms more a token" in prefetching
     assert "us a copy" not in prefetching
+
+
+def test_what_is_moved_differs_beyond_a_twentieth() -> None:
+    fewer = [*rows(), row("on-demand", (6.0, 8.0), 5.0, total_ms=(9.0, 9.0))]
+    _, moved, *_ = agreement(fewer, _SETTINGS)
+    assert "What is moved differs: total I/O, by the link's own clock, is 0.90 (on-demand" in moved
+    faster = [row("on-demand", (4.0, 4.0), 5.0)]
+    assert "The rest, 2 ms less (200 us a copy), is in no copy: computing hides more" in list(
+        agreement(faster, _SETTINGS)
+    )[-1]
 
 
 def test_what_a_replay_never_waits_for_has_no_ratio() -> None:
@@ -222,6 +235,23 @@ def test_the_simulated_rows_of_an_earlier_run_are_kept(monkeypatch: pytest.Monke
         simulated_before(tmp_path / "activeevict.json", run_config(None), Workload((("short", 9),), max_tokens=9))
     with pytest.raises(ConfigError, match="another hardware"):
         simulated_before(_earlier(tmp_path, hardware={"model": "that"}), run_config(None), Workload())
+
+
+def test_the_command_takes_the_simulated_rows_from_its_own_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Any] = []
+
+    def bench(model: Any, work: Workload, folder: Path, earlier: Path, *rest: Any) -> tuple[Report, list[Any]]:
+        given.extend([work.parts, work.repeats, folder, earlier])
+        return Report("activeevict", "simulated, emulated"), []
+
+    monkeypatch.setattr("tiermoe.cluster.jobs.bench.activeevict.job.bench_activeevict", bench)
+    out = tmp_path / "out.json"
+    options = ["activeevict", "--parts", "emulated", "--repeats", "3", "--out", str(out)]
+    assert CliRunner().invoke(command.bench_app, options).exit_code == 0
+    assert given == [("emulated",), 3, tmp_path, out]
+    assert json.loads(out.read_text())["executor"] == "simulated, emulated"
 
 
 @pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}])

@@ -11,6 +11,10 @@ from .work import PREFETCHING
 
 Row = Mapping[str, Any]
 _SAME = 0.05  # part by which total I/O may differ where bytes are called the same
+_DIFFERS = (
+    "how many guesses are brought in depends on when they come up, a trace has a prediction's top K only, and a lossy "
+    "row routes anew"
+)
 
 
 def over_replay(row: Row, measure: str) -> float | None:
@@ -44,17 +48,15 @@ def agreement(rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[str]
         yield (
             f"What is moved {'is the same' if same else 'differs'}: total I/O, by the link's own clock, is "
             f"{least:.2f} ({_name(least_row)}) to {most:.2f} ({_name(most_row)}) times the replay's"
-            + ("." if same else "; a guess is dropped or brought in by when it comes up, and a lossy row routes anew.")
+            + ("." if same else f"; {_DIFFERS}.")
         )
-    computing = (
-        f"A forward of one token computes {settings['step_ms']:.3g} ms in this run; replays count "
-        f"{settings['replayed_step_ms']:.3g}."
+    yield (
+        f"A forward of one token computes {settings['step_ms']:.3g} ms in this run, and "
+        f"{settings['replayed_step_ms']:.3g} in a replay."
     )
     for title, guesses in (("fetch after the gate", False), ("prefetch", True)):
-        mine = [row for row in rows if (row["preset"] in PREFETCHING) == guesses]
-        if mine:
-            yield f"Rows that {title}: {_why(mine, guesses, settings['slot_bytes'])} {computing}"
-            computing = ""
+        if mine := [row for row in rows if (row["preset"] in PREFETCHING) == guesses]:
+            yield f"Rows that {title} block {_why(mine, guesses, settings['slot_bytes'])}"
 
 
 def _why(rows: Sequence[Row], guesses: bool, slot_bytes: int) -> str:
@@ -63,16 +65,20 @@ def _why(rows: Sequence[Row], guesses: bool, slot_bytes: int) -> str:
                   for name in ("blocking_ms", "total_ms"))  # fmt: skip
     late = mean(_mean(row, "late_ms") for row in rows)
     text = (
-        f"{more:+.2g} ms of blocking I/O a token (mean over the rows), while the link's copies take {link:+.2g} ms "
-        f"by its own clock and end {late:.2g} ms later than at the stated rate, where the thread that copies waits for "
-        "a core or for Python's lock"
+        f"{_signed(more)} a token than the replay (mean over the rows). The link's copies take {_signed(link)} by its "
+        f"own clock, and end {late:.2g} ms later than at the stated rate, where the thread that copies waits for a "
+        "core or for Python's lock"
     )
     if guesses:
         return text + "; computing hides what of this is not waited for."
-    copies = mean((_mean(row, "loaded_mb") + _mean(row, "written_back_mb")) * 1e6 / slot_bytes for row in rows)
-    rest = more - link - late
-    each = f" ({1e3 * rest / copies:+.0f} us a copy)" if copies else ""
-    return text + f". The rest, {rest:+.2g} ms{each}, is in no copy: a forward that waited goes on once it has a core."
+    copies, rest = mean(_mean(row, "loaded_mb") for row in rows) * 1e6 / slot_bytes, more - link - late
+    each = f" ({1e3 * abs(rest) / copies:.0f} us a copy)" if copies else ""
+    why = "a forward that waited goes on once it has a core" if rest > 0 else "computing hides more than in the replay"
+    return text + f". The rest, {_signed(rest)}{each}, is in no copy: {why}."
+
+
+def _signed(ms: float) -> str:
+    return f"{abs(ms):.2g} ms {'more' if ms >= 0 else 'less'}"
 
 
 def _by_ratio(rows: Sequence[Row], measure: str) -> list[tuple[float, Row]]:

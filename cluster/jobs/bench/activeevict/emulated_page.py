@@ -7,6 +7,7 @@ from typing import Any
 
 from ..page_parts import paragraphs, table
 from .agreement import agreement, over_replay
+from .work import PRESETS
 
 Row = Mapping[str, Any]
 _COLUMNS = (
@@ -43,7 +44,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     head = ("budget", "policy", "writes back", "blocking ms", "total ms", "loaded MB", "back MB", "redundant", "P", "R",
             "hit rate", "TPOT ms", "tokens", "blocked over replay")  # fmt: skip
     body = []
-    for r in sorted(rows, key=lambda r: r["budget"]):
+    for r in sorted(rows, key=lambda r: (r["budget"], PRESETS.index(r["preset"]))):  # twins side by side
         over = over_replay(r, "blocking_ms")
         body.append((
             f"{r['budget']:g}", r["policy"] if r["lossless"] else f"{r['policy']} (lossy)",
