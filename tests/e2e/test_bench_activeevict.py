@@ -24,6 +24,8 @@ def test_the_page_is_made_from_replays_and_runs_are_added_to_it(
     report, kept = job.bench_activeevict(None, _WORK, tmp_path, None, None)
     write_page(report, tmp_path)
     assert [path.name for path in tmp_path.glob("*.partial.json")] == ["activeevict-simulated.partial.json"]
+    monkeypatch.setattr(job, "simulate", lambda *a: pytest.fail("replayed again"))
+    assert job.bench_activeevict(None, _WORK, tmp_path, None, None)[0].rows == report.rows
     for part in kept:
         part.discard()
     assert len(report.rows) == 2 * len(PRESETS) + len(ABLATION) + 1 + 3
@@ -36,7 +38,6 @@ def test_the_page_is_made_from_replays_and_runs_are_added_to_it(
     names = {"activeevict.md", "activeevict.json", "activeevict.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
-    monkeypatch.setattr(job, "simulate", lambda *a: pytest.fail("replayed again"))
     work, earlier = replace(_WORK, parts=("emulated",)), tmp_path / "activeevict.json"
     both, kept = job.bench_activeevict(None, work, tmp_path, earlier, None)
     assert both.rows[: len(report.rows)] == report.rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.jobs.bench import command
-from tiermoe.cluster.jobs.bench.activeevict import emulated
+from tiermoe.cluster.jobs.bench.activeevict import emulated, job
 from tiermoe.cluster.jobs.bench.activeevict.agreement import agreement, over_replay
 from tiermoe.cluster.jobs.bench.activeevict.bars import bars_of
 from tiermoe.cluster.jobs.bench.activeevict.earlier import simulated_before
@@ -27,7 +27,7 @@ from tiermoe.cluster.jobs.bench.harness import Bar, Report, Spread
 from tiermoe.cluster.jobs.bench.prompt_split import Split
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure
 
 _DOCS = Path(__file__).parents[2] / "docs" / "results"
 _MACHINE = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
@@ -188,7 +188,7 @@ def _emulate(
     monkeypatch.setattr(emulated, "replay", lambda *a: [{"blocking_ms": 5.0, "total_ms": 1.0}] * 2)
     log: list[tuple[str, str]] = []
     work = Workload((("short", 1),), 1, 1, 4, (0.25, 1.0), repeats=2)
-    split = Split(((1,), (2,)), ((3,), (4,), (5,)))
+    split = Split(((1,),), ((3,), (4,)))
     ran, settings, kept = emulated.emulate(
         run_config(None), {"short": split}, work, emulated.Throttled(1.5, 1.0, _MACHINE), folder, None, None,
         lambda config: Worker(config, log, shifted),
@@ -216,6 +216,19 @@ def test_other_tokens_of_a_lossless_preset_fail_it(monkeypatch: pytest.MonkeyPat
         _emulate(monkeypatch, tmp_path, "activeevict-lossless")
     found, _, _ = _emulate(monkeypatch, tmp_path, "activeevict")
     assert [r["same_tokens"] for r in found if r["policy"] == "activeevict"] == [0.0, 0.0]
+
+
+def test_a_machine_whose_link_is_its_own_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(job, "has_gpu", lambda: True)
+    monkeypatch.setattr(job, "simulate", lambda *a: pytest.fail("replayed"))
+    work = Workload((("short", 16),))
+    with pytest.raises(ConfigError, match="CPU stand-in only"):
+        job.bench_activeevict(None, work, None, None, None)
+    monkeypatch.setattr(job, "has_gpu", lambda: False)
+    with pytest.raises(CheckpointError, match="500"):
+        job.bench_activeevict(None, replace(work, prompts_each=100), None, None, None)
 
 
 def _earlier(folder: Path, **changes: Any) -> Path:

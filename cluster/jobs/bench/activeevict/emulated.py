@@ -48,8 +48,8 @@ def emulate(
     """Run every preset, and without writing back those that do, at each budget and context.
 
     Args:
-        splits: prompts by context. scratch: for presets that are changed, and traces. folder: where unfinished contexts
-            are kept, to go on with; None: nowhere. start: see `compare`.
+        splits: prompts by context, `prompts_each` to count in each repetition. scratch: for presets that are changed,
+            and traces. folder: where unfinished contexts are kept, to go on with; None: nowhere. start: see `compare`.
 
     Returns:
         Rows like those of simulated cells, under "replayed" with what a replay of the same prompts gives; settings of
@@ -66,7 +66,6 @@ def emulate(
     _make_replicas(base, progress)
     rows, kept = list[Row](), list[Kept]()
     for context, split in splits.items():
-        split = split.take(work.learn, work.repeats * work.prompts_each)
         sweep = _sweep(base, split, work, link, variants)
         out = None if folder is None else kept_file(folder, context)
         report, found = compare(sweep, out, progress, start, score=_unscored)

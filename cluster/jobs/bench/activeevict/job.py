@@ -11,7 +11,9 @@ from typing import Any
 
 from rich.progress import Progress
 
+from .....errors import ConfigError
 from ....config import RunConfig
+from ....gpu_files import has_gpu
 from ....simulate.machine import Machine
 from ..compare.kept import Kept
 from ..compare.sweep import digest, surroundings
@@ -53,6 +55,7 @@ def bench_activeevict(
     """
     base = run_config(model, file)
     passages = {context: split_prompts(base.model_dir, tokens) for context, tokens in work.contexts}
+    emulated = _emulated_prompts(base, passages, work) if "emulated" in work.parts else {}
     kept: list[Kept | Steps] = []
     if "simulated" in work.parts:
         steps = Steps(None if folder is None else _steps_file(folder), _fingerprint(base, passages, work))
@@ -61,11 +64,10 @@ def bench_activeevict(
     else:
         rows, settings = simulated_before(earlier, base, work)
     executors = ["simulated"]
-    if "emulated" in work.parts:
-        link = _link(rows, settings)
+    if emulated:
         with tempfile.TemporaryDirectory(prefix="tiermoe-activeevict-") as scratch:
             ran, settings["emulated"], found = emulate(
-                base, passages, work, link, Path(scratch), folder, progress
+                base, emulated, work, _link(rows, settings), Path(scratch), folder, progress
             )
         rows, kept = [*rows, *ran], [*kept, *found]
         executors.append(settings["emulated"]["executor"])
@@ -76,6 +78,14 @@ def bench_activeevict(
 def kept_files(folder: Path, work: Workload) -> list[Path]:
     """Results beside which unfinished ones are kept."""
     return [_steps_file(folder), *(kept_file(folder, context) for context, _ in work.contexts)]
+
+
+def _emulated_prompts(base: RunConfig, passages: Mapping[str, Split], work: Workload) -> dict[str, Split]:
+    """Refuses, before anything is measured, what could not be emulated afterwards."""
+    if base.device == "cuda" or (base.device == "auto" and has_gpu()):
+        remedy = "pass --parts simulated, or --config FILE with device: cpu"
+        raise ConfigError("links are emulated on the CPU stand-in only", remedy)
+    return {context: split.take(work.learn, work.repeats * work.prompts_each) for context, split in passages.items()}
 
 
 def _link(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Throttled:
