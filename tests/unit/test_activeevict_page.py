@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.cluster.jobs.bench.activeevict.job import Workload, bars_of, link_gbps
+from tiermoe.cluster.jobs.bench.activeevict.bars import bars_of
 from tiermoe.cluster.jobs.bench.activeevict.measures import transfers
 from tiermoe.cluster.jobs.bench.activeevict.page import page, write_page
+from tiermoe.cluster.jobs.bench.activeevict.simulated import link_gbps
+from tiermoe.cluster.jobs.bench.activeevict.work import Workload
 from tiermoe.cluster.jobs.bench.harness import Report
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import ConfigError
@@ -99,7 +101,8 @@ def test_a_link_is_chosen_by_what_computing_takes() -> None:
         link_gbps(machine, 8, 4, 2_000_000, 1e-3)
 
 
-@pytest.mark.parametrize("wrong", [{"measure": 0}, {"budgets": ()}, {"budgets": (1.5,)}, {"ratios": (0.0,)}])
+@pytest.mark.parametrize("wrong", [{"measure": 0}, {"budgets": ()}, {"budgets": (1.5,)}, {"ratios": (0.0,)},
+                                   {"repeats": 0}, {"parts": ()}, {"parts": ("real",)}])  # fmt: skip
 def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Workload(**wrong)

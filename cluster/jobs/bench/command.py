@@ -245,35 +245,41 @@ def moepic(
 def activeevict(
     model: Model = None,
     budgets: compare_command.Budgets = "0.25,0.5",
-    ratios: Annotated[str, typer.Option(help="Of each simulated link: loading over computing.")] = "1,2.5",
+    ratios: Annotated[
+        str, typer.Option(help="Of each simulated link: loading over computing. The first is the emulated one too.")
+    ] = "1,2.5",
     short_tokens: Annotated[int, typer.Option(help="Of each prompt of short context.")] = 32,
     long_tokens: Annotated[int, typer.Option(help="Of each prompt of long context.")] = 256,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts that are counted, of each context.")] = 8,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts that are counted in replays, of each context.")] = 8,
     warm: Annotated[int, typer.Option(help="Prompts served first, uncounted.")] = 4,
     max_tokens: compare_command.MaxTokens = 48,
+    repeats: Repeats = 5,
+    prompts_each: Annotated[int, typer.Option(help="Held-out prompts of an emulated repetition, each met once.")] = 1,
+    parts: Annotated[
+        str, typer.Option(help="simulated, emulated or both; emulated alone keeps the simulated rows found in --out.")
+    ] = "simulated,emulated",
     config: Config = None,
     out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")] = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
-    """ActiveEvict against its baselines, on recorded traces: blocking and total I/O, transfers, ablation."""
-    from .activeevict.job import OWN_KEYS, Workload, bench_activeevict
+    """ActiveEvict against its baselines: blocking and total I/O, transfers, ablation; recorded traces, real runs."""
+    from .activeevict.job import OWN_KEYS, bench_activeevict, kept_files
     from .activeevict.page import write_page
+    from .activeevict.work import Workload
 
     _say_overridden(config, OWN_KEYS)
     work = Workload(
         (("short", short_tokens), ("long", long_tokens)), warm, prompts, max_tokens,
         compare_command.numbers("budgets", budgets), ratios=compare_command.numbers("ratios", ratios),
+        parts=compare_command.parts(parts), repeats=repeats, prompts_each=prompts_each,
     )  # fmt: skip
-    file, folder = _file_or_folder(out)
+    earlier = out if out is None or out.suffix == ".json" else out / "activeevict.json"
 
-    def measure(progress: Progress) -> Report:
-        report = bench_activeevict(model, work, progress, config)
-        if folder is not None:
-            write_page(report, folder)
-        return report
+    def measure(beside: Path | None, progress: Progress) -> tuple[Report, Sequence[Discarded]]:
+        return bench_activeevict(model, work, beside, earlier, progress, config)
 
-    _finish(measure, as_json, check, file)
+    _finish_page(measure, write_page, lambda folder: kept_files(folder, work), out, as_json, check)
 
 
 @bench_app.command(cls=JsonCommand)

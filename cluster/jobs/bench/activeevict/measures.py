@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 
@@ -45,6 +47,50 @@ def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
         _share(used + demanded, guessed + demanded, 1.0), _share(used, used + demanded, 1.0) if guessed else 1.0,
         counters["hit_rate"], counters["dropped"] / tokens,
     )  # fmt: skip
+
+
+def _of_repetition(spread: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """One repetition of a comparison's row as `transfers` reads it; a counter that the row has not was zero.
+
+    Args:
+        spread: of the row: by counter, what is nested joined with dots, with the "values" of the repetitions.
+    """
+    counters: defaultdict[str, Any] = defaultdict(float)
+    sources: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, found in spread.items():
+        section, _, rest = name.partition(".")
+        if section == "prefetch_sources":
+            source, _, counter = rest.rpartition(".")
+            sources[source][counter] = found["values"][number]
+        else:
+            counters[name] = found["values"][number]
+    counters["prefetch_sources"] = sources
+    return counters
+
+
+def measured(row: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Medians of one row of a sweep, whose repetitions generated so many tokens each; all of them under "values"."""
+    spread = row["spread"]
+    each = [_repetition(_of_repetition(spread, number), tokens) for number in range(len(spread["tpot_s"]["values"]))]
+    if row["lossless"]:  # or the comparison would have failed
+        each = [found | {"same_tokens": 1.0} for found in each]
+    values = by_measure(each)
+    return {name: median(found) for name, found in values.items()} | {"values": values}
+
+
+def by_measure(each: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """What each repetition gave, as lists."""
+    return {name: [found[name] for found in each] for name in each[0]}
+
+
+def _repetition(counters: Mapping[str, Any], tokens: int) -> dict[str, float]:
+    """late_ms: the link's copies ended later than at its stated rate, for each token."""
+    return {
+        "tpot_ms": 1e3 * counters["tpot_s"], "ttft_ms": 1e3 * counters["ttft_s"],
+        **asdict(transfers(counters, tokens)),
+        "late_ms": 1e3 * (counters["total_io_s"] - counters["link_s"]) / tokens,
+        "same_tokens": counters["same_tokens"],
+    }  # fmt: skip
 
 
 def _share(part: float, whole: float, empty: float) -> float:

@@ -11,7 +11,8 @@ from .....errors import ConfigError
 from ..harness import Report
 from ..page_parts import paragraphs, table
 from ..plots import new_figure
-from .job import LOSSY, OWN, PREFETCHING
+from .emulated_page import section
+from .work import LOSSY, OWN, PREFETCHING
 
 Row = dict[str, Any]
 _LIMITS = (
@@ -55,9 +56,10 @@ def page(record: dict[str, Any]) -> str:
         "",
         *paragraphs(
             f"Written by `tiermoe bench activeevict` on {record['hardware']['model']}, at a load average of "
-            f"{settings['load_average']:.1f} when it began. *{record['executor'].capitalize()}*: the engine's cache "
+            f"{settings['load_average']:.1f} when it began. *Simulated*: the engine's cache "
             f"and policies on a virtual clock, on the routing of {settings['model']} recorded with held-out prompts; "
-            "what computing takes was measured while recording. All data: [activeevict.json](activeevict.json).",
+            f"what computing takes was measured while recording.{_emulated(settings)} All data: "
+            "[activeevict.json](activeevict.json).",
             f"Prompt tokens: {contexts}; {settings['max_tokens']} generated after each; {settings['learn']} prompts "
             f"served first and not counted, then {settings['measure']}. A link's ratio: loading the experts of a token "
             "and layer over computing it.",
@@ -71,16 +73,25 @@ def page(record: dict[str, Any]) -> str:
         "", *paragraphs(*explained(rows)),
         "## Table 3, with fetch accuracy", "", _COLUMNS, "",
     ]  # fmt: skip
+    tables = [row for row in rows if row["section"] == "table"]
     for context in _of(rows, "context"):
-        for ratio in _of(rows, "ratio"):
+        for ratio in _of(tables, "ratio"):
             lines += [f"### {context} context, ratio {ratio:g}", ""]
-            lines += _table3([r for r in rows if _is(r, section="table", context=context, ratio=ratio)])
+            lines += _table3([r for r in tables if _is(r, context=context, ratio=ratio)])
             lines += [""]
+    lines += section(record)
     lines += ["## Capacity, dynamic top-k and alpha (Figures 7 to 9)", "", "![Figures 7 to 9](activeevict.png)", ""]
     for context in _of(rows, "context"):
         lines += [f"### {context} context: blocking I/O (ms a token) by budget", "", *_capacities(rows, context), ""]
         lines += ["By alpha, the weight of recent use:", "", *_alphas(rows, context), ""]
     return "\n".join(lines)
+
+
+def _emulated(settings: dict[str, Any]) -> str:
+    if "emulated" not in settings:
+        return ""
+    earlier = ", and was run later than the rest" if "simulated_before" in settings else ""
+    return f" One section is *emulated*: the engine itself, on a throttled link{earlier}; bars on it say so."
 
 
 def explained(rows: Sequence[Row]) -> Iterator[str]:
