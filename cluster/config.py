@@ -35,7 +35,7 @@ from .gpu_files import has_gpu
 from .topology.local import cpus_of_actors, ndp_workers, usable_cores
 from .topology.planner import STORE_CPUS
 from .topology.settings import ClusterConfig, HardwareConfig
-from .yaml_file import explain, read_yaml
+from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _UNITS = {
@@ -228,7 +228,7 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
         base = read_yaml(path)
     given = _without_none(options or {})
     try:
-        return RunConfig(**_merge(base, given))
+        return RunConfig(**merged(base, given))
     except ValidationError as error:
         raise explain(error, RunConfig, file or "the run configuration", given) from error
 
@@ -324,11 +324,3 @@ def _preset_path(section: str, name_or_path: str) -> Path:
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     cleaned = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in options.items() if v is not None}
     return {k: v for k, v in cleaned.items() if v != {}}
-
-
-def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in top.items():
-        below = out.get(key)
-        out[key] = _merge(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
-    return out
