@@ -31,10 +31,9 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from .cores import STORE_CPUS, usable_cores
 from .gpu_files import has_gpu
-from .topology.local import cpus_of_actors, ndp_workers, usable_cores
-from .topology.planner import STORE_CPUS
-from .topology.settings import ClusterConfig, HardwareConfig
+from .sections import ClusterConfig, HardwareConfig
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -127,6 +126,18 @@ class RunConfig(Settings):
         workers = 1 if self.cluster.ndp_workers == "per-node" else max(1, self.cluster.ndp_workers)
         left = usable_cores() - self.worker_threads * self.cluster.shards - int(STORE_CPUS)
         return max(1, left // workers)
+
+    def ndp_workers(self, policy: PolicySettings) -> int:
+        """NDP workers on one machine."""
+        if not policy.uses_ndp:
+            return 0
+        wanted = self.cluster.ndp_workers
+        return 1 if wanted == "per-node" else wanted
+
+    def cpus_of_actors(self, policy: PolicySettings) -> int:
+        """CPUs that lead, shards, one store and the NDP workers take."""
+        workers = self.worker_threads * self.cluster.shards
+        return workers + int(STORE_CPUS) + self.ndp_threads * self.ndp_workers(policy)
 
     @property
     def _on_a_gpu_here(self) -> bool:
@@ -255,9 +266,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
         )
     cpus, threads = config.ray.num_cpus, config.worker_threads
-    needed = cpus_of_actors(config, policy)
+    needed = config.cpus_of_actors(policy)
     if config.ray.address is None and cpus is not None and cpus < needed:
-        shards, ndp = config.cluster.shards, ndp_workers(config, policy)
+        shards, ndp = config.cluster.shards, config.ndp_workers(policy)
         times = f" on each of {shards} GPUs" if shards > 1 else ""
         who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
         near = f", {who} {config.ndp_threads}" if ndp else ""
