@@ -20,11 +20,12 @@ import torch
 from .....actors.engine.engine import ExpertEngine
 from .....errors import TierMoeError
 from ....config import load_policy
+from ....cores import usable_cores
 from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import Locality, draw, fit, lru_hit_rates
 from .machine import Peaks, peaks, spread_of
-from .memory import moe_layers, usable_cores
+from .memory import moe_layers
 from .offload import offload_problem, offloaded
 from .options import Context
 from .random_models import RandomModel, own_experts
