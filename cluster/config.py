@@ -31,11 +31,10 @@ from ..actors.settings import (
     check_combination,
 )
 from ..errors import BudgetError, CheckpointError, ConfigError
+from .cores import STORE_CPUS, usable_cores
 from .gpu_files import has_gpu
-from .topology.local import cpus_of_actors, ndp_workers, usable_cores
-from .topology.planner import STORE_CPUS
-from .topology.settings import ClusterConfig, HardwareConfig
-from .yaml_file import explain, read_yaml
+from .sections import ClusterConfig, HardwareConfig
+from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _UNITS = {
@@ -127,6 +126,18 @@ class RunConfig(Settings):
         workers = 1 if self.cluster.ndp_workers == "per-node" else max(1, self.cluster.ndp_workers)
         left = usable_cores() - self.worker_threads * self.cluster.shards - int(STORE_CPUS)
         return max(1, left // workers)
+
+    def ndp_workers(self, policy: PolicySettings) -> int:
+        """NDP workers on one machine."""
+        if not policy.uses_ndp:
+            return 0
+        wanted = self.cluster.ndp_workers
+        return 1 if wanted == "per-node" else wanted
+
+    def cpus_of_actors(self, policy: PolicySettings) -> int:
+        """CPUs that lead, shards, one store and the NDP workers take."""
+        workers = self.worker_threads * self.cluster.shards
+        return workers + int(STORE_CPUS) + self.ndp_threads * self.ndp_workers(policy)
 
     @property
     def _on_a_gpu_here(self) -> bool:
@@ -228,7 +239,7 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
         base = read_yaml(path)
     given = _without_none(options or {})
     try:
-        return RunConfig(**_merge(base, given))
+        return RunConfig(**merged(base, given))
     except ValidationError as error:
         raise explain(error, RunConfig, file or "the run configuration", given) from error
 
@@ -255,9 +266,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
         )
     cpus, threads = config.ray.num_cpus, config.worker_threads
-    needed = cpus_of_actors(config, policy)
+    needed = config.cpus_of_actors(policy)
     if config.ray.address is None and cpus is not None and cpus < needed:
-        shards, ndp = config.cluster.shards, ndp_workers(config, policy)
+        shards, ndp = config.cluster.shards, config.ndp_workers(policy)
         times = f" on each of {shards} GPUs" if shards > 1 else ""
         who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
         near = f", {who} {config.ndp_threads}" if ndp else ""
@@ -324,11 +335,3 @@ def _preset_path(section: str, name_or_path: str) -> Path:
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
     cleaned = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in options.items() if v is not None}
     return {k: v for k, v in cleaned.items() if v != {}}
-
-
-def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in top.items():
-        below = out.get(key)
-        out[key] = _merge(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
-    return out

@@ -38,15 +38,24 @@ def load_model_config(model_dir: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: config.json is not a JSON object.
     """
-    path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", "download config.json again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object", "download config.json again")
+    config = read_json_object(model_dir / "config.json")
     inner = config.get("text_config")  # multimodal checkpoints nest the language model
     return inner if isinstance(inner, dict) else config
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """One of a checkpoint's JSON files.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {_line(error)}", f"download {path.name} again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"'{path}' is not a JSON object", f"download {path.name} again")
+    return found
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -52,6 +52,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` over `base`, sections joined key by key."""
+    out = dict(base)
+    for key, value in top.items():
+        below = out.get(key)
+        out[key] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return out
+
+
 def explain(
     error: ValidationError, model: type[BaseModel], source: str, options: Mapping[str, Any] | None = None
 ) -> ConfigError:

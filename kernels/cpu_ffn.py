@@ -36,20 +36,9 @@ class CpuKernel:
     @staticmethod
     def supports(operands: Operands, activation: str | None) -> bool:
         """Whether the kernel can run these operands."""
-        gate_up, down = operands.gate_up, operands.down
-        slots, neurons, rows, width = gate_up.shape
-        return (
-            activation in ACTIVATIONS
-            and gate_up.device.type == "cpu"
-            and down.device.type == "cpu"
-            and gate_up.dtype == down.dtype == torch.float32
-            and rows == 2
-            and down.shape == (slots, neurons, width)
-            and operands.gate_up_bias is None
-            and operands.down_bias is None
-            and gate_up.is_contiguous()
-            and down.is_contiguous()
-        )
+        gate_up = operands.gate_up
+        here = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
+        return activation in ACTIVATIONS and here and operands.plain_gated
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         large = [g for g in groups if g[1] - g[0] > MAX_ROWS] if hidden.dtype == torch.float32 else groups

@@ -26,6 +26,20 @@ class Operands:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether there are no biases, and the arrays are contiguous."""
+        biased = self.gate_up_bias is not None or self.down_bias is not None
+        return not biased and self.gate_up.is_contiguous() and self.down.is_contiguous()
+
+    @property
+    def plain_gated(self) -> bool:
+        """`plain`, with a gate, in arrays that fit together and are of one type on one device."""
+        gate_up, down = self.gate_up, self.down
+        slots, neurons, rows, width = gate_up.shape
+        alike = gate_up.dtype == down.dtype and gate_up.device == down.device
+        return self.plain and alike and rows == 2 and down.shape == (slots, neurons, width)
+
 
 class ExpertKernel(Protocol):
     """One way to run experts on slots."""

@@ -49,17 +49,10 @@ class GroupedMmKernel:
     @staticmethod
     def supports(operands: Operands) -> bool:
         """Whether torch has a product for these operands that does not wait for the device: Hopper on, bfloat16."""
-        gate_up, down = operands.gate_up, operands.down
+        gate_up = operands.gate_up
         _, neurons, _, width = gate_up.shape
         aligned = all(n * gate_up.element_size() % _BYTES == 0 for n in (neurons, width))
-        plain = (
-            hasattr(functional, "grouped_mm")
-            and operands.gate_up_bias is None
-            and operands.down_bias is None
-            and gate_up.is_contiguous()
-            and down.is_contiguous()
-            and aligned
-        )
+        plain = hasattr(functional, "grouped_mm") and operands.plain and aligned
         if gate_up.device.type == "cpu":
             return plain
         return plain and gate_up.dtype == torch.bfloat16 and torch.cuda.get_device_capability(gate_up.device)[0] >= 9

@@ -241,20 +241,27 @@ def _fields(codes: NDArray[np.uint8], bits: int, inputs: int) -> NDArray[np.uint
     return packed.reshape(rows, units, bits * _VECTOR)
 
 
-def _unfields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Inverse of `_fields`, filling included: [R, U, 64 b] -> [16 R, 32 U]."""
-    rows, units, _ = packed.shape
-    p = packed.reshape(rows, units, bits, _VECTOR)
+def code_vectors(packed: Any, bits: int) -> list[Any]:
+    """The eight vectors of codes, v0 to v7, each [R, U, 64].
+
+    Args:
+        packed: uint8 [R, U, 64 b], a NumPy array or a torch tensor: both have what this takes.
+    """
+    p = packed.reshape(*packed.shape[:2], bits, _VECTOR)
     if bits == 3:
         a, b, c = p[:, :, 0], p[:, :, 1], p[:, :, 2]
-        vectors = [
+        return [
             a & 7, a >> 3 & 7, b & 7, b >> 3 & 7, c & 7, c >> 3 & 7,
             a >> 6 | (c >> 6 & 1) << 2, b >> 6 | (c >> 7) << 2,
         ]  # fmt: skip
-        v = np.stack(vectors, axis=2)
-    else:
-        mask = np.uint8((1 << bits) - 1)
-        v = np.stack([p >> (field * bits) & mask for field in range(8 // bits)], axis=3)
+    mask = (1 << bits) - 1
+    return [p[:, :, i] >> field * bits & mask for i in range(bits) for field in range(8 // bits)]
+
+
+def _unfields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Inverse of `_fields`, filling included: [R, U, 64 b] -> [16 R, 32 U]."""
+    rows, units, _ = packed.shape
+    v = np.stack(code_vectors(packed, bits), axis=2)
     v = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).transpose(0, 3, 1, 2, 4)
     return v.reshape(rows * OUTPUTS, units * INPUTS)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .pack import INPUTS, OUTPUTS, PackedShape, PackError
+from .pack import INPUTS, OUTPUTS, PackedShape, PackError, code_vectors
 from .packed_ffn import ACTIVATIONS, PackedLayer, Threads
 
 PackedGroup = tuple[int, int, int]  # pairs `start` to `stop` of the sorted pair list go through the expert in a slot
@@ -160,17 +160,7 @@ class CpuPackedKernel:
 def _dequantized(codes: torch.Tensor, affine: torch.Tensor, shape: PackedShape) -> torch.Tensor:
     """codes [R, tiles, 64 b] and affine [R, groups, 2, 16] -> [16 R, 32 tiles], filling included."""
     rows, units, _ = codes.shape
-    bits = shape.bits
-    p = codes.reshape(rows, units, bits, 64).to(torch.int32)
-    if bits == 3:
-        a, b, c = p[:, :, 0], p[:, :, 1], p[:, :, 2]
-        vectors = [
-            a & 7, a >> 3 & 7, b & 7, b >> 3 & 7, c & 7, c >> 3 & 7,
-            a >> 6 | (c >> 6 & 1) << 2, b >> 6 | (c >> 7) << 2,
-        ]  # fmt: skip
-        v = torch.stack(vectors, dim=2)
-    else:
-        v = torch.stack([p >> (field * bits) & ((1 << bits) - 1) for field in range(8 // bits)], dim=3)
+    v = torch.stack(code_vectors(codes, shape.bits), dim=2)
     whole = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).permute(0, 3, 1, 2, 4)
     matrix = whole.reshape(rows * OUTPUTS, units * INPUTS).float()
     spread = affine.float().permute(2, 0, 3, 1).reshape(2, rows * OUTPUTS, -1)  # [2, outputs, groups]

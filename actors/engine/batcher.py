@@ -6,8 +6,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from transformers import GenerationConfig
@@ -15,6 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from ...errors import RuntimeFailure, StoreError, UnsupportedModelError
+from ..quiet_logger import quiet_logger
 from ..requests import GenerationRequest, SamplingParams
 from ..settings import KvSettings
 from .logprobs import PromptScorer
@@ -213,16 +213,9 @@ def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = N
     )
 
 
-@contextmanager
-def _quiet_manager() -> Iterator[None]:
+def _quiet_manager() -> AbstractContextManager[None]:
     """The manager logs what we report as a typed error, with its traceback."""
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return quiet_logger("ContinuousBatchingLogger", logging.CRITICAL)
 
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:

@@ -16,7 +16,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import ConfigError
+from ..prompt import read_json_object
 from .errors import refused
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -81,15 +82,7 @@ def _own_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error}", "download it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object", "download it again")
-    return found
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +16,12 @@ from rich.console import Console
 from ...errors import CheckpointError
 from ..config import check_model_dir, default_model_dir
 from ..report.tables import facts, size
+from ..safetensors_header import read_header
 from ..versions import versions
 from .machine import cpu, devices, host_copy_gbps
 
 _ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_MAX_HEADER_BYTES = 100 << 20
 
 
 def routed_expert_elements(model_dir: Path) -> int:
@@ -37,7 +36,7 @@ def routed_expert_elements(model_dir: Path) -> int:
     return sum(
         math.prod(tensor["shape"])
         for path in files
-        for name, tensor in _header(path).items()
+        for name, tensor in read_header(path).items()
         if name != "__metadata__" and _ROUTED.search(name)
     )
 
@@ -108,18 +107,3 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _share(model: dict[str, Any], dtype: str) -> str:
     share = model["share_that_fits"][dtype]
     return "all" if share >= 1 else f"{share:.1%}"
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The tensors of one safetensors file: name -> dtype, shape, offsets."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"'{path}' has no readable header: {error}", "download the file again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"'{path}' has no readable header", "download the file again")
-    return header

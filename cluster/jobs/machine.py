@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+
+from ..cores import usable_cores
 
 _COPY_BYTES = 128 << 20  # larger than the caches
 _REPEATS = 5
@@ -42,7 +43,7 @@ class Device:
 def cpu() -> dict[str, Any]:
     """Model, cores that this process may use, and the instruction sets that matter here."""
     model, flags = _cpuinfo()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     return {
         "model": model or platform.processor() or platform.machine(),
         "architecture": platform.machine(),

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
+from ..cores import usable_cores
 from ..report.topology import topology_tables
 from ..topology.facts import facts_of_checkpoint, facts_of_store
-from ..topology.local import local_notes, local_ray, usable_cores
+from ..topology.local import local_notes, local_ray
 from ..topology.make import make_plan
 from ..topology.nodes import nodes_from_file, nodes_of_cluster, this_machine
 from ..topology.spec import ModelFacts, NodeInfo

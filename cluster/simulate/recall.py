@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.policies.prefetch.base import PrefetchPolicy
+from ...actors.policies.prefetch.base import PrefetchPolicy, Wanted
 from .executor import layer_seen, spans_of
-from .trace import Request
+from .trace import Iteration, Request
 from .trace_format import TraceHeader
 
 MakePolicy = Callable[[int], PrefetchPolicy | None]  # distance -> a fresh policy that asks that far ahead
@@ -66,6 +66,20 @@ def recall(
     return table
 
 
+def shown(
+    policy: PrefetchPolicy, request: Request, header: TraceHeader
+) -> Iterator[tuple[Iteration, int, Sequence[Wanted]]]:
+    """Show a policy a request as it is served: each iteration and layer, with what the policy asked for there."""
+    name = f"trace-{request.number}"
+    for step in request.iterations:
+        parts = [(name, step)]
+        spans = spans_of(parts)
+        policy.begin_forward(spans)
+        for layer in range(header.layers):
+            yield step, layer, policy.observed(layer_seen(layer, spans, step.ids[:, layer], parts))
+    policy.end(name)
+
+
 def _measure(
     header: TraceHeader, policy: PrefetchPolicy, distance: int, learn: Sequence[Request], measure: Sequence[Request]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -74,20 +88,13 @@ def _measure(
     found, asked = np.zeros(header.layers, np.int64), np.zeros(header.layers, np.int64)
     for request in [*learn, *measure]:
         counted = request.number >= measure[0].number if measure else False
-        name = f"trace-{request.number}"
-        for step in request.iterations:
-            parts = [(name, step)]
-            spans = spans_of(parts)
-            policy.begin_forward(spans)
-            for layer in range(header.layers):
-                wanted = policy.observed(layer_seen(layer, spans, step.ids[:, layer], parts))
-                target = layer + distance
-                if not (counted and step.decode and target < header.layers):
-                    continue
-                first = [want.key % experts for want in wanted if want.key // experts == target][:top]
-                found[target] += len(set(first) & set(step.ids[0, target].tolist()))
-                asked[target] += 1
-        policy.end(name)
+        for step, layer, wanted in shown(policy, request, header):
+            target = layer + distance
+            if not (counted and step.decode and target < header.layers):
+                continue
+            first = [want.key % experts for want in wanted if want.key // experts == target][:top]
+            found[target] += len(set(first) & set(step.ids[0, target].tolist()))
+            asked[target] += 1
     return found, asked
 
 

@@ -34,8 +34,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...actors.policies.cost import NdpProfile, Work, batch_cost
+from ..sections import HardwareConfig
 from .plan import Topology
-from .settings import HardwareConfig
 from .spec import ClusterSpec, ModelFacts, NdpSpec
 
 _H100 = ("H100-class", 3350.0, 55.0, 10.0)  # data sheet SXM5; PCIe 5.0 x16 as pinned copies reach it; per copy

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ...actors.store_format import DTYPE_CODES, ITEM_BYTES, MAX_HEADER_BYTES, read_manifest
+from ...actors.store_format import DTYPE_CODES, ITEM_BYTES, read_manifest
 from ...errors import CheckpointError, UnsupportedModelError
 from ..prompt import load_model_config
+from ..safetensors_header import read_header
 from .spec import ModelFacts
 
 _ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
@@ -180,7 +180,7 @@ def _dense_in_files(model_dir: Path) -> int | None:
     there = sorted(model_dir.glob("*.safetensors"))
     if not there or not _named_in_index(model_dir) <= {path.name for path in there}:
         return None
-    tensors = [(name, spec) for path in there for name, spec in _header(path).items() if name != "__metadata__"]
+    tensors = [(name, spec) for path in there for name, spec in read_header(path).items() if name != "__metadata__"]
     return sum(math.prod(spec["shape"]) for name, spec in tensors if not _ROUTED.search(name))
 
 
@@ -193,17 +193,3 @@ def _named_in_index(model_dir: Path) -> set[str]:
         return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"'{path}' is not an index of weights: {error}", "download it again") from error
-
-
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-            if not isinstance(header, dict):
-                raise ValueError("header is not an object")
-            return header
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error

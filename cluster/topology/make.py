@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...actors.settings import EngineSettings
+from ..config import RunConfig
 from .estimate import Prediction, predict, resolve_hardware
 from .plan import Topology
 from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NodeInfo, cluster_spec
-
-if TYPE_CHECKING:
-    from ..config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from dataclasses import replace
 from ...actors.budget import mixed_slots
 from ...actors.policies.sharding import owned_experts, spread_by_bytes
 from ...errors import BudgetError, ConfigError
+from ..cores import STORE_CPUS
 from ..report.tables import size
 from .ledger import Ledger, Need
 from .plan import NODE_ID_LABEL, PlannedActor, PlannedBytes, PlannedGroup, Topology
 from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo
 
-STORE_CPUS = 1.0
 _GROUP = "workers"
 _NAMED_NODES = 4  # in one message
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ...actors.budget import budget_bytes
 from ...actors.policies.cost import FULL_BITS, packed_bytes
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import EngineSettings
 from ...kernels.pack import PackedShape
-
-if TYPE_CHECKING:
-    from ..config import RunConfig
+from ..config import RunConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -30,7 +30,7 @@ def test_command(command: str) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         shlex.split(command), cwd=_ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True,
-        timeout=600,  # the first with near-data workers makes their replicas, which takes a minute where nothing else runs
+        timeout=600,  # the first with near-data workers makes their replicas
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

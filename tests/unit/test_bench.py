@@ -144,3 +144,16 @@ def test_keys_that_a_benchmark_does_not_take_are_named(tmp_path: Path) -> None:
     assert overridden(str(file), prefetch.OWN_KEYS) == ["policy", "threads"]
     config = run_config(None, str(file), policy="next-gate")
     assert (config.policy, config.threads, config.kv.page_size) == ("next-gate", 1, 32)
+
+
+def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
+    """They are written in three files; the help begins with the system as a whole."""
+    names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
+    assert names == [
+        "overhead", "prefetch", "scale", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "gpu",
+        "quantize", "channel", "transfer", "kernel", "matcher", "substitute",
+    ]  # fmt: skip
+    for name in names:
+        done = CliRunner().invoke(command.bench_app, [name, "--help"])
+        assert done.exit_code == 0
+        assert "--out" in done.output

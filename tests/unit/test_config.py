@@ -23,8 +23,8 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
+from tiermoe.cluster.sections import ClusterConfig
 from tiermoe.cluster.topology.local import LocalRay, local_ray
-from tiermoe.cluster.topology.settings import ClusterConfig
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
 

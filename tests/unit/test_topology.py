@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiermoe.actors.policies.cost import NdpProfile, Work, batch_cost
 from tiermoe.actors.policies.sharding import owned_experts, shard_of, spread_by_bytes
 from tiermoe.cluster.config import engine_settings, load_run_config
+from tiermoe.cluster.sections import HardwareConfig
 from tiermoe.cluster.topology.estimate import Hardware, Prediction, predict, resolve_hardware
 from tiermoe.cluster.topology.nodes import nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.plan import NODE_ID_LABEL, PlannedBytes, Topology
 from tiermoe.cluster.topology.planner import plan_topology
-from tiermoe.cluster.topology.settings import HardwareConfig
 from tiermoe.cluster.topology.spec import (
     ClusterSpec,
     LowBitSpec,

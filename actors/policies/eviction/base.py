@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 
 class EvictionPolicy(ABC):
@@ -41,3 +42,8 @@ class EvictionPolicy(ABC):
     def of_class(self, slot_class: int) -> EvictionPolicy:
         """The order of leaving within one class of slots (`Residency`); who has one order for all is asked itself."""
         return self
+
+
+def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int], bool]) -> list[int]:
+    """At most `count` keys of an order for which `evictable` holds; it looks no further than it must."""
+    return list(islice(filter(evictable, order), max(0, count)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import EvictionPolicy
+from .base import EvictionPolicy, first_evictable
 
 Floats = NDArray[np.float64]
 
@@ -121,18 +121,10 @@ class ImportanceEviction(EvictionPolicy):
         self._order = None
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        out: list[int] = []
-        if count <= 0:
-            return out
         if self._order is None:
             keys = self._held.nonzero()[0]
             self._order = keys[np.lexsort((self._stamp[keys], self.scores()[keys]))].tolist()
-        for key in self._order:
-            if evictable(key):
-                out.append(key)
-                if len(out) == count:
-                    break
-        return out
+        return first_evictable(self._order, count, evictable)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """Most worth keeping first: by falling s as if these were the residents, then most recently used first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from .base import EvictionPolicy
+from .base import EvictionPolicy, first_evictable
 
 
 class Lru(EvictionPolicy):
@@ -36,12 +36,4 @@ class Lru(EvictionPolicy):
         return sorted(keys, key=lambda key: -places.get(key, -1))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        out: list[int] = []
-        if count <= 0:
-            return out
-        for key in self._order:
-            if evictable(key):
-                out.append(key)
-                if len(out) == count:
-                    break
-        return out
+        return first_evictable(self._order, count, evictable)

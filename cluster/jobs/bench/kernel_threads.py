@@ -60,12 +60,7 @@ def bench_kernel_threads(
     """
     if group not in GROUPS:
         raise ConfigError(f"there is no group of {group} inputs", f"choose one of {GROUPS}")
-    if instruction_set is not None and instruction_set not in instruction_sets():
-        raise ConfigError(f"this processor has no {instruction_set}", f"choose one of {instruction_sets()}")
-    try:
-        pool = Threads(threads, cores, instruction_set)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{threads} threads on cores {list(cores)}: {error}", "choose fewer, or others") from error
+    pool = _pool(threads, cores, instruction_set)
     settings = {
         "threads": threads, "cores": list(cores), "group": group, "instruction_set": pool.instruction_set,
         "repeats": repeats, "cold_bytes": cold_bytes, "experts_per_call": EXPERTS, "rows": 1, "time": "on the wall",
@@ -89,6 +84,16 @@ def bench_kernel_threads(
                 if case != "read"
             ]
     return report
+
+
+def _pool(threads: int, cores: Sequence[int], instruction_set: str | None) -> Threads:
+    """Who computes. Raises ConfigError: this processor lacks the instruction set or a core."""
+    if instruction_set is not None and instruction_set not in instruction_sets():
+        raise ConfigError(f"this processor has no {instruction_set}", f"choose one of {instruction_sets()}")
+    try:
+        return Threads(threads, cores, instruction_set)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{threads} threads on cores {list(cores)}: {error}", "choose fewer, or others") from error
 
 
 def _read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads: int) -> Case:

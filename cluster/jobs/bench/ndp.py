@@ -94,21 +94,7 @@ def bench_ndp(
     store = ensure_prepared(config.model_dir, store_dir(config), progress=progress is not None)
     ensure_replicas(store, config.model_dir, _WIDTHS, config.ndp.group_size, progress=progress is not None)
     evaluation = Evaluation(config.model_dir, options)
-    found: dict[Variant, Quality] = {}
-    rows = []
-    for variant in VARIANTS:
-        with closing(_worker(base, variant, store)) as worker:
-            worker.start()
-            found[variant] = evaluation.measure(worker, progress)
-            total = worker.stats().total()
-            rows.append(
-                {"case": variant.name}
-                | {k: v for k, v in found[variant].as_dict().items() if k not in ("policy", "executor")}
-                | {
-                    "ndp_share": ratio(total.ndp_experts, total.ndp_experts + total.hits + total.misses),
-                    "bytes_demanded_decode": total.bytes_demanded_decode,
-                }
-            )
+    found, rows = _qualities(base, store, evaluation, progress)
     similarity, strangers = _similarity(config, evaluation, progress)
     overlap = bench_overlap(repeats, progress)
     report = NdpReport(
@@ -136,6 +122,28 @@ def bench_ndp(
     report.settings["overlap"] |= {"layers": overlap.layers, "layer_s": overlap.layer_s, "gpu_s": overlap.gpu_s,
                                    "ndp_s": overlap.ndp_s} | spread  # fmt: skip
     return report
+
+
+def _qualities(
+    base: EngineSettings, store: Path, evaluation: Evaluation, progress: Progress | None
+) -> tuple[dict[Variant, Quality], list[dict[str, Any]]]:
+    """Each variant on the same text, and the rows of the table."""
+    found: dict[Variant, Quality] = {}
+    rows = []
+    for variant in VARIANTS:
+        with closing(_worker(base, variant, store)) as worker:
+            worker.start()
+            found[variant] = evaluation.measure(worker, progress)
+            total = worker.stats().total()
+            rows.append(
+                {"case": variant.name}
+                | {k: v for k, v in found[variant].as_dict().items() if k not in ("policy", "executor")}
+                | {
+                    "ndp_share": ratio(total.ndp_experts, total.ndp_experts + total.hits + total.misses),
+                    "bytes_demanded_decode": total.bytes_demanded_decode,
+                }
+            )
+    return found, rows
 
 
 def _spreads(overlap: Any) -> list[tuple[str, Any]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ....actors.quiet_logger import quiet_logger
 from ....actors.store_format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint
@@ -70,7 +69,7 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     _refuse_quantized(checkpoint.config)
     config, dtype = _load_config(checkpoint)
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # it is only looked at
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # as above
         raise UnsupportedModelError(
@@ -205,15 +204,3 @@ def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError("it does not tell the type of the weights")
     return dtype
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from warning about a model that is only looked at."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -22,10 +22,10 @@ from .....actors.policies.prefetch.map_store import ExpertMapStore
 from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
 from .....actors.policies.prefetch.sketch import Sketch
 from ....config import load_policy
-from ....simulate.executor import SimulatedEngine, layer_seen, spans_of
+from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import load_machine
 from ....simulate.predictors import train_predictors
-from ....simulate.recall import Recall, recall
+from ....simulate.recall import Recall, recall, shown
 from ....simulate.replay import serve
 from ....simulate.trace import Iteration, Request
 from ....simulate.trace_format import TraceHeader
@@ -158,14 +158,8 @@ def balance(recorded: Recorded) -> dict[str, float]:
 def teach(policy: PrefetchPolicy, requests: Sequence[Request], header: TraceHeader) -> None:
     """Show a policy what it would have seen while serving these."""
     for request in requests:
-        name = f"trace-{request.number}"
-        for step in request.iterations:
-            parts = [(name, step)]
-            spans = spans_of(parts)
-            policy.begin_forward(spans)
-            for layer in range(header.layers):
-                policy.observed(layer_seen(layer, spans, step.ids[:, layer], parts))
-        policy.end(name)
+        for _ in shown(policy, request, header):
+            pass
 
 
 def _policy(

@@ -20,19 +20,21 @@ import torch
 from .....actors.engine.engine import ExpertEngine
 from .....errors import TierMoeError
 from ....config import load_policy
+from ....cores import usable_cores
 from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import Locality, draw, fit, lru_hit_rates
 from .machine import Peaks, peaks, spread_of
-from .memory import moe_layers, usable_cores
+from .memory import moe_layers
 from .offload import offload_problem, offloaded
 from .options import Context
-from .random_models import RandomModel, build_random_model, own_experts
+from .random_models import RandomModel, own_experts
 from .record import Record
 from .recording import record_locality
 from .replay import Replay
 from .session import Session
 from .shapes import REAL, TOY, RealShape
+from .staged import Staged, stage
 
 PRESETS = (
     "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe", "hobbit",
@@ -50,15 +52,9 @@ _OFFLOAD_S = 12.0  # kept for it at the end
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What all cases of one shape share."""
+class Bench(Staged):
+    """And what they are measured against."""
 
-    context: Context
-    record: Record
-    shape: RealShape
-    built: RandomModel
-    host: HostExperts
-    replay: Replay
     peaks: Peaks
     near_data: NearData
     reference: str  # the fastest of transformers' experts implementations
@@ -87,10 +83,8 @@ def run(context: Context, record: Record, name: str) -> None:
     record.row("peaks", h2d_gbps=found.h2d, d2h_gbps=found.d2h, hbm_gbps=found.hbm)
     host = HostExperts()
     try:
-        for layer in range(layers):
-            host.add(shape.expert, context.dtype, context.device, seed=layer)
-        built = build_random_model(shape, layers, context.dtype, context.device)
-        replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
+        staged = stage(context, record, shape, host, layers, locality, trace)
+        built, replay = staged.built, staged.replay
         replay.attach(built.modules)
         record.row(
             "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
@@ -102,7 +96,7 @@ def run(context: Context, record: Record, name: str) -> None:
             fastest = _references(context, record, built, replay, shape)
             threads = 1 if context.toy else max(1, usable_cores() - 3)
             with closing(NearData(shape.expert, layers, threads)) as near_data:
-                bench = Bench(context, record, shape, built, host, replay, found, near_data, fastest)
+                bench = Bench(**vars(staged), peaks=found, near_data=near_data, reference=fastest)
                 _cases(bench)
         free_memory(context.device)
         _offload(bench)

@@ -7,7 +7,7 @@ the experts' operator here, so that the dense part around it can be compiled.
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 
 import torch
@@ -22,12 +22,11 @@ from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import draw, fit
 from .options import Context
-from .random_models import RandomModel, build_random_model
 from .record import Record
 from .recording import record_locality
-from .replay import Replay
 from .session import Session
 from .shapes import REAL, TOY, RealShape
+from .staged import Staged, stage
 
 LAYERS = {"qwen": 6, "mixtral": 2}
 CASES: tuple[tuple[str, float, CompileMode], ...] = (
@@ -38,18 +37,6 @@ PROMPT, WARM, TOKENS, PROFILED = 8, 16, 40, 4
 _CASE_S, _COMPILED_S = 3.0, 12.0  # a case that has less time left is not begun
 LIMIT_US = 150.0
 AIMED_AT = ("moepic",)  # its cut and its predictions cost more: a goal there, a check elsewhere
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """What the cases of one shape share."""
-
-    context: Context
-    record: Record
-    shape: RealShape
-    built: RandomModel
-    host: HostExperts
-    replay: Replay
 
 
 def run(context: Context, record: Record) -> None:
@@ -73,11 +60,7 @@ def _shape(
     trace = draw(locality, sticky.share, sticky.decay, tokens, layers, shape.experts, shape.top_k, seed=11)
     host = HostExperts()
     try:
-        for layer in range(layers):
-            host.add(shape.expert, context.dtype, context.device, seed=layer)
-        built = build_random_model(shape, layers, context.dtype, context.device)
-        replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
-        bench = _Bench(context, record, shape, built, host, replay)
+        bench = stage(context, record, shape, host, layers, locality, trace)
         for number, (preset, budget, mode) in enumerate(cases):
             if mode == "graphs" and context.device.type != "cuda":
                 record.note("CUDA graphs need a GPU: the compiled cases are left out")
@@ -98,7 +81,7 @@ def _shape(
         host.close()
 
 
-def _case(bench: _Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
+def _case(bench: Staged, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
     context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
     nobody = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
     with engine_of(preset, budget, bench.shape, built, bench.host, replay.probes(), context, nobody) as engine:

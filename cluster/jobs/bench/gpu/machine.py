@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....cores import usable_cores
 from ...machine import cpu
-from .memory import usable_cores
 from .options import Context
 from .record import Record
 

@@ -1,8 +1,7 @@
-"""What this machine gives a run: cores, memory, and how much of a model that holds."""
+"""What memory this machine gives a run, and how much of a model that holds."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import psutil
@@ -19,16 +18,6 @@ _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-
-
-def usable_cores() -> int:
-    """Cores that this process may keep busy: by its affinity, and by the quota of the control group around it."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such group, or "max"
-        return cores
 
 
 def host_free_bytes() -> int:

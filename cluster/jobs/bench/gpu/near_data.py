@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....cores import usable_cores
 from ..kernel_threads import BITS, COLD_BYTES, bench_kernel_threads
-from .memory import usable_cores
 from .options import Context
 from .record import Record
 

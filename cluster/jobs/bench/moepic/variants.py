@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from .....actors.policy_settings import PolicySettings
 from ....config import load_policy
-from ....yaml_file import explain
+from ....yaml_file import explain, merged
 
 
 def write_variant(folder: Path, name: str, preset: str, changes: Mapping[str, Any]) -> str:
@@ -23,7 +23,7 @@ def write_variant(folder: Path, name: str, preset: str, changes: Mapping[str, An
     Raises:
         ConfigError: the changed preset is refused.
     """
-    values = _merged(load_policy(preset).model_dump(mode="json"), {**changes, "name": name})
+    values = merged(load_policy(preset).model_dump(mode="json"), {**changes, "name": name})
     try:
         PolicySettings(**values)
     except ValidationError as error:
@@ -31,12 +31,3 @@ def write_variant(folder: Path, name: str, preset: str, changes: Mapping[str, An
     path = folder / f"{name.replace(' ', '-')}.yaml"
     path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     return str(path)
-
-
-def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`top` over `base`, sections joined key by key."""
-    out = dict(base)
-    for key, value in top.items():
-        below = out.get(key)
-        out[key] = _merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
-    return out

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
-from ...actors.base_settings import Settings
-from ...actors.policies.sharding import Ownership
+from ..actors.base_settings import Settings
+from ..actors.policies.sharding import Ownership
 
 
 class StoreLayout(Settings):

@@ -1,0 +1,30 @@
+"""The header of a safetensors file: what tensors there are, without reading one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from ..actors.store_format import MAX_HEADER_BYTES
+from ..errors import CheckpointError
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Name -> dtype, shape, offsets; and `__metadata__`, where there is one.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("header is not an object")
+            return header
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
