@@ -97,7 +97,7 @@ class Fixture:
 
     def settle(self) -> None:
         """Let every copy arrive."""
-        for job in list(self.cache._jobs.values()):
+        for job in list(self.cache.loads.under_way.values()):
             assert job.done.wait(TIMEOUT_S)
         self.cache.poll()
         self.cache.check_integrity()
@@ -111,7 +111,7 @@ class Fixture:
                 go.release()
                 return super().wait(timeout)
 
-        self.cache._jobs[key].done = Awaited()
+        self.cache.loads.under_way[key].done = Awaited()
 
     def resident(self) -> set[int]:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
@@ -223,7 +223,7 @@ def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
 def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:
     fixture = make(4)
     fixture.cache.issue([Load(5, None, 0)])
-    assert fixture.cache._jobs[5].done.wait(TIMEOUT_S)
+    assert fixture.cache.loads.under_way[5].done.wait(TIMEOUT_S)
     fixture.cache.await_expert(5, 1)
     assert fixture.stats.layers[1].blocked_io_s == 0
 
@@ -431,7 +431,7 @@ def test_a_prefetch_that_fails_while_a_forward_waits_for_it_is_loaded_again(make
     fixture = make(2)
     fail_first(fixture, 1)
     fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
     plan = LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction)  # not polled: 4 still counts as arriving
     assert plan.arriving == 1
     fixture.cache.begin(1, plan)
@@ -447,7 +447,7 @@ def test_a_demand_load_after_a_failed_prefetch_may_fail_too(make: Make) -> None:
     fixture = make(2)
     fail_first(fixture, 2)
     fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
     fixture.cache.begin(1, LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction))
     with pytest.raises(RuntimeFailure, match="MoE layer 1 failed: for now"):
         fixture.cache.await_expert(4, 1)
@@ -460,7 +460,7 @@ def test_evicting_a_prefetch_that_fails_meanwhile(make: Make) -> None:
     fixture = make(1)
     fail_first(fixture, 1)
     fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
+    assert fixture.cache.loads.under_way[4].done.wait(TIMEOUT_S)
     fixture.cache.issue([Load(0, evict=4, after=0)])
     fixture.check_slot(0, fixture.cache.await_expert(0, 0))
     assert fixture.stats.layers[1].failed_prefetches == 1
@@ -472,8 +472,8 @@ def test_what_a_failed_forward_left_behind_does_not_fail_the_next(make: Make) ->
     fail_first(fixture, 2)
     with pytest.raises(RuntimeFailure, match="MoE layer 0 failed"):
         fixture.forward(0, 0, 1)
-    if 1 in fixture.cache._jobs:
-        assert fixture.cache._jobs[1].done.wait(TIMEOUT_S)
+    if 1 in fixture.cache.loads.under_way:
+        assert fixture.cache.loads.under_way[1].done.wait(TIMEOUT_S)
     fixture.forward(1, 0)
     assert fixture.stats.total().failed_prefetches == 0
 

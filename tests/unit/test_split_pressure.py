@@ -33,7 +33,7 @@ def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
     cache.poll()
     for segment in sorted(residency.held()):
         if draw(st.integers(0, 3)) == 0 and residency.state(segment) != State.ABSENT:
-            cache._evict(segment, call.layer)
+            cache.loads.evict(segment, call.layer)
     cache.check_integrity()
     cache.prefetch(call.prefetches)
     cache.check_integrity()
