@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ...actors.store_format import DTYPE_CODES, ITEM_BYTES, MAX_HEADER_BYTES, read_manifest
+from ...actors.store_format import DTYPE_CODES, read_manifest
+from ...actors.tensor_file import ITEM_BYTES, MAX_HEADER_BYTES
 from ...errors import CheckpointError, UnsupportedModelError
 from ..prompt import load_model_config
 from .spec import ModelFacts

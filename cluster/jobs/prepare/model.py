@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ....actors.store_format import DTYPE_CODES, ExpertShape, first_problem
+from ....actors.checksummed import first_problem
+from ....actors.store_format import DTYPE_CODES, ExpertShape
 from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint
 
