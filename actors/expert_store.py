@@ -19,16 +19,8 @@ from typing import Literal
 import numpy as np
 
 from ..errors import StoreError
-from .store_format import (
-    MANIFEST_NAME,
-    REBUILD,
-    STAMP_NAME,
-    FileRecord,
-    LayerFile,
-    Manifest,
-    read_header,
-    read_manifest,
-)
+from .store_format import MANIFEST_NAME, REBUILD, STAMP_NAME, FileRecord, LayerFile, Manifest, read_manifest
+from .tensor_file import read_header
 from .verified_files import ArrayView, FileStamp, VerifiedFiles, check_unchanged, map_arrays
 from .verified_files import hash_files as hash_files  # for those who write what a store holds
 

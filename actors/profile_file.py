@@ -26,7 +26,8 @@ from ..errors import StoreError
 from .checksummed import Checksummed
 from .policies.entropy import BINS, TEMPERATURES
 from .policies.expert_profile import ExpertProfile, Outputs
-from .store_format import Bytes, Count, FileRecord, Manifest, Sha256, _Frozen, model_fingerprint
+from .store_format import Count, FileRecord, Manifest, Sha256, _Frozen, model_fingerprint
+from .tensor_file import Bytes
 
 PROFILE_VERSION: Literal[1] = 1
 PROFILE_NAME = "profile.json"

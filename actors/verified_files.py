@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StoreError
-from .store_format import DATA_ALIGNMENT, FileRecord, read_header
+from .store_format import FileRecord
+from .tensor_file import DATA_ALIGNMENT, read_header
 
 # bfloat16 has no NumPy type: its bits travel as uint16, and the reader views them again.
 NUMPY_TYPES: Mapping[str, Any] = {

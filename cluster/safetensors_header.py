@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ..actors.store_format import MAX_HEADER_BYTES
+from ..actors.tensor_file import MAX_HEADER_BYTES
 from ..errors import CheckpointError
 
 

@@ -72,11 +72,15 @@ def substitute_tensors(
         theirs, own = probabilities.gather(1, out).double(), probabilities.gather(1, ids).double()
         values = torch.where(replaced & (own > 0), values * theirs / torch.where(own > 0, own, 1.0), values)
     if options.renormalise:
-        before, after = _summed(weights.double()), _summed(values)
-        scale = (left_out.any(dim=1) | (replaced.any(dim=1) & by_buddy)) & (after > 0)
-        scaled = values * before[:, None] / torch.where(after > 0, after, 1.0)[:, None]
-        values = torch.where(scale[:, None], scaled, values)
+        values = _renormalised(values, weights, left_out.any(dim=1) | (replaced.any(dim=1) & by_buddy))
     return ReplacedTensors(out, values.float(), counts)
+
+
+def _renormalised(values: torch.Tensor, weights: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """values [T, K], in `changed` rows [T] with the sum that weights [T, K] have there."""
+    before, after = _summed(weights.double()), _summed(values)
+    scaled = values * before[:, None] / torch.where(after > 0, after, 1.0)[:, None]
+    return torch.where((changed & (after > 0))[:, None], scaled, values)
 
 
 def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, temperature: float) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +25,7 @@ from .device import Device
 from .link_queue import copy_queue
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
-from .pool import ExpertSource, SlotPool
+from .pool import ExpertSource, LayerWeights, SlotPool
 from .stats import EngineStats, LayerStats
 from .timeline import Timeline
 from .virtual_link import VirtualClock, VirtualLoader, copy_now
@@ -54,15 +55,71 @@ def make_cache(
             memory than the budget. ConfigError: the policy keeps all experts resident, and they do not fit; or it
             splits experts that have biases.
     """
-    layers, policy = len(weights), settings.policy
-    keys = layers * shape.num_experts
+    policy, layers, keys = settings.policy, len(weights), len(weights) * shape.num_experts
     slot_bytes = shape.nbytes(dtype.itemsize)
+    bought = _divide(settings, shape, layers, slot_bytes, owned, top_k, replicas)
+    stats = EngineStats(
+        layers=[LayerStats() for _ in range(layers)],
+        expert_budget_bytes=bought.budget,
+        slots=bought.slots,
+        experts=keys,
+        executor=device.executor,
+    )
+    with _within_memory(bought.budget):
+        part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
+        pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
+    replica_layers: Sequence[LayerWeights] = () if replicas is None else replicas.layers
+    cache = ExpertCache(
+        pool,
+        weights,
+        device,
+        Residency(keys, bought.slots, slot_bytes),
+        make_eviction(
+            policy.eviction, layers, shape.num_experts, bought.cut is not None, replicas is not None,
+            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+        ),
+        PrefetchGovernor(policy.prefetch.min_useful),
+        stats,
+        Timeline(settings.trace),
+        _queue(settings, device, pool, weights, replica_layers, clock, lambda key: cache.bytes_of(key)),
+        time.perf_counter if clock is None else clock,
+        bought.cut,
+        policy.evict_writeback,
+        part,
+    )
+    return cache
+
+
+def _queue(
+    settings: EngineSettings, device: Device, pool: SlotPool, weights: Sequence[ExpertSource],
+    replicas: Sequence[LayerWeights], clock: VirtualClock | None, bytes_of: Callable[[int], int],
+) -> CopyQueue:  # fmt: skip
+    """What makes the cache's copies; on a stepped link's clock (None: the wall's) they take what the link says."""
+    if clock is None or settings.link.gbps is None:
+        return copy_queue(device, pool, weights, settings.copies, replicas)
+    return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), bytes_of, copy_now)
+
+
+@dataclass(frozen=True)
+class _Bought:
+    """What a budget of bytes buys on one device: slots of whole experts, how they are cut, slots of replicas."""
+
+    budget: int
+    slots: int
+    cut: CacheCut | None
+    replica_slots: int
+
+
+def _divide(
+    settings: EngineSettings, shape: ExpertShape, layers: int, slot_bytes: int, owned: int, top_k: int,
+    replicas: ReplicaWeights | None,
+) -> _Bought:  # fmt: skip
+    """The budget of a device by the policy; raises as `make_cache`."""
+    policy, keys = settings.policy, layers * shape.num_experts
     budget = budget_bytes(settings.budget, slot_bytes, keys)
-    slots, part = min(budget // slot_bytes, owned), None
+    slots, replica_slots = min(budget // slot_bytes, owned), 0
     if replicas is not None:
-        slots, low = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
-        with _within_memory(budget):
-            part = make_part(replicas, low, device.torch_device)
+        slots, replica_slots = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
             f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
@@ -73,40 +130,7 @@ def make_cache(
         cut = first_cut(policy.split, shape, layers, slots, top_k)
         if policy.split.kind == "fixed":  # nothing will ever use more
             slots = math.ceil(cut.total_neurons / shape.intermediate)
-    stats = EngineStats(
-        layers=[LayerStats() for _ in range(layers)],
-        expert_budget_bytes=budget,
-        slots=slots,
-        experts=keys,
-        executor=device.executor,
-    )
-    with _within_memory(budget):
-        pool = SlotPool.allocate(shape, slots, dtype, device.torch_device)
-    loader: CopyQueue
-    if clock is None or settings.link.gbps is None:
-        loader = copy_queue(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
-    else:
-        link = Link(settings.link.gbps, settings.link.latency_us)
-        loader = VirtualLoader(clock, link, lambda key: cache.bytes_of(key), copy_now)
-    cache = ExpertCache(
-        pool,
-        weights,
-        device,
-        Residency(keys, slots, slot_bytes),
-        make_eviction(
-            policy.eviction, layers, shape.num_experts, cut is not None, replicas is not None,
-            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
-        ),
-        PrefetchGovernor(policy.prefetch.min_useful),
-        stats,
-        Timeline(settings.trace),
-        loader,
-        time.perf_counter if clock is None else clock,
-        cut,
-        policy.evict_writeback,
-        part,
-    )
-    return cache
+    return _Bought(budget, slots, cut, replica_slots)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The expert cache: residency, slot tensors and loads, joined. What became of them, `ledger` counts.
+"""The expert cache: residency, slot tensors and loads, joined. Their life cycle is in `loads`, what became of them in
+`ledger`.
 
 An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
 one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
@@ -13,34 +14,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from ...errors import RuntimeFailure, StoreError
 from ..policies.eviction import EvictionPolicy
 from ..policies.plan import LayerPlan, Load
 from ..policies.prefetch.governor import PrefetchGovernor
-from ..policies.residency import Reservation, Residency, ResidencyError, State
+from ..policies.residency import Residency, ResidencyError, State
 from ..policies.split.cut import CacheCut
 from .ledger import CacheLedger
-from .loader import DEMAND, PREFETCH, Cause, CopyQueue, Loader, LoadJob
+from .loader import DEMAND, PREFETCH, CopyQueue, Loader
+from .loads import Loads
 from .low_bit_part import LowBitPart
 from .slot_map import SlotMap
 from .stats import EngineStats
 from .timeline import Timeline
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
-    from .device import Copied, Device
+    from .device import Device
     from .pool import ExpertSource, SlotPool
-
-
-class _NoBooks:
-    """For what a preload took, which no layer waited for."""
-
-    def timed(self, job: LoadJob, copied: Copied) -> None:
-        return None
-
-    def held(self, layer: int, start_s: float, end_s: float) -> None:
-        return None
 
 
 class ExpertCache:
@@ -83,11 +74,7 @@ class ExpertCache:
         low_bit: LowBitPart | None = None,
     ) -> None:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
-        self._loader: CopyQueue = Loader(device) if loader is None else loader
-        self._clock = clock
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
-        self._jobs: dict[int, LoadJob] = {}  # keys that are LOADING
-        self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
         self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
@@ -96,6 +83,9 @@ class ExpertCache:
         self.divided = cut is not None  # whether experts are cut in two; stays so
         self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided, low_bit is not None)
         self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.ledger.uses
+        self._queue: CopyQueue = Loader(device) if loader is None else loader
+        self.loads = Loads(self._queue, device, residency, eviction, self._map, self.ledger, clock, writeback)
+        self._under_way = self.loads.under_way
         if cut is not None:
             self._map.divide(cut)
         self.low_bit = low_bit
@@ -128,8 +118,7 @@ class ExpertCache:
         if not self.divided:
             raise ValueError("a cache of whole experts cannot be cut")
         self._map.check(cut)
-        for segment in [s for s, job in self._jobs.items() if self._loader.cancel(job)]:
-            self._release(segment)
+        self.loads.drop(self._under_way)
         self.flush()
         self._map.divide(cut)
         room, loads = list(self.residency.class_slots), list[int]()
@@ -138,25 +127,21 @@ class ExpertCache:
             if room[layer]:
                 room[layer] -= 1
                 loads.append(key)
-        self._loader.submit(self._reserve(loads, "migration"), PREFETCH)
+        self._queue.submit(self.loads.reserve(loads, "migration"), PREFETCH)
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
     def poll(self) -> None:
         """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
-        self._loader.poll()
-        if self._jobs:
-            for key in [k for k, job in self._jobs.items() if job.done.is_set()]:
-                self._land(key)
+        self._queue.poll()
+        if self._under_way:
+            self.loads.land_ended()
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: forget its queued prefetches that guessed wrong."""
-        if not self._jobs:
-            return
-        stale = [k for k, job in self._jobs.items() if job.layer == layer and job.prefetch and k not in needed]
-        for key in stale:
-            if self._loader.cancel(self._jobs[key]):
-                self._release(key)
+        if self._under_way:
+            jobs = self._under_way.items()
+            self.loads.drop([k for k, job in jobs if job.layer == layer and job.prefetch and k not in needed])
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
@@ -166,23 +151,23 @@ class ExpertCache:
         if not plan.arriving:
             return
         arriving = plan.run[plan.resident : plan.resident + plan.arriving]
-        self.ledger.arriving(layer, arriving, self._jobs)
+        self.ledger.arriving(layer, arriving, self._under_way)
         for key in arriving:
-            job = self._jobs[key]
+            job = self._under_way[key]
             if job.prefetch or (self.divided and job.cause == "migration"):  # a new cut's loads come after demand, too
-                self._loader.promote(job)
+                self._queue.promote(job)
 
     def issue(self, loads: Sequence[Load]) -> None:
         """Evict, reserve and queue these demand loads; each key is pinned."""
         for load in loads:
             if load.evict is not None:
-                self._evict(load.evict, self._layer_of(load.key))
-        jobs = self._reserve([load.key for load in loads], "demand")
+                self.loads.evict(load.evict, self._layer_of(load.key))
+        jobs = self.loads.reserve([load.key for load in loads], "demand")
         for load in loads:
             self.residency.pin(load.key)
         if self.decode_only and loads:
             self.ledger.demanded(loads)
-        self._loader.submit(jobs, DEMAND)
+        self._queue.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
         """The slot of a pinned expert, after waiting for its copy if it is still on its way.
@@ -191,12 +176,9 @@ class ExpertCache:
             RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
             StoreError: no node has the expert now.
         """
-        job = self._jobs.get(key)
+        job = self._under_way.get(key)
         if job is not None:
-            self._wait(job, layer)
-            if job.copied is None:
-                self._load_again(job, layer)
-            self._land(key)
+            self.loads.land_needed(job, layer)
         return self.residency.slot(key)
 
     def ran(self, keys: Sequence[int]) -> None:
@@ -227,18 +209,15 @@ class ExpertCache:
                 return False
             return residency.state(k) == State.RESIDENT and not residency.pinned(k)
 
-        absent = self._make_room(absent, may_go)
+        absent = self.loads.make_room(absent, may_go)
         self.ledger.guessed(absent, source)
-        self._loader.submit(self._reserve(absent, "prefetch"), PREFETCH)
+        self._queue.submit(self.loads.reserve(absent, "prefetch"), PREFETCH)
         return len(absent)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
         """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
         for segment in self.segments(keys):
-            job = self._jobs.get(segment)
-            if job is not None:
-                self._wait(job, layer)
-                self._land(segment)
+            self.loads.land_guess(segment, layer)
 
     def vacate(self, slots: int, layer: int) -> None:
         """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
@@ -250,7 +229,7 @@ class ExpertCache:
             slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
         )
         for victim in victims:
-            self._evict(victim, layer)
+            self.loads.evict(victim, layer)
         self.ledger.vacated(layer, victims)
 
     # -- around forwards ---------------------------------------------------------------------------------
@@ -271,36 +250,27 @@ class ExpertCache:
 
         if not keep_others:
             for victim in self.eviction.victims(residency.slots, may_go):
-                self._evict(victim, self._layer_of(victim))
-        self._loader.submit(self._reserve(self._make_room(absent, may_go), "migration"), DEMAND)
+                self.loads.evict(victim, self._layer_of(victim))
+        self._queue.submit(self.loads.reserve(self.loads.make_room(absent, may_go), "migration"), DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
-        jobs = self._reserve(self._make_room(self.segments(keys), lambda k: False), "demand")
-        self._loader.submit(jobs, DEMAND)
-        for job in jobs:
-            job.done.wait()
-            if job.copied is None:
-                self._fail(job)
-            self._publish(job)
-        self._loader.tell(_NoBooks())
-        self.ledger.preloaded(jobs)
+        fit = self.loads.make_room(self.segments(keys), lambda k: False)
+        self.ledger.preloaded(self.loads.preload(fit))
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
-        for key in list(self._jobs):
-            self._jobs[key].done.wait()
-            self._land(key)
+        self.loads.land_all()
         self.settle_times()
         for key in list(self.residency.held()):
-            self._evict(key, self._layer_of(key))
+            self.loads.evict(key, self._layer_of(key))
 
     def settle_times(self) -> None:
         """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late.
 
         Not between a layer's two looks at its counters: what comes late is counted for the forward's way here.
         """
-        self._loader.tell(self.ledger)
+        self._queue.tell(self.ledger)
 
     def abandon(self) -> None:
         """The forward under way failed: what it pinned may go. Its loads still arrive."""
@@ -310,151 +280,16 @@ class ExpertCache:
         """Raise ResidencyError unless slots, jobs and policy agree."""
         residency = self.residency
         residency.check_integrity()
+        self.loads.check_integrity()
         held = set(residency.held())
-        loading = {key: residency.slot(key) for key in held if residency.state(key) == State.LOADING}
-        if loading != {key: job.reservation.slot for key, job in self._jobs.items()}:
-            raise ResidencyError(f"loading are {loading}, but loads are under way for {sorted(self._jobs)}")
         if held != set(self.eviction.victims(residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
         self.ledger.check_integrity(held)
 
     @property
     def loads_in_flight(self) -> int:
-        return self._loader.pending
+        return self._queue.pending
 
     def close(self) -> None:
         """Stop the loader. Safe to call twice."""
-        self._loader.close()
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _make_room(self, absent: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
-        """Evict for these absent ones; those of them that have room now, in the same order."""
-        residency, fit = self.residency, list[int]()
-        for slot_class, keys in residency.by_class(absent).items():
-            short = len(keys) - residency.free_of(slot_class)
-            for victim in self.eviction.of_class(slot_class).victims(short, may_go):
-                self._evict(victim, self._layer_of(victim))
-            fit += keys[: residency.free_of(slot_class)]
-        if len(residency.class_slots) == 1:
-            return fit
-        found = set(fit)
-        return [key for key in absent if key in found]
-
-    def _reserve(self, keys: Sequence[int], cause: Cause) -> list[LoadJob]:
-        """Slots for absent experts and their jobs. Whatever ran in these slots is before one mark for all of them."""
-        after, jobs = self.device.mark_use() if keys else None, list[LoadJob]()
-        for key in keys:
-            reservation = self.residency.reserve(key)
-            self.eviction.admitted(key)
-            jobs.append(self._new_job(reservation, cause, after))
-        return jobs
-
-    def _new_job(self, reservation: Reservation, cause: Cause, after: Any) -> LoadJob:
-        key = reservation.key
-        dst, src = self._map.copy_of(reservation)
-        job = self._jobs[key] = LoadJob(
-            reservation=reservation,
-            dst=dst,
-            src=src,
-            after=after,
-            layer=self._layer_of(key),
-            cause=cause,
-            done=self._loader.event(),
-            writeback=self._unwritten is not None and reservation.slot in self._unwritten,
-        )
-        if job.writeback and self._unwritten is not None:
-            self._unwritten.remove(reservation.slot)
-        return job
-
-    def _land(self, key: int) -> bool:
-        """Make a finished copy resident. False if it failed: then its slot is free."""
-        job = self._jobs[key]
-        copied = job.copied
-        if copied is None:
-            self._drop_failed(job)
-            return False
-        self._publish(job)
-        self.ledger.landed(job, copied)
-        return True
-
-    def _publish(self, job: LoadJob) -> None:
-        self.residency.publish(job.reservation)
-        del self._jobs[job.reservation.key]
-
-    def _load_again(self, job: LoadJob, layer: int) -> None:
-        """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
-        if job.cause != "demand" and job.error is not None:
-            self.ledger.failed(job)
-            self.ledger.forget(job.reservation.key)
-            job = self._new_job(job.reservation, "demand", job.after)
-            self._loader.submit([job], DEMAND)
-            self._wait(job, layer)
-        if job.copied is None:
-            self._fail(job)
-
-    def _drop_failed(self, job: LoadJob) -> None:
-        """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
-        if job.error is None:
-            self._fail(job)
-        self.ledger.failed(job)
-        self._release(job.reservation.key)
-
-    def _fail(self, job: LoadJob) -> NoReturn:
-        """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""
-        self.abandon()
-        self._forget(job)
-        if job.error is None:
-            raise RuntimeFailure("the expert cache was closed during a forward", "start a new worker")
-        if isinstance(job.error, StoreError):  # says it better, and may pass
-            raise job.error
-        raise RuntimeFailure(
-            f"copying an expert of MoE layer {job.layer} failed: {job.error}", "run again; report it if it stays"
-        ) from job.error
-
-    def _release(self, key: int) -> None:
-        """Undo the reservation of a load that was cancelled or failed."""
-        job = self._jobs[key]
-        self.ledger.cancelled(key, job.moved_share)
-        self._forget(job)
-
-    def _forget(self, job: LoadJob) -> None:
-        key = job.reservation.key
-        if job.writeback and job.cancelled and self._unwritten is not None:
-            self._unwritten.add(job.reservation.slot)
-        del self._jobs[key]
-        self.ledger.forget(key)
-        self.residency.release(job.reservation)
-        self.eviction.removed(key)
-
-    def _wait(self, job: LoadJob, layer: int) -> None:
-        """Have the compute wait until a copy is done; the time is `layer`'s, whose forward waits."""
-        if job.done.is_set():
-            return
-        start_s = self._clock()
-        if self._loader.join(job, layer):
-            self.ledger.waited(layer, start_s, self._clock())
-
-    def _overtake(self, job: LoadJob, layer: int) -> None:
-        """Have the slot of a copy under way given to another one; where that takes time it is `layer`'s."""
-        if job.done.is_set():
-            return
-        start_s = self._clock()
-        if self._loader.overtake(job):
-            self.ledger.waited(layer, start_s, self._clock())
-
-    def _evict(self, key: int, layer: int) -> None:
-        """Free a slot, for the forward of `layer`; a copy under way into it comes to its end first."""
-        job = self._jobs.get(key)
-        if job is not None:
-            if self._loader.cancel(job):
-                self._release(key)
-                return
-            self._overtake(job, layer)
-            if not self._land(key):
-                return
-        if self._unwritten is not None and key < self._map.keys:  # replicas are no working copies
-            self._unwritten.add(self.residency.slot(key))
-        self.residency.evict(key)
-        self.eviction.removed(key)
-        self.ledger.evicted(key)
+        self._queue.close()

@@ -125,18 +125,7 @@ class ExpertEngine:
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             planner = LoadOnMiss()
-            if settings.shards.count > 1 or shards:
-                self.shards = Shards(
-                    settings.shards, shards, layers, shape.num_experts, shape.hidden, self._stats,
-                    self.activations.supply,
-                )  # fmt: skip
-                self._placer = GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
-            if policy.uses_ndp:
-                self.ndp = self._make_ndp(settings, shape, blocks, ndp)
-                self._placer = make_placer(
-                    settings, self.cache, planner, shape, self.shards, self.ndp,
-                    self.kernels.of(blocks[0]), tables,
-                )  # fmt: skip
+            self._placer = self._make_placer(settings, shape, blocks, planner, shards, ndp, tables)
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
@@ -149,6 +138,23 @@ class ExpertEngine:
         except BaseException:
             self.close()
             raise
+
+    def _make_placer(
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], planner: LoadOnMiss,
+        shards: Sequence[PeerLink], ndp: Sequence[PeerLink], tables: ReplicaTables | None,
+    ) -> Placer | None:  # fmt: skip
+        """Who sends experts to other processes, and with it `shards` and `ndp`; None: all of them run here."""
+        if settings.shards.count > 1 or shards:
+            self.shards = Shards(
+                settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
+                self.activations.supply,
+            )  # fmt: skip
+        if settings.policy.uses_ndp:
+            self.ndp = self._make_ndp(settings, shape, blocks, ndp)
+            return make_placer(
+                settings, self.cache, planner, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables
+            )
+        return None if self.shards is None else GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
 
     def _make_ndp(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]

@@ -21,10 +21,10 @@ from ..links import StoreLink
 from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
 from ..store_format import ExpertShape
-from .activations import Activations, activations_of
+from .activations import Activations
 from .allocate import make_cache
 from .device import Device
-from .devices import make_device
+from .devices import activations_of, make_device
 from .held import told
 from .kernel_choice import Kernels
 from .matching import tell_eviction, wanted_keys

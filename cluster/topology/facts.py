@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ...actors.store_format import DTYPE_CODES, ITEM_BYTES, read_manifest
+from ...actors.store_format import DTYPE_CODES, read_manifest
+from ...actors.tensor_file import ITEM_BYTES
 from ...errors import CheckpointError, UnsupportedModelError
 from ..prompt import load_model_config
 from ..safetensors_header import read_header

@@ -114,6 +114,24 @@ def _permitted(
 
 
 @triton.jit
+def _by_buddy(values, row, ids, picked, replaced, used):
+    """values [SLOTS], those of replaced slots times what the buddy's probability is to the picked expert's."""
+    theirs = tl.load(row + ids, mask=used, other=0.0).to(tl.float64)
+    own = tl.load(row + picked, mask=used, other=0.0).to(tl.float64)
+    ratio = values * theirs / tl.where(own > 0, own, own * 0 + 1.0)
+    return tl.where(replaced & (own > 0), ratio, values)
+
+
+@triton.jit
+def _renormalised(values, weights, changed, slots, K: tl.constexpr):
+    """values [SLOTS], with the sum of weights [SLOTS] where something has changed."""
+    before = _summed(weights, slots, K)
+    after = _summed(values, slots, K)
+    scaled = values * before / tl.where(after > 0, after, after * 0 + 1.0)
+    return tl.where(slots < tl.where(changed & (after > 0), K, 0), scaled, values)
+
+
+@triton.jit
 def _kernel(
     ids_in, weights_in, probabilities, replace, reach, buddies, similarity, table, ids_out, weights_out, counts,
     rho, E, R, search,
@@ -173,19 +191,12 @@ def _kernel(
         ids = tl.where(left_out, _at(ids, slots, kept), ids)
     values = tl.where(left_out, weights * 0, weights)
     if BY_BUDDY:
-        row = probabilities + t * E
-        theirs = tl.load(row + ids, mask=used, other=0.0).to(tl.float64)
-        own_p = tl.load(row + picked, mask=used, other=0.0).to(tl.float64)
-        ratio = values * theirs / tl.where(own_p > 0, own_p, own_p * 0 + 1.0)
-        values = tl.where(replaced & (own_p > 0), ratio, values)
+        values = _by_buddy(values, probabilities + t * E, ids, picked, replaced, used)
     if RENORMALISE:
-        before = _summed(weights, slots, K)
-        after = _summed(values, slots, K)
         changed = left > 0
         if BY_BUDDY:
             changed = changed | (count > 0)
-        scaled = values * before / tl.where(after > 0, after, after * 0 + 1.0)
-        values = tl.where(slots < tl.where(changed & (after > 0), K, 0), scaled, values)
+        values = _renormalised(values, weights, changed, slots, K)
     tl.store(ids_out + t * K + slots, ids, mask=used)
     tl.store(weights_out + t * K + slots, values.to(tl.float32), mask=used)
     tl.store(counts + 2 * t, count)

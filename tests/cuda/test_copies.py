@@ -117,8 +117,8 @@ def test_kernels_see_the_right_bytes(
     cache = cache_of(device, weights, slots, dtype, ahead_mib=1)
     looker = Looker(cache, weights, device.torch_device)
     try:
-        assert isinstance(cache._loader, StreamQueue)
-        assert place != "pinned" or all(cache._loader._pinned)
+        assert isinstance(cache.loads.queue, StreamQueue)
+        assert place != "pinned" or all(cache.loads.queue._pinned)
         looker.drive(0, 60)
         cache.flush()
         cache.check_integrity()

@@ -35,7 +35,7 @@ def test_same_tokens_through_streams(
         waits = gpu.synchronized
         assert greedy(worker, prompts, TOKENS) == expected
         stats = worker.stats().total()
-        assert isinstance(cache._loader, StreamQueue)
+        assert isinstance(cache.loads.queue, StreamQueue)
         assert plan["executor"] == "real"
         everything = sum(sum(t.nbytes for t in layer.tensors) for layer in worker._sources.mapped)
         assert plan["pinned_bytes"] + plan["staged_bytes"] == everything

@@ -1,144 +1,22 @@
-"""The expert cache on a tiny pool: what it counts, what it cancels, what it waits for, what it leaves behind."""
+"""The expert cache on a tiny pool: what it counts, what it cancels, what it waits for, what it evicts."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
+from cache_rig import LAYERS, SLOT_BYTES, TIMEOUT_S, Make, caches
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.device import Copied
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.stats import LayerStats
 from tiermoe.actors.engine.timeline import Timeline
-from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.plan import Load, LoadOnMiss
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
-from tiermoe.actors.policies.residency import Residency, ResidencyError, State
-from tiermoe.actors.settings import LinkSettings
-from tiermoe.actors.store_format import ExpertShape
-from tiermoe.errors import RuntimeFailure
-
-TIMEOUT_S = 30
-LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1
-SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=3, gates=2, has_bias=True)
-SLOT_BYTES = SHAPE.nbytes(4)
-
-
-class GatedDevice(CpuDevice):
-    """Copies pass one by one through `go` while `held`; a copy fails where `failing` says so."""
-
-    def __init__(self) -> None:
-        super().__init__(LinkSettings())
-        self.held = False
-        self.go = threading.Semaphore(0)
-        self.started: queue.Queue[None] = queue.Queue()
-        self.failing: Exception | None = None
-
-    def copy(self, dst: Any, src: Any, after: Any) -> Copied:
-        self.started.put(None)
-        if self.held:
-            assert self.go.acquire(timeout=TIMEOUT_S)
-        if self.failing is not None:
-            raise self.failing
-        return super().copy(dst, src, after)
-
-    def await_start(self) -> None:
-        self.started.get(timeout=TIMEOUT_S)
-
-
-class Fixture:
-    """A cache of `slots` slots over bfloat16 weights, with what a test looks at."""
-
-    def __init__(self, slots: int, device: CpuDevice) -> None:
-        generator = torch.Generator().manual_seed(0)
-        shapes = SHAPE.stacked().values()
-        self.weights = [
-            LayerWeights(tuple(torch.randn(shape, generator=generator).bfloat16() for shape in shapes))
-            for _ in range(LAYERS)
-        ]
-        self.device = device
-        self.governor = PrefetchGovernor(0.5)
-        self.residency = Residency(LAYERS * EXPERTS, slots, SLOT_BYTES)
-        pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
-        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        self.cache = ExpertCache(
-            pool, self.weights, device, self.residency, Lru(), self.governor, self.stats, Timeline(True)
-        )
-
-    def forward(self, layer: int, *experts: int) -> None:
-        """One layer as `MoeLayer` runs it; every slot must hold the weights of its expert at its turn."""
-        cache, needed = self.cache, [layer * EXPERTS + e for e in experts]
-        cache.poll()
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        for i, key in enumerate(plan.run, start=1):
-            self.check_slot(key, cache.await_expert(key, layer))
-            cache.ran([key])
-            cache.issue([load for load in plan.loads if load.after == i])
-        cache.check_integrity()
-
-    def check_slot(self, key: int, slot: int) -> None:
-        layer, expert = divmod(key, EXPERTS)
-        for found, stored in zip(self.cache.pool.slot(slot), self.weights[layer].expert(expert), strict=True):
-            assert torch.equal(found, stored.float())
-
-    def prefetch(self, *keys: int) -> int:
-        """Prefetch and let all of it arrive."""
-        queued = self.cache.prefetch(keys)
-        self.settle()
-        return queued
-
-    def settle(self) -> None:
-        """Let every copy arrive."""
-        for job in list(self.cache._jobs.values()):
-            assert job.done.wait(TIMEOUT_S)
-        self.cache.poll()
-        self.cache.check_integrity()
-
-    def release_when_awaited(self, key: int) -> None:
-        """Let the held copy of `key` through once somebody waits for it."""
-        go = self.device.go
-
-        class Awaited(threading.Event):
-            def wait(self, timeout: float | None = None) -> bool:
-                go.release()
-                return super().wait(timeout)
-
-        self.cache._jobs[key].done = Awaited()
-
-    def resident(self) -> set[int]:
-        return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
-
-    @property
-    def outcomes(self) -> tuple[int, int]:
-        """Prefetches used and wasted, as the governor was told."""
-        return self.governor._used, self.governor._wasted
-
-
-Make = Callable[[int], Fixture]
+from tiermoe.actors.policies.plan import Load
+from tiermoe.actors.policies.residency import ResidencyError, State
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made = []
-
-    def build(slots: int) -> Fixture:
-        made.append(Fixture(slots, GatedDevice()))
-        return made[-1]
-
-    yield build
-    for fixture in made:
-        for _ in range(50):
-            fixture.device.go.release()
-        fixture.cache.close()
+    with caches() as make:
+        yield make
 
 
 def counters(stats: LayerStats, *names: str) -> dict[str, float]:
@@ -224,7 +102,7 @@ def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
 def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:
     fixture = make(4)
     fixture.cache.issue([Load(5, None, 0)])
-    assert fixture.cache._jobs[5].done.wait(TIMEOUT_S)
+    assert fixture.cache.loads.under_way[5].done.wait(TIMEOUT_S)
     fixture.cache.await_expert(5, 1)
     assert fixture.stats.layers[1].blocked_io_s == 0
 
@@ -338,18 +216,6 @@ def test_migration_keeps_others_where_there_is_room(make: Make) -> None:
     fixture.cache.check_integrity()
 
 
-def test_a_failed_migration_is_loaded_on_demand(make: Make) -> None:
-    fixture = make(2)
-    fixture.device.failing = OSError("unplugged")
-    fixture.cache.migrate([4], keep_others=False)
-    fixture.settle()
-    fixture.device.failing = None
-    fixture.forward(1, 0)
-    assert fixture.stats.layers[1].bytes_loaded_demand == SLOT_BYTES
-    assert fixture.stats.layers[1].bytes_loaded_migration == 0
-    assert fixture.stats.layers[1].failed_prefetches == 0
-
-
 def test_loads_of_pure_decode_forwards_are_counted(make: Make) -> None:
     fixture = make(4)
     fixture.forward(0, 0)
@@ -377,115 +243,6 @@ def test_the_pool_is_allocated_once(make: Make) -> None:
     assert fixture.stats.expert_bytes_peak == fixture.cache.pool.bytes == 3 * SLOT_BYTES
 
 
-def test_a_failing_copy_is_a_typed_error_and_leaves_no_trace(make: Make) -> None:
-    """Guards the release of a failed load that the forward had pinned: it raised a bookkeeping error instead."""
-    fixture = make(3)
-    fixture.forward(0, 0)
-    fixture.device.failing = OSError("the mapping is gone")
-    with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: the mapping is gone") as raised:
-        fixture.forward(0, 0, 1, 2)
-    assert raised.value.__cause__ is fixture.device.failing
-    assert fixture.residency.state(1) == State.ABSENT
-    assert not any(fixture.residency.pinned(key) for key in range(8))
-    fixture.cache.check_integrity()
-
-
-def test_the_cache_works_again_once_copies_do(make: Make) -> None:
-    fixture = make(2)
-    fixture.device.failing = OSError("for now")
-    with pytest.raises(RuntimeFailure):
-        fixture.forward(0, 0)
-    fixture.device.failing = None
-    for layer in (0, 1):
-        fixture.forward(layer, 0, 1, 2, 3)
-
-
-def test_a_failed_prefetch_is_dropped_and_loaded_on_demand(make: Make) -> None:
-    """Guards promise 6: a guess that could not be copied failed the next forward, which may not even need it."""
-    fixture = make(2)
-    fixture.device.failing = OSError("for now")
-    assert fixture.prefetch(4, 5) == 2
-    fixture.device.failing = None
-    assert fixture.residency.free_slots == 2
-    assert fixture.outcomes == (0, 2)
-    fixture.forward(0, 0)
-    fixture.forward(1, 0)
-    fixture.forward(1, 0)
-    stats = fixture.stats.layers[1]
-    assert (stats.failed_prefetches, stats.prefetched_hits, stats.hits, stats.misses) == (2, 0, 1, 1)
-    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_demand, stats.bytes_wasted) == (0, SLOT_BYTES, 0)
-
-
-def fail_first(fixture: Fixture, failures: int) -> None:
-    """The next `failures` copies raise, later ones go through."""
-    copy, left = fixture.device.copy, iter(range(failures))
-
-    def failing(*args: Any) -> Copied:
-        if next(left, None) is not None:
-            raise OSError("for now")
-        return copy(*args)
-
-    fixture.device.copy = failing
-
-
-def test_a_prefetch_that_fails_while_a_forward_waits_for_it_is_loaded_again(make: Make) -> None:
-    fixture = make(2)
-    fail_first(fixture, 1)
-    fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
-    plan = LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction)  # not polled: 4 still counts as arriving
-    assert plan.arriving == 1
-    fixture.cache.begin(1, plan)
-    fixture.check_slot(4, fixture.cache.await_expert(4, 1))
-    fixture.cache.ran([4])
-    fixture.cache.check_integrity()
-    stats = fixture.stats.layers[1]
-    assert (stats.failed_prefetches, stats.late_prefetches, stats.bytes_loaded_demand) == (1, 1, SLOT_BYTES)
-    assert stats.bytes_loaded_prefetch == 0
-
-
-def test_a_demand_load_after_a_failed_prefetch_may_fail_too(make: Make) -> None:
-    fixture = make(2)
-    fail_first(fixture, 2)
-    fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
-    fixture.cache.begin(1, LoadOnMiss().plan([4], fixture.residency, fixture.cache.eviction))
-    with pytest.raises(RuntimeFailure, match="MoE layer 1 failed: for now"):
-        fixture.cache.await_expert(4, 1)
-    fixture.cache.check_integrity()
-    assert not fixture.residency.pinned(4)
-    fixture.forward(1, 0)
-
-
-def test_evicting_a_prefetch_that_fails_meanwhile(make: Make) -> None:
-    fixture = make(1)
-    fail_first(fixture, 1)
-    fixture.cache.prefetch([4])
-    assert fixture.cache._jobs[4].done.wait(TIMEOUT_S)
-    fixture.cache.issue([Load(0, evict=4, after=0)])
-    fixture.check_slot(0, fixture.cache.await_expert(0, 0))
-    assert fixture.stats.layers[1].failed_prefetches == 1
-
-
-def test_what_a_failed_forward_left_behind_does_not_fail_the_next(make: Make) -> None:
-    """Guards a second failing load of one forward: its error was raised in the next forward, which did not need it."""
-    fixture = make(3)
-    fail_first(fixture, 2)
-    with pytest.raises(RuntimeFailure, match="MoE layer 0 failed"):
-        fixture.forward(0, 0, 1)
-    if 1 in fixture.cache._jobs:
-        assert fixture.cache._jobs[1].done.wait(TIMEOUT_S)
-    fixture.forward(1, 0)
-    assert fixture.stats.total().failed_prefetches == 0
-
-
-def test_a_failing_preload_is_a_typed_error(make: Make) -> None:
-    fixture = make(3)
-    fixture.device.failing = OSError("the mapping is gone")
-    with pytest.raises(RuntimeFailure, match="the mapping is gone"):
-        fixture.cache.preload(range(3))
-
-
 def test_prefetch_keeps_what_nearer_layers_want(make: Make) -> None:
     fixture = make(2)
     fixture.prefetch(4, 5)
@@ -505,22 +262,6 @@ def test_span_names_are_built_only_for_a_timeline(make: Make, monkeypatch: pytes
     fixture.release_when_awaited(5)
     fixture.cache.await_expert(5, 1)
     assert fixture.stats.layers[1].blocked_io_s > 0
-
-
-def test_close_ends_a_forward_that_waits(make: Make) -> None:
-    fixture = make(2)
-    fixture.device.held = True
-    fixture.cache.issue([Load(0, None, 0), Load(1, None, 0)])
-    fixture.device.await_start()
-    closing = threading.Thread(target=fixture.cache.close)
-    closing.start()
-    with pytest.raises(RuntimeFailure, match="closed"):
-        fixture.cache.await_expert(1, 0)
-    fixture.device.go.release()
-    closing.join(TIMEOUT_S)
-    assert not closing.is_alive()
-    with pytest.raises(RuntimeFailure, match="closed"):
-        fixture.cache.prefetch([4])
 
 
 def test_check_integrity_sees_a_disagreement(make: Make) -> None:

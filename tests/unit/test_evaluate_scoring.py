@@ -142,7 +142,7 @@ def started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def closed(worker: GpuWorker) -> bool:
-    return worker.engine.cache._loader._closed
+    return worker.engine.cache.loads.queue._closed
 
 
 def test_lossless_costs_nothing_and_noise_does(model: Path, started: list[GpuWorker]) -> None:

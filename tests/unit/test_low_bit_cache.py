@@ -112,7 +112,7 @@ class Mixed:
         return _gate(hidden @ gate_up.reshape(-1, HIDDEN).t()) @ down
 
     def settle(self) -> None:
-        for job in list(self.cache._jobs.values()):
+        for job in list(self.cache.loads.under_way.values()):
             job.done.wait()
         self.cache.poll()
         self.cache.check_integrity()

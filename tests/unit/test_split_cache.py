@@ -73,7 +73,7 @@ class Split:
         cache.check_integrity()
 
     def settle(self) -> None:
-        for job in list(self.cache._jobs.values()):
+        for job in list(self.cache.loads.under_way.values()):
             assert job.done.wait(30)
         self.cache.poll()
         self.cache.check_integrity()
@@ -118,8 +118,8 @@ def test_synchronous_prefetch_waits_for_both_segments(split: Split) -> None:
 
 
 def test_a_wrong_guess_that_is_cancelled_gives_both_slots_back(split: Split) -> None:
-    split.cache._loader.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
-    split.cache._loader.submit = lambda jobs, priority: None  # type: ignore[method-assign]
+    split.cache.loads.queue.cancel = lambda job: True  # type: ignore[method-assign]  # none has started
+    split.cache.loads.queue.submit = lambda jobs, priority: None  # type: ignore[method-assign]
     assert split.cache.prefetch([0]) == 2
     split.cache.drop_stale(0, [])
     assert (split.residency.free_of(0), split.residency.free_of(LAYERS)) == (2, 3)

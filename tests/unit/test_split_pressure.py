@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -28,12 +29,12 @@ def a_cut(draw: st.DrawFn, case: Case, tops: Sequence[int]) -> CacheCut:
 
 
 def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
-    """Evict some of what is held, and guess."""
-    cache, residency = engine.cache, engine.cache.residency
+    """Evict some of what is held, and guess. What is held is the loader's affair: no draw depends on it."""
+    cache, residency, chance = engine.cache, engine.cache.residency, random.Random(draw(st.integers(0, 999)))
     cache.poll()
     for segment in sorted(residency.held()):
-        if draw(st.integers(0, 3)) == 0 and residency.state(segment) != State.ABSENT:
-            cache._evict(segment, call.layer)
+        if chance.random() < 0.25 and residency.state(segment) != State.ABSENT:
+            cache.loads.evict(segment, call.layer)
     cache.check_integrity()
     cache.prefetch(call.prefetches)
     cache.check_integrity()

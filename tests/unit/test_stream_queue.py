@@ -124,7 +124,7 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[CacheCut] = ()) -> N
     if what == 0:
         for key in sorted(rig.residency.held()):
             if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
-                cache._evict(key, 0)
+                cache.loads.evict(key, 0)
     elif what == 1:
         cache.prefetch(chance.sample(range(KEYS), 3))
     elif what == 2 and not cuts:
@@ -410,11 +410,11 @@ def test_after_close_nothing_is_taken() -> None:
     rig = Rig(4, ahead=1)
     rig.gpu.idle = True
     rig.cache.prefetch([4, 5])
-    waiting = rig.cache._jobs[5]
+    waiting = rig.cache.loads.under_way[5]
     rig.cache.close()
     assert waiting.cancelled
     assert waiting.done.is_set()
-    assert rig.cache._jobs[4].done.is_set()  # enqueued: it came to its end
+    assert rig.cache.loads.under_way[4].done.is_set()  # enqueued: it came to its end
     with pytest.raises(RuntimeFailure, match="closed"):
         rig.cache.issue([Load(0, None, 0)])
     rig.cache.close()
@@ -425,7 +425,7 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
     rig = Rig(1)
     rig.gpu.idle = True
     rig.forward(0, [0])
-    rig.cache._evict(0, 0)
-    job = rig.cache._new_job(rig.residency.reserve(5), "demand", None)  # no mark of the slot's last use
+    rig.cache.loads.evict(0, 0)
+    job = rig.cache.loads.new_job(rig.residency.reserve(5), "demand", None)  # no mark of the slot's last use
     with pytest.raises(Hazard, match="writes what compute reads"):
         rig.queue.submit([job], DEMAND)

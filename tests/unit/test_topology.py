@@ -1,4 +1,4 @@
-"""The topology planner: exact plans on tiny clusters, every refusal, balance, the prediction's arithmetic."""
+"""The topology planner: ownership, exact plans on tiny clusters, balance."""
 
 from __future__ import annotations
 
@@ -6,60 +6,15 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from topology_cases import ALL, NDP, a_node, places_of, plan
 
-from tiermoe.actors.policies.cost import NdpProfile, Work, batch_cost
 from tiermoe.actors.policies.sharding import owned_experts, shard_of, spread_by_bytes
-from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.sections import HardwareConfig
-from tiermoe.cluster.topology.estimate import Hardware, Prediction, predict, resolve_hardware
-from tiermoe.cluster.topology.nodes import nodes_from_file, nodes_from_ray
-from tiermoe.cluster.topology.plan import NODE_ID_LABEL, PlannedBytes, Topology
-from tiermoe.cluster.topology.planner import plan_topology
-from tiermoe.cluster.topology.spec import (
-    ClusterSpec,
-    LowBitSpec,
-    ModelFacts,
-    NdpSpec,
-    NodeInfo,
-    cluster_spec,
-    replica_bytes,
-)
-from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels.pack import PackedShape
-
-# 4 layers of 8 experts of 48 numbers: 96 bytes stored, 768 bytes a layer, 3072 in all; 192 bytes in a float32 slot.
-_FACTS = ModelFacts("tiny", 4, 8, 2, 4, 4, 2, 48, 100, 4, 2, "test")
-_ALL = (0, 1, 2, 3)
-_PROFILE: dict[str, Any] = {
-    "name": "ndp", "memory_gbps": 1, "capacity_bytes": 10_000, "arrays": 1, "array_rows": 4, "array_cols": 4,
-    "clock_ghz": 1, "narrowest_bits": 1, "link_gbps": 1, "link_latency_us": 1,
-}  # fmt: skip
-_NDP = NdpSpec(None, 2, (4,), 40, 10_000, _PROFILE, 4.0, 64, None)
-_SPEC = ClusterSpec(
-    shards=1, ownership="layer-expert", strategy="pack", lead=None, gpu=True, threads=2, policy="p", budget_bytes=768,
-    slot_bytes=192, compute_item_bytes=4, preload=False, prefetch=False, dense_bytes=400, kv_bytes=64,
-    gpu_memory_bytes=10_000, store_layout="replicated", store_nodes="workers", store_copies=1, ndp=None,
-)  # fmt: skip
-
-
-def _node(name: str, *, alive: bool = True, memory: int | None = 100_000, **resources: float) -> NodeInfo:
-    held = resources | ({"memory": float(memory)} if memory is not None else {})
-    return NodeInfo(name, f"10.0.0.{ord(name[0])}", alive, held, {NODE_ID_LABEL: name})
-
-
-def _plan(nodes: list[NodeInfo], **changes: Any) -> Topology:
-    return plan_topology(replace(_SPEC, **changes), _FACTS, nodes)
-
-
-def _places(topology: Topology) -> dict[str, str]:
-    return {actor.name: actor.node for actor in topology.actors}
-
+from tiermoe.cluster.topology.plan import NODE_ID_LABEL, PlannedBytes
+from tiermoe.errors import ConfigError
 
 # ownership
 
@@ -109,13 +64,13 @@ def test_spread_by_bytes_goes_round_for_equal_sizes_and_follows_bytes_else() -> 
 
 
 def test_one_gpu_is_what_deploy_places_today() -> None:
-    topology = _plan([_node("a", CPU=3, GPU=1)])
+    topology = plan([a_node("a", CPU=3, GPU=1)])
     (group,) = topology.groups
     assert (group.strategy, group.bundles) == ("STRICT_PACK", ({"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}))
     assert group.selectors == ({}, {})  # one node: nothing to choose
     assert [(a.name, a.bundle, a.experts, a.layers) for a in topology.actors] == [
-        ("lead", 0, 32, _ALL),
-        ("store-0", 1, 32, _ALL),
+        ("lead", 0, 32, ALL),
+        ("store-0", 1, 32, ALL),
     ]
     assert topology.lead.nbytes == PlannedBytes(dense=400, kv=64, slots=768)
     (load,) = topology.loads
@@ -126,13 +81,13 @@ def test_one_gpu_is_what_deploy_places_today() -> None:
 
 
 def test_a_cpu_stand_in_takes_host_memory() -> None:
-    (load,) = _plan([_node("a", CPU=3)], gpu=False).loads
+    (load,) = plan([a_node("a", CPU=3)], gpu=False).loads
     assert load.host_bytes == 3072 + 1232
     assert load.resources == {"CPU": (3.0, 3.0)}
 
 
 def test_four_shards_on_one_node_share_its_store() -> None:
-    topology = _plan([_node("a", CPU=9, GPU=4)], shards=4)
+    topology = plan([a_node("a", CPU=9, GPU=4)], shards=4)
     names = [actor.name for actor in topology.actors]
     assert names == ["lead", "shard-1", "shard-2", "shard-3", "store-0", "directory"]
     assert {actor.experts for actor in topology.having("lead", "shard")} == {8}
@@ -142,16 +97,16 @@ def test_four_shards_on_one_node_share_its_store() -> None:
 
 
 def test_slots_are_no_more_than_the_experts_that_a_shard_owns() -> None:
-    topology = _plan([_node("a", CPU=9, GPU=4)], shards=4, budget_bytes=100 * 192, gpu_memory_bytes=None)
+    topology = plan([a_node("a", CPU=9, GPU=4)], shards=4, budget_bytes=100 * 192, gpu_memory_bytes=None)
     assert {actor.nbytes.slots for actor in topology.having("lead", "shard")} == {8 * 192}
 
 
 def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
-    nodes = [_node("a", CPU=5, GPU=2), _node("b", CPU=7, GPU=3), _node("c", CPU=3, GPU=1)]
-    packed = _plan(nodes, shards=4)
+    nodes = [a_node("a", CPU=5, GPU=2), a_node("b", CPU=7, GPU=3), a_node("c", CPU=3, GPU=1)]
+    packed = plan(nodes, shards=4)
     assert [a.node for a in packed.having("lead", "shard")] == ["b", "b", "b", "a"]
     assert [a.node for a in packed.having("store")] == ["b", "a"]
-    spread = _plan(nodes, shards=4, strategy="spread")
+    spread = plan(nodes, shards=4, strategy="spread")
     assert [a.node for a in spread.having("lead", "shard")] == ["b", "a", "c", "b"]
     (group,) = spread.groups
     assert group.strategy == "PACK"
@@ -161,14 +116,14 @@ def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
 
 @pytest.mark.parametrize("lead", ["c", "10.0.0.99"])
 def test_the_lead_goes_where_it_is_told(lead: str) -> None:
-    nodes = [_node("b", CPU=7, GPU=3), _node("c", CPU=3, GPU=1)]
-    assert [a.node for a in _plan(nodes, shards=2, lead=lead).having("lead", "shard")] == ["c", "b"]
+    nodes = [a_node("b", CPU=7, GPU=3), a_node("c", CPU=3, GPU=1)]
+    assert [a.node for a in plan(nodes, shards=2, lead=lead).having("lead", "shard")] == ["c", "b"]
 
 
 def test_gpu_nodes_without_store_read_from_the_marked_node() -> None:
-    nodes = [_node("a", CPU=2, GPU=1), _node("b", CPU=2, GPU=1), _node("m", CPU=3, store=1, ndp=1)]
-    topology = _plan(nodes, shards=2, store_nodes="marked", ndp=_NDP)
-    assert _places(topology) == {"lead": "a", "shard-1": "b", "store-0": "m", "ndp-0": "m", "directory": "a"}
+    nodes = [a_node("a", CPU=2, GPU=1), a_node("b", CPU=2, GPU=1), a_node("m", CPU=3, store=1, ndp=1)]
+    topology = plan(nodes, shards=2, store_nodes="marked", ndp=NDP)
+    assert places_of(topology) == {"lead": "a", "shard-1": "b", "store-0": "m", "ndp-0": "m", "directory": "a"}
     assert [a.layers for a in topology.having("lead", "shard")] == [(), ()]
     assert [a.group for a in topology.having("store", "ndp", "directory")] == [None] * 3
     assert topology.having("store")[0].resources == {"CPU": 1.0, "store": 1.0}
@@ -182,47 +137,47 @@ def test_gpu_nodes_without_store_read_from_the_marked_node() -> None:
 
 
 def test_slices_go_round_and_every_layer_has_its_copies() -> None:
-    nodes = [_node("a", CPU=9, GPU=1), *(_node(name, CPU=1, store=1) for name in "xyz")]
-    sliced = _plan(nodes, store_nodes="marked", store_layout="sliced")
+    nodes = [a_node("a", CPU=9, GPU=1), *(a_node(name, CPU=1, store=1) for name in "xyz")]
+    sliced = plan(nodes, store_nodes="marked", store_layout="sliced")
     assert [(a.node, a.layers) for a in sliced.having("store")] == [("x", (0, 3)), ("y", (1,)), ("z", (2,))]
-    twice = _plan(nodes, store_nodes="marked", store_layout="sliced", store_copies=2)
+    twice = plan(nodes, store_nodes="marked", store_layout="sliced", store_copies=2)
     assert [a.layers for a in twice.having("store")] == [(0, 2, 3), (0, 1, 3), (1, 2)]
-    assert [[s.name for s in twice.stores_of(layer)] for layer in _ALL] == [
+    assert [[s.name for s in twice.stores_of(layer)] for layer in ALL] == [
         ["store-0", "store-1"], ["store-1", "store-2"], ["store-0", "store-2"], ["store-0", "store-1"],
     ]  # fmt: skip
 
 
 def test_slices_on_the_workers_nodes() -> None:
-    nodes = [_node("a", CPU=3, GPU=1), _node("b", CPU=3, GPU=1)]
-    topology = _plan(nodes, shards=2, store_layout="sliced")
+    nodes = [a_node("a", CPU=3, GPU=1), a_node("b", CPU=3, GPU=1)]
+    topology = plan(nodes, shards=2, store_layout="sliced")
     assert [(a.node, a.layers) for a in topology.having("lead", "shard")] == [("a", (0, 2)), ("b", (1, 3))]
     assert [load.host_bytes for load in topology.loads] == [1536, 1536]
-    assert "directory" in _places(topology)
+    assert "directory" in places_of(topology)
 
 
 def test_ndp_experts_are_spread_over_the_workers() -> None:
-    nodes = [_node("a", CPU=9, GPU=1), _node("m", CPU=4, ndp=2), _node("n", CPU=4, ndp=1)]
-    each = _plan(nodes, ndp=_NDP)
+    nodes = [a_node("a", CPU=9, GPU=1), a_node("m", CPU=4, ndp=2), a_node("n", CPU=4, ndp=1)]
+    each = plan(nodes, ndp=NDP)
     assert [(a.node, a.experts) for a in each.having("ndp")] == [("m", 16), ("n", 16)]
     assert each.ndp_of == (0, 1) * 16
-    three = _plan(nodes, ndp=replace(_NDP, workers=3))
+    three = plan(nodes, ndp=replace(NDP, workers=3))
     assert [(a.node, a.experts) for a in three.having("ndp")] == [("m", 11), ("n", 11), ("m", 10)]
 
 
 def test_full_precision_ndp_shares_the_pages_of_its_nodes_store() -> None:
-    full = replace(_NDP, widths=(), replica_bytes=0, bits=16.0)
-    beside, alone = _node("a", CPU=5, GPU=1, ndp=1), _node("b", CPU=2, ndp=1)
-    topology = _plan([beside, alone], ndp=full)
+    full = replace(NDP, widths=(), replica_bytes=0, bits=16.0)
+    beside, alone = a_node("a", CPU=5, GPU=1, ndp=1), a_node("b", CPU=2, ndp=1)
+    topology = plan([beside, alone], ndp=full)
     assert [(load.node, load.host_bytes) for load in topology.loads] == [("a", 3072), ("b", 16 * 96)]
 
 
 def test_ndp_comes_first_so_that_workers_leave_it_room() -> None:
-    nodes = [_node("a", CPU=6, GPU=2, ndp=1), _node("b", CPU=3, GPU=1)]
-    assert [a.node for a in _plan(nodes, shards=2, ndp=_NDP).having("lead", "shard")] == ["a", "b"]
+    nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
+    assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
 
 
 def test_unknown_memory_is_noted_not_guessed() -> None:
-    topology = _plan([_node("a", CPU=3, GPU=1, memory=None)], gpu_memory_bytes=None)
+    topology = plan([a_node("a", CPU=3, GPU=1, memory=None)], gpu_memory_bytes=None)
     assert [note.split(":")[0] for note in topology.notes] == [
         "GPU memory was not checked",
         "host memory was not checked on a",
@@ -230,17 +185,17 @@ def test_unknown_memory_is_noted_not_guessed() -> None:
 
 
 def test_dead_nodes_are_left_out() -> None:
-    topology = _plan([_node("a", CPU=9, GPU=9, alive=False), _node("b", CPU=3, GPU=1)])
+    topology = plan([a_node("a", CPU=9, GPU=9, alive=False), a_node("b", CPU=3, GPU=1)])
     assert topology.lead.node == "b"
     assert topology.notes == ("node a is dead and left out",)
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["pack", "spread"]), st.integers(1, 4))
 def test_the_order_of_the_nodes_does_not_matter(shuffle: random.Random, strategy: str, shards: int) -> None:
-    nodes = [_node(name, CPU=7, GPU=2, ndp=1, store=1) for name in "dacb"]
-    expected = _plan(nodes, shards=shards, strategy=strategy, ndp=_NDP)
+    nodes = [a_node(name, CPU=7, GPU=2, ndp=1, store=1) for name in "dacb"]
+    expected = plan(nodes, shards=shards, strategy=strategy, ndp=NDP)
     shuffle.shuffle(nodes)
-    assert _plan(nodes, shards=shards, strategy=strategy, ndp=_NDP) == expected
+    assert plan(nodes, shards=shards, strategy=strategy, ndp=NDP) == expected
 
 
 _AMOUNTS = st.integers(0, 6)
@@ -257,12 +212,12 @@ def test_a_plan_overbooks_nothing_or_is_refused(
     sizes: list[tuple[int, int, int, int, int]], shards: int, where: str, layout: str, with_ndp: bool
 ) -> None:
     nodes = [
-        _node("abcde"[i], CPU=cpu, GPU=gpu, ndp=ndp, store=store, memory=memory)
+        a_node("abcde"[i], CPU=cpu, GPU=gpu, ndp=ndp, store=store, memory=memory)
         for i, (cpu, gpu, ndp, store, memory) in enumerate(sizes)
     ]
     try:
-        topology = _plan(
-            nodes, shards=shards, store_nodes=where, store_layout=layout, ndp=_NDP if with_ndp else None
+        topology = plan(
+            nodes, shards=shards, store_nodes=where, store_layout=layout, ndp=NDP if with_ndp else None
         )
     except ConfigError:
         return
@@ -276,283 +231,16 @@ def test_a_plan_overbooks_nothing_or_is_refused(
     assert booked == {key: amount for key, amount in used.items() if amount}
     assert all(load.host_bytes <= (load.host_total or 0) for load in topology.loads)
     assert len(topology.having("lead", "shard")) == shards
-    assert all(topology.stores_of(layer) for layer in _ALL)
-
-
-# refusals
-
-_SNUG, _ROOMY = _node("a", CPU=3, GPU=1), _node("a", CPU=9, GPU=1)
-
-@pytest.mark.parametrize(
-    ("nodes", "changes", "says"),
-    [
-        ([_ROOMY], {"shards": 2},
-         r"shard 1 fits on no node: node a \(GPU: needs 1, has 0 free of 1, short of 1\)"),
-        ([_node("a", CPU=2, GPU=1), _node("b", CPU=8)], {},
-         r"the lead .* node a \(CPU: needs 3, has 2 free of 2, short of 1\), node b \(GPU: .* short of 1\)"),
-        ([_node("a", CPU=3, GPU=1, memory=3000)], {},
-         r"node a \(host memory: needs 3.00 KiB .* has 2.93 KiB, short of 72 B\)"),
-        ([_node("a", CPU=3, memory=4000)], {"gpu": False},
-         r"host memory: needs 4.20 KiB .* short of 304 B"),
-        ([_SNUG], {"store_nodes": "marked"},
-         r"no node has the resource store: short of 1"),
-        ([_SNUG, _node("s", store=1)], {"store_nodes": "marked"},
-         r"store 0 fits on no node: node s \(CPU: needs 1, has 0"),
-        ([_SNUG, _node("s", CPU=1, store=1, memory=3071)], {"store_nodes": "marked"},
-         r"node s \(host memory: .* short of 1 B"),
-        ([_ROOMY], {"ndp": _NDP},
-         r"needs 1 of the resource ndp, the nodes have none: short of 1"),
-        ([_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(_NDP, workers=3)},
-         r"needs 3 of the resource ndp, the nodes have 1 \(a\): short of 2"),
-        ([_ROOMY, _node("m", CPU=1, ndp=1)], {"ndp": _NDP},
-         r"NDP worker 0 fits on no node: node m \(CPU: needs 2"),
-        ([_ROOMY, _node("m", CPU=2, ndp=1, memory=1000)], {"ndp": _NDP},
-         r"node m \(host memory: .* short of 280 B"),
-        ([_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(_NDP, capacity_bytes=1000)},
-         r"NDP worker 0 holds 1.25 KiB .* short of 280 B"),
-        ([_SNUG], {"lead": "z"},
-         r"cluster.lead is 'z', which is no living node; give one of a at"),
-        ([_node("a", CPU=2, GPU=1), _node("b", CPU=9, GPU=9)], {"lead": "a"},
-         r"the lead fits on no node: node a \(CPU: needs 3, has 2 free of 2, short of 1\);"),
-        ([_SNUG], {"store_layout": "sliced", "store_copies": 2},
-         r"store.copies is 2, but only 1 node holds a store: short of 1"),
-        ([_node("a", CPU=3, GPU=1, memory=3000)], {"store_layout": "sliced"},
-         r"store 0 fits on no node: node a \(host memory"),
-        ([_node("a", CPU=3, GPU=1, alive=False)], {}, r"none of 1 nodes is alive"),
-        ([_SNUG, _SNUG], {}, r"two nodes have the id 'a'"),
-        ([_node("a", CPU=99, GPU=64)], {"shards": 9, "ownership": "expert"},
-         r"gives a shard none by the rule 'expert'; lower cluster.shards to 8"),
-    ],
-)  # fmt: skip
-def test_it_says_what_is_short_where_and_by_how_much(
-    nodes: list[NodeInfo], changes: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        _plan(nodes, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"gpu_memory_bytes": 1000}, "the lead needs 1.20 KiB of GPU memory .*: short of 232 B"),
-        ({"preload": True}, "keeps all experts resident: 32 of 192 B on the fullest of 1 GPUs"),
-        ({"ndp": replace(_NDP, hot_per_layer=2)}, "keeps 2 experts in each of 4 layers, the budgets hold 4"),
-    ],
-)
-def test_a_budget_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(BudgetError, match=says):
-        _plan([_node("a", CPU=9, GPU=1, ndp=1)], **changes)
-
-
-def test_all_resident_needs_each_gpus_share_only() -> None:
-    nodes = [_node("a", CPU=9, GPU=4)]
-    assert _plan(nodes, shards=4, preload=True, budget_bytes=8 * 192).lead.nbytes.slots == 8 * 192
-    with pytest.raises(BudgetError, match="8 of 192 B on the fullest of 4 GPUs"):
-        _plan(nodes, shards=4, preload=True, budget_bytes=8 * 192 - 1)
-
-
-# from configuration
-
-
-@pytest.mark.parametrize(
-    ("preset", "nodes", "places"),
-    [
-        ("multi-gpu", [_node("a", CPU=17, GPU=4, memory=None)],
-         {"lead": "a", "shard-1": "a", "shard-2": "a", "shard-3": "a", "store-0": "a", "directory": "a"}),
-        ("gpu-plus-ndp", [_node("g", CPU=5, GPU=1), _node("m", CPU=16, ndp=1)],
-         {"lead": "g", "store-0": "g", "ndp-0": "m", "directory": "g"}),
-        ("multi-node", [_node("g", CPU=4, GPU=1), _node("h", CPU=4, GPU=1), _node("m", CPU=17, ndp=1, store=1)],
-         {"lead": "g", "shard-1": "h", "store-0": "m", "ndp-0": "m", "directory": "g"}),
-    ],
-)  # fmt: skip
-def test_the_presets_plan_on_the_nodes_that_they_are_for(
-    preset: str, nodes: list[NodeInfo], places: dict[str, str]
-) -> None:
-    config = load_run_config(preset)
-    spec = cluster_spec(config, engine_settings(config), _FACTS, nodes)
-    assert spec.gpu_memory_bytes == 80 * 10**9
-    assert spec.slot_bytes == 96  # bfloat16
-    topology = plan_topology(spec, _FACTS, nodes)
-    assert _places(topology) == places
-    assert predict(topology, spec, _FACTS, resolve_hardware(config.hardware, True, None, 0.0)).tokens_per_s > 0
-
-
-def test_today_s_presets_plan_as_deploy_places_them() -> None:
-    for preset, node in (("laptop", _node("a", CPU=64)), ("one-gpu", _node("a", CPU=5, GPU=1))):
-        config = load_run_config(preset)
-        settings = engine_settings(config)
-        roomy = replace(node, resources=node.resources | {"memory": 1e12})
-        topology = plan_topology(cluster_spec(config, settings, _FACTS, [roomy]), _FACTS, [roomy])
-        assert _places(topology) == {"lead": "a", "store-0": "a"}
-        assert topology.groups[0].bundles[0]["CPU"] == settings.threads
-
-
-def test_replicas_count_every_width() -> None:
-    config = load_run_config(None, {"policy": "context-ndp-3bit", "device": "cpu", "threads": 1})
-    spec = cluster_spec(config, engine_settings(config), _FACTS, [])
-    assert spec.ndp is not None
-    assert spec.ndp.widths == (1, 2, 3, 4)
-    # 48 weights of 10 bits in all, and for each width 12 groups of 4 bytes
-    assert spec.ndp.replica_bytes == 48 * 10 // 8 + 4 * 12 * 4
-    assert replica_bytes(replace(_FACTS, gates=1), 4, 64) == (24 + 48) * 2 // 3
-
-
-# replicas that are loaded on a miss
-
-_LOW_BIT = LowBitSpec(replica_bytes=40, share=0.25)
-
-
-def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
-    """Guards against plans that left the replicas out of what the lead's node must hold."""
-    topology = _plan([_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT)
-    # a quarter of 768 bytes holds 4 replicas, the rest 3 experts in full; 32 replicas lie in host memory
-    assert topology.lead.nbytes == PlannedBytes(dense=400, kv=64, slots=3 * 192, low_bit=4 * 40, replicas=32 * 40)
-    (load,) = topology.loads
-    assert (load.host_bytes, load.device_bytes) == (3072 + 1280, 464 + 576 + 160)
-    assert load.kinds == PlannedBytes(400, 64, 576, 3072, 1280, 160)
-    (stand_in,) = _plan([_node("a", CPU=3)], low_bit=_LOW_BIT, gpu=False).loads
-    assert stand_in.host_bytes == 3072 + 1280 + 1200
-
-
-def test_low_bit_replicas_that_host_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        _plan([_node("a", CPU=3, GPU=1, memory=3072 + 1279)], low_bit=_LOW_BIT)
-    assert "needs 4.25 KiB with what is there already (1.25 KiB of it replicas)" in str(refused.value)
-    assert "short of 1 B" in str(refused.value)
-    assert "choose a policy without on_miss low-bit" in str(refused.value)
-    assert _plan([_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
-    with pytest.raises(BudgetError, match="does not hold an expert in full"):
-        _plan([_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT, budget_bytes=200)
-
-
-def test_low_bit_replicas_are_read_from_the_lead_s_own_node() -> None:
-    nodes = [_node("a", CPU=2, GPU=1), _node("m", CPU=1, store=1)]
-    with pytest.raises(ConfigError, match="loads replicas, which the lead maps from its own node's store; node a"):
-        _plan(nodes, store_nodes="marked", low_bit=_LOW_BIT)
-
-
-@pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
-def test_low_bit_presets_count_the_bytes_that_the_files_have(policy: str) -> None:
-    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "0.5"})
-    spec = cluster_spec(config, engine_settings(config), _FACTS, [])
-    assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
-
-
-# the prediction
-
-_HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a microsecond everywhere
-
-
-def _predict(nodes: list[NodeInfo], hardware: Hardware = _HARDWARE, **changes: Any) -> Prediction:
-    spec = replace(_SPEC, **changes)
-    return predict(plan_topology(spec, _FACTS, nodes), spec, _FACTS, hardware)
-
-
-def test_prediction_without_prefetch() -> None:
-    got = _predict([_node("a", CPU=3, GPU=1)])  # 4 of 32 experts are resident: an eighth
-    assert got.hit_share == 0.125
-    parts = {"dense_s": 100e-6, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
-    assert got.parts_s == pytest.approx(parts)
-    assert got.layer_s == pytest.approx((100 + 168 + 336) * 1e-6)
-    assert got.tokens_per_s == pytest.approx(1 / (4 * 604e-6))
-    assert got.bytes_loaded_per_token == 4 * 1.75 * 96
-    assert got.bound_by == "miss"
-    assert got.as_dict()["label"] == "predicted"
-
-
-def test_prefetch_overlaps_the_dense_part() -> None:
-    got = _predict([_node("a", CPU=3, GPU=1)], prefetch=True)
-    assert got.layer_s == pytest.approx((max(100, 84) + max(48, 84) + 336) * 1e-6)
-
-
-def test_two_shards_halve_loads_and_experts() -> None:
-    one, two = (_predict([_node("a", CPU=9, GPU=2)], shards=shards, budget_bytes=192) for shards in (1, 2))
-    assert two.hit_share == 2 * one.hit_share
-    assert two.parts_s["load_s"] == pytest.approx(one.parts_s["load_s"] / 2 * (1 - 2 / 32) / (1 - 1 / 32))
-    assert two.parts_s["shard_s"] == 0.0
-    away = _predict(
-        [_node("a", CPU=3, GPU=1), _node("b", CPU=3, GPU=1)], replace(_HARDWARE, network_latency_us=7.0), shards=2
-    )
-    assert away.parts_s["shard_s"] == pytest.approx(2 * (7 + 16) * 1e-6)
-
-
-def test_layers_on_another_node_come_over_the_network() -> None:
-    nodes = [_node("a", CPU=3, GPU=1), _node("s", CPU=1, store=1)]
-    slow = replace(_HARDWARE, network_gbps=0.5e-3, network_latency_us=10.0)
-    far, near = _predict(nodes, slow, store_nodes="marked"), _predict(nodes, slow)
-    assert far.parts_s["load_s"] == pytest.approx(2 * near.parts_s["load_s"] + 1.75 * 10e-6)
-
-
-def test_ndp_works_beside_the_gpu() -> None:
-    nodes = [_node("a", CPU=3, GPU=1), _node("m", CPU=2, ndp=1)]
-    got = _predict(nodes, ndp=replace(_NDP, hot_per_layer=1))
-    profile, row = NdpProfile.from_dict(_PROFILE), 16
-    ndp_s = batch_cost(profile, [Work(4, 4, rows=1, bits=4, group=64)] * 2, row, row).total_s
-    assert got.parts_s["ndp_s"] == pytest.approx(ndp_s + 2 * 16e-6)  # it is on another node
-    assert got.layer_s == pytest.approx(100e-6 + max(48e-6, ndp_s + 32e-6))
-    assert (got.bytes_loaded_per_token, got.ndp_hardware) == (0.0, "ndp")
-    near = _predict([_node("a", CPU=5, GPU=1, ndp=1)], ndp=replace(_NDP, hot_per_layer=1))
-    assert near.parts_s["ndp_s"] == ndp_s
-
-
-def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:
-    gpu = resolve_hardware(HardwareConfig(), True, 16.0, 10.0)
-    assert (gpu.name, gpu.memory_gbps, gpu.link_gbps) == ("H100-class, assumed", 3350.0, 55.0)
-    stand_in = resolve_hardware(HardwareConfig(), False, 16.0, 10.0)
-    assert (stand_in.name, stand_in.link_gbps, stand_in.link_latency_us) == ("CPU stand-in, assumed", 16.0, 10.0)
-    given_all = HardwareConfig(memory_gbps=1, link_gbps=2, link_latency_us=0)
-    assert resolve_hardware(given_all, True, None, 0.0) == Hardware("as configured", 1, 2, 0, 3.0, 50.0, 0.5)
-
-
-# nodes
-
-
-def test_nodes_as_ray_reports_them() -> None:
-    record = {
-        "NodeID": "b", "Alive": True, "NodeManagerAddress": "10.0.0.2", "NodeName": "x",
-        "Resources": {"CPU": 4.0, "node:10.0.0.2": 1.0, "accelerator_type:H100": 1.0, "ndp": 1.0, "memory": 5e9},
-        "Labels": {NODE_ID_LABEL: "b"},
-    }  # fmt: skip
-    other = record | {"NodeID": "a", "Alive": False, "Labels": None}
-    assert nodes_from_ray([record, other]) == [
-        NodeInfo("a", "10.0.0.2", False, {"CPU": 4.0, "ndp": 1.0, "memory": 5e9}, {}),
-        NodeInfo("b", "10.0.0.2", True, {"CPU": 4.0, "ndp": 1.0, "memory": 5e9}, {NODE_ID_LABEL: "b"}),
-    ]
-
-
-def test_nodes_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "nodes.yaml"
-    path.write_text("nodes:\n  - {id: a, address: 10.0.0.1, resources: {CPU: 4, memory: 200GB, ndp: 0.5}}\n")
-    assert nodes_from_file(path) == [
-        NodeInfo("a", "10.0.0.1", True, {"CPU": 4.0, "memory": 200e9, "ndp": 0.5}, {})
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("nodes: []", "nodes"),
-        ("nodes:\n  - {id: a}", r"nodes.0.address' is missing"),
-        ("nodes:\n  - {id: a, address: b, resources: {CPU: 4GB}}", "valid number"),
-        ("nodes:\n  - {id: a, address: b, resources: {CPU: -1}}", "greater than or equal to 0"),
-        ("nodes:\n  - {id: a, address: b, resources: {memory: lots}}", "byte"),
-        ("nodes:\n  - {id: a, address: b, gpus: 1}", "unknown key"),
-    ],
-)
-def test_a_malformed_nodes_file(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "nodes.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        nodes_from_file(path)
+    assert all(topology.stores_of(layer) for layer in ALL)
 
 
 # the matcher
 
 
 def test_a_matcher_is_beside_the_lead_and_found_through_the_directory() -> None:
-    nodes = [_node("a", CPU=2.0), _node("b", CPU=8.0, GPU=1.0)]
-    topology = _plan(nodes, matcher=True)
+    nodes = [a_node("a", CPU=2.0), a_node("b", CPU=8.0, GPU=1.0)]
+    topology = plan(nodes, matcher=True)
     (matcher,) = topology.having("matcher")
     assert (matcher.node, dict(matcher.resources), matcher.group) == (topology.lead.node, {}, None)
     assert [actor.node for actor in topology.having("directory")] == [topology.lead.node]
-    assert _plan(nodes).having("matcher", "directory") == ()
+    assert plan(nodes).having("matcher", "directory") == ()

@@ -14,22 +14,17 @@ compute waited is seen from timing events around that wait, which are read once 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ....errors import RuntimeFailure
 from ..device import Copied
 from ..loader import DEMAND, Books, Loader, LoadJob
 from .device import CudaDevice
 from .event_clock import EventClock
-from .staging import DeviceSide, chunks
-
-_CAST_BYTES = 16 << 20  # of each stream's buffer for experts that are kept in another dtype than the store's
+from .lane import Lane, Part, Pieces, StreamCopy
 
 
 class StreamDone:
@@ -39,7 +34,7 @@ class StreamDone:
 
     def __init__(self, queue: StreamQueue) -> None:
         self._queue = queue
-        self.copy: _Copy | None = None  # of a stream
+        self.copy: StreamCopy | None = None  # of a stream
         self._event: threading.Event | None = None  # where a thread tells
 
     def by_thread(self) -> None:
@@ -71,50 +66,6 @@ class StreamDone:
             self.copy.ended = True
 
 
-_Pieces = list[tuple[torch.Tensor, torch.Tensor]]  # slot, source
-
-
-class _Copy:
-    """A job of the streams, and which of its pieces are enqueued.
-
-    last: what was enqueued last; of a copy whose pieces are all enqueued, its end is the copy's.
-    """
-
-    __slots__ = ("ended", "job", "last", "nbytes", "pieces", "sent")
-
-    def __init__(self, job: LoadJob, nbytes: int) -> None:
-        self.job, self.nbytes = job, nbytes
-        self.pieces: _Pieces | None = None  # once the first of several is to be enqueued
-        self.sent = 0
-        self.last: _Part | None = None
-        self.ended = False
-
-
-class _Part:
-    """What one event tells the end of: all of an expert or, of a prefetch, some of its pieces.
-
-    start: an event where waiting for others ended, if there was any; else the part before tells.
-    """
-
-    __slots__ = ("copy", "end", "ended", "final", "lane", "nbytes", "start")
-
-    def __init__(self, copy: _Copy, lane: _Lane, nbytes: int, final: bool, start: Any, end: Any) -> None:
-        self.copy, self.lane, self.nbytes, self.final = copy, lane, nbytes, final
-        self.start, self.end, self.ended = start, end, False
-
-
-class _Lane:
-    """One copy stream and what is enqueued on it, in order."""
-
-    def __init__(self, device: CudaDevice, urgent: bool) -> None:
-        self.stream = device.runtime.stream(urgent)
-        self.under_way: deque[_Part] = deque()
-        self.bytes = 0  # under way
-        self.end_s = 0.0  # of the last one that has ended
-        self.side = DeviceSide(device.runtime, _CAST_BYTES)
-        self.scratch: torch.Tensor | None = None  # pinned bytes, where experts that are copied back go
-
-
 class StreamQueue:
     """A `CopyQueue` for a GPU.
 
@@ -129,11 +80,13 @@ class StreamQueue:
     def __init__(self, device: CudaDevice, pinned: Sequence[bool], ahead_bytes: int, casts: bool = False) -> None:
         self._device, self._runtime, self._pinned = device, device.runtime, tuple(pinned)
         self._ahead_bytes, self._part_bytes = ahead_bytes, max(1, ahead_bytes // 2)
-        self._demand, self._prefetch = _Lane(device, urgent=True), _Lane(device, urgent=False)
-        self._clock = EventClock(self._runtime, self._demand.stream)
+        self._told: list[tuple[LoadJob, Copied]] = []  # ended, in no book yet
+        urgent, other = self._runtime.stream(True), self._runtime.stream(False)
+        self._clock = EventClock(self._runtime, urgent)
+        self._demand = Lane(self._runtime, urgent, self._clock, self._told)
+        self._prefetch = Lane(self._runtime, other, self._clock, self._told)
         self._waiting: dict[LoadJob, None] = {}  # prefetches of which not all is enqueued
         self._staged = None if all(self._pinned) else Loader(device)
-        self._told: list[tuple[LoadJob, Copied]] = []  # ended, in no book yet
         self._holds: deque[tuple[int, Any, Any]] = deque()  # layer, and the compute's events around a wait
         self._link_free_s = 0.0
         self._closed = False
@@ -153,15 +106,17 @@ class StreamQueue:
         if self._closed:
             for job in jobs:
                 job.cancelled = True
-                copy = _done(job).copy = _Copy(job, 0)
+                copy = _done(job).copy = StreamCopy(job, 0)
                 copy.ended = True
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         if self._staged is not None:
             jobs = self._stage(jobs, priority)
+        copies = list[StreamCopy]()
         for job in jobs:  # in pinned memory, so no promises
-            _done(job).copy = _Copy(job, sum([s.nbytes for s in job.src]))  # type: ignore[union-attr]
+            copy = _done(job).copy = StreamCopy(job, sum([s.nbytes for s in job.src]))  # type: ignore[union-attr]
+            copies.append(copy)
         if priority == DEMAND:
-            self._enqueue(self._demand, [(job, None) for job in jobs])
+            self._demand.enqueue([(copy, None) for copy in copies])
         else:
             self._waiting.update(dict.fromkeys(jobs))
         self._feed()
@@ -173,10 +128,10 @@ class StreamQueue:
             self._staged.promote(job)
         elif job in self._waiting:
             del self._waiting[job]
-            last = _copy(job).last
-            if last is not None and not last.ended:
-                self._runtime.wait_event(self._demand.stream, last.end)
-            self._enqueue(self._demand, [(job, None)])
+            copy = _copy(job)
+            if copy.last is not None and not copy.last.ended:
+                self._runtime.wait_event(self._demand.stream, copy.last.end)
+            self._demand.enqueue([(copy, None)])
 
     def cancel(self, job: LoadJob) -> bool:
         """Drop a copy of which something waits; `job.moved_share` is of what does not. False: `overtake` it."""
@@ -190,8 +145,7 @@ class StreamQueue:
         job.done.set()
         copy = _copy(job)
         if copy.last is not None:
-            assert copy.pieces is not None
-            job.moved_share = sum(s.nbytes for _, s in copy.pieces[: copy.sent]) / copy.nbytes
+            job.moved_share = copy.taken_share
             self._fence(copy.last)
         return True
 
@@ -224,16 +178,17 @@ class StreamQueue:
     def poll(self) -> None:
         """Enqueue what there is room for; the compute may be on another stream since."""
         self._device.compute_stream()
-        self._settle(self._demand)
-        self._settle(self._prefetch)
+        self._demand.settle()
+        self._prefetch.settle()
         self._feed()
 
     def tell(self, books: Books) -> None:
         """Read the events that are done, without waiting for any."""
-        self._settle(self._demand)
-        self._settle(self._prefetch)
-        told, self._told = self._told, []
-        for job, copied in sorted(told, key=lambda one: one[1].end_s):
+        self._demand.settle()
+        self._prefetch.settle()
+        told = sorted(self._told, key=lambda one: one[1].end_s)
+        self._told.clear()
+        for job, copied in told:
             start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
             self._link_free_s = max(self._link_free_s, copied.end_s)
             books.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s))
@@ -257,25 +212,23 @@ class StreamQueue:
             self.cancel(job)
         if self._staged is not None:
             self._staged.close()
-        for lane in (self._demand, self._prefetch):
-            if lane.under_way:
-                self._runtime.synchronize(lane.under_way[-1].end)
-                self._settle(lane)
+        self._demand.finish()
+        self._prefetch.finish()
 
     # -- for `StreamDone` --------------------------------------------------------------------------------
 
-    def ended(self, copy: _Copy) -> bool:
+    def ended(self, copy: StreamCopy) -> bool:
         """Whether a copy has ended, without waiting."""
         if copy.last is not None:
-            self._settle(copy.last.lane)
+            copy.last.lane.settle()
         return copy.ended
 
-    def finish(self, copy: _Copy) -> None:
+    def finish(self, copy: StreamCopy) -> None:
         """Make the host wait for a copy."""
         self.promote(copy.job)
         if copy.last is not None and not copy.ended:
             self._runtime.synchronize(copy.last.end)
-            self._settle(copy.last.lane)
+            copy.last.lane.settle()
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -290,7 +243,7 @@ class StreamQueue:
         self._staged.submit(slow, priority)
         return [job for job in jobs if self._pinned[job.layer]]
 
-    def _fence(self, part: _Part) -> bool:
+    def _fence(self, part: Part) -> bool:
         """Have copies that are enqueued from now on come after this one. True: the host has waited."""
         if part.ended:
             return False
@@ -305,118 +258,39 @@ class StreamQueue:
         """Enqueue prefetches while less than `ahead_bytes` are under way."""
         if not self._waiting:
             return
-        lane = self._prefetch
-        self._settle(lane)
-        left, batch = self._ahead_bytes - lane.bytes, list[tuple[LoadJob, _Pieces | None]]()
+        self._prefetch.settle()
+        batch = self._next_batch(self._ahead_bytes - self._prefetch.bytes)
+        if not batch:
+            return
+        if self._demand.under_way:
+            self._runtime.wait_event(self._prefetch.stream, self._demand.under_way[-1].end)
+        self._prefetch.enqueue(batch)
+        for job in dict.fromkeys(copy.job for copy, _ in batch):
+            if job.started or job.error is not None:
+                del self._waiting[job]
+
+    def _next_batch(self, left: int) -> list[tuple[StreamCopy, Pieces | None]]:
+        """What of the waiting prefetches goes into so many bytes, for `Lane.enqueue`; a large piece where none else is.
+
+        Small experts go whole, others piece by piece.
+        """
+        batch = list[tuple[StreamCopy, Pieces | None]]()
         for job in self._waiting:
             copy = _copy(job)
             if copy.nbytes <= self._part_bytes:
                 if copy.nbytes > left:
                     break
-                batch.append((job, None))
+                batch.append((copy, None))
                 left -= copy.nbytes
                 continue
-            if copy.pieces is None:
-                copy.pieces = [
-                    piece for d, s in zip(job.dst, job.src, strict=True)  # type: ignore[arg-type]  # no promises
-                    for piece in chunks(d, s, self._part_bytes)
-                ]  # fmt: skip
-            for piece in copy.pieces[copy.sent :]:
-                if piece[1].nbytes > left and (batch or lane.under_way):
-                    left = -1
-                    break
-                batch.append((job, [piece]))
+            for piece in copy.left(self._part_bytes):
+                if piece[1].nbytes > left and (batch or self._prefetch.under_way):
+                    return batch
+                batch.append((copy, [piece]))
                 left -= piece[1].nbytes
             if left < 0:
                 break
-        if not batch:
-            return
-        if self._demand.under_way:
-            self._runtime.wait_event(lane.stream, self._demand.under_way[-1].end)
-        self._enqueue(lane, batch)
-        for job in dict.fromkeys(job for job, _ in batch):
-            if job.started or job.error is not None:
-                del self._waiting[job]
-
-    def _enqueue(self, lane: _Lane, batch: Sequence[tuple[LoadJob, _Pieces | None]]) -> None:
-        """Copies back to back; one wait for the last use of slots that were given away together.
-
-        Args:
-            batch: jobs, and which of their next pieces; None: all that is left.
-        """
-        if not batch:
-            return
-        runtime, clock = self._runtime, self._clock
-        after: Any = None
-        start = clock.event()
-        with runtime.on(lane.stream):
-            for job, pieces in batch:
-                copy = _copy(job)
-                if job.error is not None:
-                    continue
-                try:
-                    if copy.last is None and job.after is not None and job.after is not after:
-                        after = job.after
-                        runtime.wait_event(lane.stream, after)
-                    if start is not None:
-                        runtime.record(start, lane.stream)
-                    if copy.last is None and job.writeback:
-                        self._write_back(lane, job)
-                    pieces, nbytes = self._next(copy, pieces)
-                    for d, s in pieces:
-                        lane.side.copy(d, s)
-                    end = clock.event()
-                    runtime.record(end, lane.stream)
-                except Exception as error:  # the cache drops a guess and fails a forward that waits
-                    job.error, job.copied, copy.ended = error, None, True
-                    self._settle_failed(lane)
-                    continue
-                final = copy.pieces is None or copy.sent == len(copy.pieces)
-                copy.last = _Part(copy, lane, nbytes, final, start, end)
-                start = None
-                lane.under_way.append(copy.last)
-                lane.bytes += nbytes
-                if final:
-                    job.started, job.copied = True, Copied(0.0, 0.0, end)
-
-    def _settle_failed(self, lane: _Lane) -> None:
-        """Some of a copy may be enqueued, and its slot is given away: make the host wait for the stream."""
-        with contextlib.suppress(Exception):  # where the device is lost, nothing will be written
-            end = self._runtime.event(timing=False)
-            self._runtime.record(end, lane.stream)
-            self._runtime.synchronize(end)
-
-    @staticmethod
-    def _next(copy: _Copy, pieces: _Pieces | None) -> tuple[_Pieces, int]:
-        """What is enqueued next of a copy, and its bytes."""
-        if copy.pieces is None:
-            job = copy.job
-            return list(zip(job.dst, job.src, strict=True)), copy.nbytes  # type: ignore[arg-type]  # no promises
-        if pieces is None:
-            pieces = copy.pieces[copy.sent :]
-        copy.sent += len(pieces)
-        return pieces, sum(s.nbytes for _, s in pieces)
-
-    def _settle(self, lane: _Lane) -> None:
-        """Note what has ended on a stream, and when."""
-        under_way, clock = lane.under_way, self._clock
-        while under_way and self._runtime.query(under_way[0].end):
-            part = under_way.popleft()
-            part.ended = True
-            lane.bytes -= part.nbytes
-            start_s = lane.end_s if part.start is None else clock.read(part.start)
-            lane.end_s = clock.read(part.end)
-            self._told.append((part.copy.job, Copied(start_s, lane.end_s, None, lane.end_s - start_s)))
-            if part.final:
-                part.copy.ended = True
-
-    def _write_back(self, lane: _Lane, job: LoadJob) -> None:
-        """Copy what is in the slot to the host, where nobody needs it: only what it takes matters."""
-        need = max(d.nbytes for d in job.dst)
-        if lane.scratch is None or lane.scratch.nbytes < need:
-            lane.scratch = self._runtime.pinned(need)
-        for d in job.dst:
-            self._runtime.copy(lane.scratch[: d.nbytes].view(d.dtype).view(d.shape), d)
+        return batch
 
 
 def _done(job: LoadJob) -> StreamDone:
@@ -424,7 +298,7 @@ def _done(job: LoadJob) -> StreamDone:
     return job.done
 
 
-def _copy(job: LoadJob) -> _Copy:
+def _copy(job: LoadJob) -> StreamCopy:
     copy = _done(job).copy
     assert copy is not None  # made when it was queued
     return copy

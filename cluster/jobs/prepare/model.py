@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ....actors.checksummed import first_problem
 from ....actors.quiet_logger import quiet_logger
-from ....actors.store_format import DTYPE_CODES, ExpertShape, first_problem
+from ....actors.store_format import DTYPE_CODES, ExpertShape
 from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint
 

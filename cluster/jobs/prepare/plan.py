@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....actors.store_format import first_problem
+from ....actors.checksummed import first_problem
 from ....errors import CheckpointError
 from .checkpoint import REFETCH, Checkpoint, TensorEntry
 from .tensors import BLOCK_BYTES, loader, meta_tensor, read_blocks

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....actors.store_format import FileRecord, build_header
+from ....actors.store_format import FileRecord
+from ....actors.tensor_file import build_header
 from ....errors import StoreError
 
 _TEMPORARY = ".part"

@@ -1,0 +1,153 @@
+"""Replicas of a store: what is written, and opened again."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from replica_sets import TEXT, contents
+from rich.console import Console
+
+from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.front import fetch_front
+from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
+from tiermoe.actors.replica_format import REPLICAS_NAME
+from tiermoe.actors.replica_store import describe_replicas, open_replicas, read_tables
+from tiermoe.actors.settings import StoreSettings
+from tiermoe.actors.store_worker import StoreWorker
+from tiermoe.cluster.jobs.prepare import is_store, prepare
+from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
+from tiermoe.cluster.jobs.prepare.quantize_layer import unpacked
+from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
+from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.errors import CheckpointError, StoreError
+
+
+def test_replicas_reopen_as_the_experts_they_were(made: Path) -> None:
+    view = describe_replicas(made)
+    assert view is not None
+    view = pickle.loads(pickle.dumps(view))
+    assert view.widths == (2, 4)
+    tables, arrays = read_tables(view), open_replicas(view)
+    layers = ExpertStore(made).layers
+    error = {}
+    for bits in view.widths:
+        assert len(arrays[bits]) == len(layers) == 2
+        for layer, packed in enumerate(arrays[bits]):
+            assert all(not array.flags.writeable and array.ctypes.data % 64 == 0 for array in packed.values())
+            lossy = unpacked(packed, view.shape(bits))
+            exact = torch.from_numpy(layers[layer].gate_up.copy()).transpose(1, 2).flatten(1, 2)
+            error[bits, layer] = float((lossy.gate_up - exact).square().mean() / exact.square().mean())
+    assert all(error[4, layer] < 0.03 < error[2, layer] < 0.3 for layer in (0, 1)), error
+    assert tables.losses.shape == tables.rtn_losses.shape == tables.fallback.shape == (2, 8, 2)
+    assert not tables.losses.flags.writeable
+    assert bool((tables.losses_at(4) < tables.losses_at(2)).all())
+    with pytest.raises(StoreError, match="not 3"):
+        tables.losses_at(3)
+    assert [p.keys() for p in open_replicas(view, [1])[2]] == [arrays[2][1].keys()]
+    assert np.array_equal(open_replicas(view, [1])[2][0]["down"], arrays[2][1]["down"])
+
+
+def test_tables_count_what_the_router_chose(made: Path, checkpoint: Path, calibration: Path) -> None:
+    """Against transformers' own model, its router hooked."""
+    from transformers import AutoModelForCausalLM
+
+    tables = read_tables(describe_replicas(made))  # type: ignore[arg-type]
+    windows = read_windows(calibration, checkpoint, Console(quiet=True))
+    assert windows.ids.shape[1] == 256  # the model's longest, below WINDOW_TOKENS
+    assert WINDOW_TOKENS > 256
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    counts, scores = np.zeros((2, 8), dtype=np.int64), np.zeros((2, 8))
+
+    def count(layer: int) -> Any:
+        def hook(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            ids, weights = args[1].flatten(), args[2].flatten()
+            counts[layer] += np.bincount(ids, minlength=8)
+            scores[layer] += np.bincount(ids, weights=weights.detach(), minlength=8)
+
+        return hook
+
+    for layer in range(2):
+        model.model.layers[layer].mlp.experts.register_forward_pre_hook(count(layer))
+    with torch.no_grad():
+        for row in windows.ids:
+            model(torch.from_numpy(row[None]))
+    assert counts.sum() == windows.tokens * 2 * 2
+    assert np.abs(tables.counts - counts).sum() <= 4  # a near tie may fall the other way
+    assert tables.scores == pytest.approx(scores, abs=1.0)
+
+
+def test_the_tables_travel_to_a_node_without_the_store(made: Path, tmp_path: Path) -> None:
+    with closing(StoreWorker(str(made), verify="stamp", directory=(board := Noticeboard()))):
+        link = StoreLink("store/0", (), PeerLink(board, name="store/0"))
+        fetch_front([link], tmp_path, StoreSettings())
+    view = describe_replicas(tmp_path, tables_only=True)
+    assert view is not None
+    assert view.layers == {}
+    here, there = read_tables(view), read_tables(describe_replicas(made))  # type: ignore[arg-type]
+    assert here.widths == there.widths
+    assert np.array_equal(here.losses, there.losses)
+    assert np.array_equal(here.counts, there.counts)
+    with pytest.raises(StoreError, match="missing from the replicas"):
+        describe_replicas(tmp_path)
+
+
+def test_a_store_without_replicas(checkpoint: Path, tmp_path: Path) -> None:
+    assert describe_replicas(prepare(checkpoint, tmp_path / "store", progress=False)) is None
+
+
+def test_the_store_itself_is_not_affected(store: Path, checkpoint: Path) -> None:
+    before = (store / "manifest.json").read_bytes()
+    ExpertStore(store)
+    ExpertStore(store, verify="stamp")
+    assert is_store(store)
+    assert prepare(checkpoint, store, progress=False) == store
+    assert (store / REPLICAS_NAME).exists()
+    assert (store / "manifest.json").read_bytes() == before
+    prepare(checkpoint, store, progress=False, force=True)
+    assert contents(store) == {}
+    assert describe_replicas(store) is None
+
+
+def test_fallbacks_are_reported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    text = tmp_path / "short.txt"
+    text.write_text(TEXT[:90])
+    add_replicas(store, checkpoint, ReplicaOptions((4,), 32), text)
+    tables = read_tables(describe_replicas(store))  # type: ignore[arg-type]
+    few = tables.counts < 32
+    assert few.any()
+    assert np.array_equal(tables.fallback[..., 0], few)
+    assert np.array_equal(tables.losses[few], tables.rtn_losses[few])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{few.sum()} of 16 experts got fewer than 32 calibration rows" in said
+
+
+def test_the_benchmark_measures_on_held_out_inputs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiermoe.cluster.jobs.bench.quantize import bench_quantize
+
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the store goes
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    with pytest.raises(CheckpointError, match="ships no held-out"):
+        bench_quantize(str(model), None)
+    for name, text in (("calibration", TEXT * 4), ("heldout", TEXT[1000:1800])):
+        (model / name).mkdir()
+        (model / name / "text.txt").write_text(text)
+    report = bench_quantize(str(model), None)
+    by = {(row["case"], row["bits"]): row for row in report.rows}
+    assert report.settings["heldout_tokens"] == 800 // 256 * 256
+    for bits in (1, 2, 3, 4, 8):
+        assert by["gptq", bits]["experts"] == 16
+        fitted, nearest = by["gptq", bits]["relative_mean"], by["rtn", bits]["relative_mean"]
+        assert fitted < nearest <= by["rtn-minmax", bits]["relative_mean"]
+    assert {bar.name.split(",")[0] for bar in report.bars} >= {
+        "experts with GPTQ below rtn", "experts whose error falls with every width"
+    }  # fmt: skip
