@@ -53,7 +53,11 @@ def _notes(record: Mapping[str, Any]) -> list[Table]:
 def _summary(record: Mapping[str, Any]) -> Table:
     model, spec = record["model"], record["spec"]
     total = model["layers"] * model["experts"] * model["expert_bytes"]
-    each = spec["budget_bytes"] // spec["slot_bytes"]
+    each, low = spec["budget_bytes"] // spec["slot_bytes"], spec["low_bit"]
+    held = f"{_count(each, 'slot')} of {size(spec['slot_bytes'])}" if low is None else (
+        f"{low['share']:.0%} of it for replicas of {size(low['replica_bytes'])}, the rest for experts in full of "
+        f"{size(spec['slot_bytes'])}"
+    )  # fmt: skip
     return facts("Planned, not started", [
         ("model", f"{model['name']}: {model['layers']} layers x {model['experts']} experts, top-{model['top_k']}, "
                   f"{size(model['expert_bytes'])} each as stored, {size(total)} in all"),
@@ -63,7 +67,7 @@ def _summary(record: Mapping[str, Any]) -> Table:
         ("workers", f"{_count(spec['shards'], 'GPU' if spec['gpu'] else 'CPU stand-in')}, "
                     f"{_count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
-        ("budget of each", f"{size(spec['budget_bytes'])}, {_count(each, 'slot')} of {size(spec['slot_bytes'])}"),
+        ("budget of each", f"{size(spec['budget_bytes'])}, {held}"),
         ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes"),
     ])  # fmt: skip
 

@@ -114,6 +114,7 @@ def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
     code, out, _ = _run(capsys, *args)
     assert code == 0
     assert "slots for replicas" in out
+    assert "25% of it for replicas of 54.00 KiB, the rest for experts in full of 384.00 KiB" in out
     assert f"{size(replicas)} replicas" in out
 
 
