@@ -98,6 +98,16 @@ class TestImportance:
         assert policy.victims(2, anything) == [3, 1]
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
 
+    def test_where_nobody_has_to_go_no_order_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Guards a ranking of all that is held at every prefetch into a free slot."""
+        policy = ImportanceEviction(1, E)
+        for key in (5, 3, 1):
+            policy.admitted(key)
+        with monkeypatch.context() as free:
+            free.setattr(policy, "scores", lambda: pytest.fail("ranked for nothing"))
+            assert policy.victims(0, anything) == policy.victims(-2, anything) == []
+        assert policy.victims(1, anything) == [5]
+
     def test_a_hot_and_a_predicted_expert_stay(self) -> None:
         policy = ImportanceEviction(1, 4, alpha=0.5)
         for key in range(4):

@@ -121,6 +121,8 @@ class ImportanceEviction(EvictionPolicy):
         self._order = None
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if count <= 0:  # as asked wherever slots are free: no reason to make the order
+            return []
         if self._order is None:
             keys = self._held.nonzero()[0]
             self._order = keys[np.lexsort((self._stamp[keys], self.scores()[keys]))].tolist()
