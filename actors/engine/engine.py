@@ -107,9 +107,9 @@ class ExpertEngine:
             replicas = self._checked(policy, settings, replicas)
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
+        self.activations, self._fetch = activations_of(device.torch_device), fetch_from(device.torch_device)
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas)
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
-        self.activations = activations_of(device.torch_device)
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
         self.ndp: NdpPool | None = None
@@ -119,7 +119,6 @@ class ExpertEngine:
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
         self._placer: Placer | None = None
-        self._fetch = fetch_from(device.torch_device)
         self._on_miss: MissRule | None = None
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:

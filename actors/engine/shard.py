@@ -71,8 +71,8 @@ class ShardEngine:
         self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
         self._check = settings.integrity_checks
         self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
         self.activations: Activations = activations_of(device.torch_device)
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
         self._kernels: list[ExpertKernel] = []
         self._posts = [block.post for block in blocks]
         self._runner = ExpertRunner(self.cache, LoadOnMiss())
@@ -132,6 +132,7 @@ class ShardEngine:
     def prefetch(self, command: PrefetchCommand) -> None:
         """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
         with self._lock:
+            self.cache.device.enter()  # a command may be the first thing that a channel's thread is given
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
             keys = [key for key in wanted_keys(command) if key < self.cache.residency.keys]
@@ -158,6 +159,7 @@ class ShardEngine:
         with self._lock:
             if max(keys, default=0) >= cache.residency.keys:
                 raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
+            cache.device.enter()
             self._keep = frozenset(keys)
             cache.poll()
             if command.preload:

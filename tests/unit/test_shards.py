@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine import shard as shard_module
 from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.link_queue import LinkQueue
 from tiermoe.actors.engine.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard
@@ -23,7 +26,7 @@ from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
-from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PrefetchCommand
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PlacementCommand, PrefetchCommand
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
@@ -202,7 +205,7 @@ def test_late_commands_are_dropped_and_counted(shard: ShardWorker) -> None:
 
 
 def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against kernels on the machine's first GPU, which is the current one of a channel's new thread."""
+    """Guards against kernels and copies on the machine's first GPU, the current one of a channel's new thread."""
     gpu = FakeGpu()
     gpu.eager = True
     monkeypatch.setattr(shard_module, "make_device", lambda *_: CudaDevice(gpu))
@@ -215,6 +218,23 @@ def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.Monkey
         assert gpu.calls["enter"] == entered + 1
         assert isinstance(found, ExpertResult)
         assert np.any(found.partial)
+        for command in (_command(4, 0, [9]), PlacementCommand(np.array([11], np.int32), True, False)):
+            entered = gpu.calls["enter"]
+            shard.handle(command)  # which may be the first that a thread is given
+            assert gpu.calls["enter"] == entered + 1
+        assert {9, 11} <= set(shard.engine.cache.residency.held())
+
+
+def test_a_shard_without_a_way_for_rows_leaves_no_thread(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> NoReturn:
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(shard_module, "activations_of", fail)
+    monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose thread Python does not see
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    assert set(threading.enumerate()) <= before
 
 
 def test_hints_are_not_loaded(shard: ShardWorker) -> None:
