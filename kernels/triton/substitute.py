@@ -215,7 +215,7 @@ def substitute_triton(
 ) -> ReplacedTensors:
     """As `kernels.substitute_torch.substitute_tensors`, on contiguous tensors of a GPU (or of the CPU, interpreted).
 
-    Nothing waits for the GPU, except that a table of constants is copied to it once for each set of options.
+    Nothing waits for the GPU, except that a table of constants is copied to it once for each set of options and tau.
 
     Raises:
         ValueError: the router's probabilities are needed and missing.
