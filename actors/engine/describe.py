@@ -135,7 +135,7 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
         return None
     stats = engine.stats()
     owned = owners(len(stats.layers), engine.experts, settings.shards)
-    lead = account(stats) | {"device": str(engine.device.torch_device)}
+    lead = account(stats) | {"device": str(engine.device.torch_device), "activations": engine.activations.label}
     parts = [lead, *engine.shards.reports()]
     return [
         {
@@ -145,6 +145,7 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
             "expert_bytes_allocated": part.get("expert_bytes_peak"),
             "device": part.get("device"),
             "transport": peer.transport if peer is not None else None,
+            "activations": part.get("activations"),
         }
         for i, (part, peer) in enumerate(zip(parts, [None, *engine.shards.peers.values()], strict=True))
     ]

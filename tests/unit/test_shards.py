@@ -108,6 +108,7 @@ def test_the_plan_lists_the_shards(olmoe: Tiny) -> None:
         assert [(s["shard"], s["experts"], s["slots"], s["expert_bytes_allocated"]) for s in found] == [
             (0, 8, 4, 4 * slot), (1, 8, 4, 4 * slot),
         ]  # fmt: skip
+        assert [s["activations"] for s in found] == ["plain", "plain"]
 
 
 def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:
