@@ -304,6 +304,17 @@ def test_views_keep_their_memory() -> None:
     assert pool.lease(1) is not None  # a larger one that lies idle
 
 
+def test_what_the_pool_cannot_show_is_copied(gpu: FakeCompute, way: PinnedActivations) -> None:
+    """Guards against the bytes between: a view with gaps was taken for as many numbers side by side."""
+    memory = way.pool.lease(64)
+    assert memory is not None
+    memory[:] = range(64)
+    for array in (memory.view(np.float32)[::2], memory.reshape(8, 8).T, memory.reshape(8, 8), memory.view(np.float64)):
+        found = way.receive(array)
+        gpu.run()
+        np.testing.assert_array_equal(found.numpy(), array)
+
+
 def test_the_cpu_needs_none() -> None:
     way = activations_of(torch.device("cpu"))
     assert isinstance(way, PlainActivations)

@@ -22,7 +22,7 @@ _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocat
 _REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
 _DTYPES = {
     np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16,
+    np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16, np.dtype(np.uint8): torch.uint8,
 }  # fmt: skip
 
 
@@ -106,7 +106,9 @@ class PinnedPool:
         self._under_way.append((event, held))
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor | None:
-        """The pinned tensor over the bytes of a contiguous array; None where it lies elsewhere."""
+        """The pinned tensor over an array; None where that lies elsewhere, has gaps or is of no type known here."""
+        if not array.flags.c_contiguous:
+            return None
         address: int = array.__array_interface__["data"][0]
         key = (address, array.dtype, array.shape)
         known = self._tensors.get(key)  # a decode step's are where the last one's were
@@ -118,11 +120,11 @@ class PinnedPool:
             return None
         block = blocks[place]
         begin = address - block.address
-        if begin + array.nbytes > block.memory.nbytes:
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None or begin + array.nbytes > block.memory.nbytes:
             return None
         with torch.inference_mode(False):  # as below
-            memory = block.memory[begin : begin + array.nbytes]
-            found = memory if array.dtype == np.uint8 else memory.view(_DTYPES[array.dtype]).view(array.shape)
+            found = block.memory[begin : begin + array.nbytes].view(dtype).view(array.shape)
         if len(self._tensors) >= _REMEMBERED:
             self._tensors.clear()
         self._tensors[key] = found
