@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from tiermoe.cluster.jobs.bench.activeevict import emulated, job
 from tiermoe.cluster.jobs.bench.activeevict.agreement import agreement, over_replay
 from tiermoe.cluster.jobs.bench.activeevict.bars import bars_of
 from tiermoe.cluster.jobs.bench.activeevict.earlier import simulated_before
-from tiermoe.cluster.jobs.bench.activeevict.measures import measured, transfers
+from tiermoe.cluster.jobs.bench.activeevict.measures import measured, median_ratio, transfers
 from tiermoe.cluster.jobs.bench.activeevict.page import page
 from tiermoe.cluster.jobs.bench.activeevict.work import PRESETS, Workload
 from tiermoe.cluster.jobs.bench.compare.measures import counters
@@ -83,6 +84,16 @@ def test_bars_of_emulated_rows_stand_beside_the_simulated() -> None:
     assert (exact.value, exact.ok) == (0.9, False)  # one repetition is enough
     assert found[0].value == pytest.approx(6 / 10)
     assert len(bars_of(simulated)) == 3
+
+
+def test_a_baseline_that_never_blocks_in_a_repetition_is_not_left_out() -> None:
+    """Guards against a ratio of the other repetitions only, which such a baseline is best in."""
+    assert median_ratio([5, 6, 5], [0, 5, 4]) == 1.25
+    assert median_ratio([5, 6], [0, 5]) is None
+    assert median_ratio([0, 6], [0, 5]) == 1.2  # neither blocks: nothing to compare
+    assert median_ratio([0], [0]) is None
+    plain = row("moe-offloading", (0.0, 5.0), 2.0)
+    assert math.isnan(bars_of([row("activeevict-lossless", (5.0, 5.0), 4.0), plain])[1].value)
 
 
 def test_the_page_has_a_section_on_it() -> None:
