@@ -189,22 +189,23 @@ class Worker:
 
 
 def _emulate(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None
+    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None, contexts: tuple[str, ...] = ("short",)
 ) -> tuple[list[Any], dict[str, Any], list[tuple[str, str]]]:
     header = SimpleNamespace(slot_bytes=100, layers=2, top_k=2)
     monkeypatch.setattr(emulated, "prepared_store", lambda config, settings: folder)
     monkeypatch.setattr(emulated, "record_split", lambda *a: folder)
     monkeypatch.setattr(emulated, "read_split", lambda *a: SimpleNamespace(header=header))
-    monkeypatch.setattr(emulated, "load_machine", lambda *a: _MACHINE)
+    machines = iter((_MACHINE, _MACHINE.model_copy(update={"dense_s": 1.0})))  # the second is not to be used
+    monkeypatch.setattr(emulated, "load_machine", lambda *a: next(machines))
     monkeypatch.setattr(emulated, "replay", lambda *a: [{"blocking_ms": 5.0, "total_ms": 1.0}] * 2)
     log: list[tuple[str, str]] = []
     work = Workload((("short", 1),), 1, 1, 4, (0.25, 1.0), repeats=2)
     split = Split(((1,),), ((3,), (4,)))
     ran, settings, kept = emulated.emulate(
-        run_config(None), {"short": split}, work, emulated.Throttled(1.5, 1.0, _MACHINE), folder, None, None,
+        run_config(None), dict.fromkeys(contexts, split), work, emulated.Throttled(1.5, 1.0, _MACHINE), folder, None, None,
         lambda config: Worker(config, log, shifted),
     )  # fmt: skip
-    assert len(kept) == 1
+    assert len(kept) == len(contexts)
     return ran, settings, log
 
 
@@ -220,6 +221,15 @@ def test_presets_take_turns_on_prompts_that_none_has_met(monkeypatch: pytest.Mon
     assert found[0]["blocking_ms"] == pytest.approx(10.0)  # 40 ms over four tokens
     assert found[0]["replayed"]["blocking_ms"] == [5.0, 5.0]
     assert (settings["executor"], settings["step_ms"]) == ("emulated", pytest.approx(12.0))
+
+
+def test_computing_is_told_of_the_context_that_the_replays_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards against a step of the last context beside one of the first."""
+    found, settings, _ = _emulate(monkeypatch, tmp_path, contexts=("short", "long"))
+    assert {r["context"] for r in found} == {"short", "long"}
+    assert settings["step_ms"] == settings["replayed_step_ms"] == pytest.approx(12.0)
 
 
 def test_other_tokens_of_a_lossless_preset_fail_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -255,8 +265,16 @@ def test_the_simulated_rows_of_an_earlier_run_are_kept(monkeypatch: pytest.Monke
     assert {r["section"] for r in found} == {"table", "capacity", "alpha"}
     assert "emulated" not in settings
     assert settings["simulated_before"]["versions"]
+    newer = _earlier(tmp_path, versions={"tiermoe": "9"})  # of its emulated part
+    assert simulated_before(newer, run_config(None), Workload())[1] == settings
+    first = json.loads(newer.read_text())
+    del first["settings"]["simulated_before"]
+    newer.write_text(json.dumps(first))
+    assert simulated_before(newer, run_config(None), Workload())[1]["simulated_before"] == {"versions": {"tiermoe": "9"}}
     with pytest.raises(ConfigError, match="another contexts, max_tokens"):
         simulated_before(tmp_path / "activeevict.json", run_config(None), Workload((("short", 9),), max_tokens=9))
+    with pytest.raises(ConfigError, match="another measure, ratios"):  # or what is given would be ignored
+        simulated_before(tmp_path / "activeevict.json", run_config(None), Workload(measure=9, ratios=(2.5, 1.0)))
     with pytest.raises(ConfigError, match="another hardware"):
         simulated_before(_earlier(tmp_path, hardware={"model": "that"}), run_config(None), Workload())
 
@@ -278,7 +296,7 @@ def test_the_command_takes_the_simulated_rows_from_its_own_result(
     assert json.loads(out.read_text())["executor"] == "simulated, emulated"
 
 
-@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}])
+@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}, {"rows": [{"section": "table", "ratio": 7.0}]}])
 def test_what_is_no_result_of_a_replay_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no result"):
         simulated_before(_earlier(tmp_path, **changes), run_config(None), Workload())

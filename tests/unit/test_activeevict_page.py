@@ -102,7 +102,8 @@ def test_a_link_is_chosen_by_what_computing_takes() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"measure": 0}, {"budgets": ()}, {"budgets": (1.5,)}, {"ratios": (0.0,)},
-                                   {"repeats": 0}, {"parts": ()}, {"parts": ("real",)}])  # fmt: skip
+                                   {"ratios": (float("nan"),)}, {"ratios": (1.0, float("inf"))}, {"ratios": (1.0, 1.0)},
+                                   {"budgets": (0.5, 0.5)}, {"repeats": 0}, {"parts": ()}, {"parts": ("real",)}])  # fmt: skip
 def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Workload(**wrong)
