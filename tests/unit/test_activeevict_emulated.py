@@ -189,8 +189,9 @@ class Worker:
 
 
 def _emulate(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None, contexts: tuple[str, ...] = ("short",)
-) -> tuple[list[Any], dict[str, Any], list[tuple[str, str]]]:
+    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None,
+    contexts: tuple[str, ...] = ("short",),
+) -> tuple[list[Any], dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
     header = SimpleNamespace(slot_bytes=100, layers=2, top_k=2)
     monkeypatch.setattr(emulated, "prepared_store", lambda config, settings: folder)
     monkeypatch.setattr(emulated, "record_split", lambda *a: folder)
@@ -201,8 +202,9 @@ def _emulate(
     log: list[tuple[str, str]] = []
     work = Workload((("short", 1),), 1, 1, 4, (0.25, 1.0), repeats=2)
     split = Split(((1,),), ((3,), (4,)))
+    link = emulated.Throttled(1.5, 1.0, _MACHINE)
     ran, settings, kept = emulated.emulate(
-        run_config(None), dict.fromkeys(contexts, split), work, emulated.Throttled(1.5, 1.0, _MACHINE), folder, None, None,
+        run_config(None), dict.fromkeys(contexts, split), work, link, folder, None, None,
         lambda config: Worker(config, log, shifted),
     )  # fmt: skip
     assert len(kept) == len(contexts)
@@ -270,7 +272,8 @@ def test_the_simulated_rows_of_an_earlier_run_are_kept(monkeypatch: pytest.Monke
     first = json.loads(newer.read_text())
     del first["settings"]["simulated_before"]
     newer.write_text(json.dumps(first))
-    assert simulated_before(newer, run_config(None), Workload())[1]["simulated_before"] == {"versions": {"tiermoe": "9"}}
+    _, settings = simulated_before(newer, run_config(None), Workload())
+    assert settings["simulated_before"] == {"versions": {"tiermoe": "9"}}
     with pytest.raises(ConfigError, match="another contexts, max_tokens"):
         simulated_before(tmp_path / "activeevict.json", run_config(None), Workload((("short", 9),), max_tokens=9))
     with pytest.raises(ConfigError, match="another measure, ratios"):  # or what is given would be ignored
@@ -296,7 +299,8 @@ def test_the_command_takes_the_simulated_rows_from_its_own_result(
     assert json.loads(out.read_text())["executor"] == "simulated, emulated"
 
 
-@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}, {"rows": [{"section": "table", "ratio": 7.0}]}])
+@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3},
+                                     {"rows": [{"section": "table", "ratio": 7.0}]}])  # fmt: skip
 def test_what_is_no_result_of_a_replay_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no result"):
         simulated_before(_earlier(tmp_path, **changes), run_config(None), Workload())
