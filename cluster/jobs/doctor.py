@@ -37,7 +37,7 @@ def routed_expert_elements(model_dir: Path) -> int:
         math.prod(tensor["shape"])
         for path in files
         for name, tensor in read_header(path).items()
-        if name != "__metadata__" and _ROUTED.search(name)
+        if _ROUTED.search(name)
     )
 
 

@@ -181,7 +181,7 @@ def _dense_in_files(model_dir: Path) -> int | None:
     there = sorted(model_dir.glob("*.safetensors"))
     if not there or not _named_in_index(model_dir) <= {path.name for path in there}:
         return None
-    tensors = [(name, spec) for path in there for name, spec in read_header(path).items() if name != "__metadata__"]
+    tensors = [tensor for path in there for tensor in read_header(path).items()]
     return sum(math.prod(spec["shape"]) for name, spec in tensors if not _ROUTED.search(name))
 
 

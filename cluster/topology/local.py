@@ -36,5 +36,5 @@ def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
     cpus, cores = local_ray(config, settings).cpus, usable_cores()
     if cpus <= cores:
         return ()
-    return (f"the actors take {cpus} CPUs, this machine has {cores}: they share them, so times are not those of a GPU "
+    return (f"the actors take {cpus} CPUs, {cores} can be used here: they share them, so times are not those of a GPU "
             "each",)  # fmt: skip

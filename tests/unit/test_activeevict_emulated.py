@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from tiermoe.cluster.jobs.bench.activeevict import emulated, job
 from tiermoe.cluster.jobs.bench.activeevict.agreement import agreement, over_replay
 from tiermoe.cluster.jobs.bench.activeevict.bars import bars_of
 from tiermoe.cluster.jobs.bench.activeevict.earlier import simulated_before
-from tiermoe.cluster.jobs.bench.activeevict.measures import measured, transfers
+from tiermoe.cluster.jobs.bench.activeevict.measures import measured, median_ratio, transfers
 from tiermoe.cluster.jobs.bench.activeevict.page import page
 from tiermoe.cluster.jobs.bench.activeevict.work import PRESETS, Workload
 from tiermoe.cluster.jobs.bench.compare.measures import counters
@@ -83,6 +84,16 @@ def test_bars_of_emulated_rows_stand_beside_the_simulated() -> None:
     assert (exact.value, exact.ok) == (0.9, False)  # one repetition is enough
     assert found[0].value == pytest.approx(6 / 10)
     assert len(bars_of(simulated)) == 3
+
+
+def test_a_baseline_that_never_blocks_in_a_repetition_is_not_left_out() -> None:
+    """Guards against a ratio of the other repetitions only, which such a baseline is best in."""
+    assert median_ratio([5, 6, 5], [0, 5, 4]) == 1.25
+    assert median_ratio([5, 6], [0, 5]) is None
+    assert median_ratio([0, 6], [0, 5]) == 1.2  # neither blocks: nothing to compare
+    assert median_ratio([0], [0]) is None
+    plain = row("moe-offloading", (0.0, 5.0), 2.0)
+    assert math.isnan(bars_of([row("activeevict-lossless", (5.0, 5.0), 4.0), plain])[1].value)
 
 
 def test_the_page_has_a_section_on_it() -> None:
@@ -178,22 +189,25 @@ class Worker:
 
 
 def _emulate(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None
-) -> tuple[list[Any], dict[str, Any], list[tuple[str, str]]]:
+    monkeypatch: pytest.MonkeyPatch, folder: Path, shifted: str | None = None,
+    contexts: tuple[str, ...] = ("short",),
+) -> tuple[list[Any], dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
     header = SimpleNamespace(slot_bytes=100, layers=2, top_k=2)
     monkeypatch.setattr(emulated, "prepared_store", lambda config, settings: folder)
     monkeypatch.setattr(emulated, "record_split", lambda *a: folder)
     monkeypatch.setattr(emulated, "read_split", lambda *a: SimpleNamespace(header=header))
-    monkeypatch.setattr(emulated, "load_machine", lambda *a: _MACHINE)
+    machines = iter((_MACHINE, _MACHINE.model_copy(update={"dense_s": 1.0})))  # the second is not to be used
+    monkeypatch.setattr(emulated, "load_machine", lambda *a: next(machines))
     monkeypatch.setattr(emulated, "replay", lambda *a: [{"blocking_ms": 5.0, "total_ms": 1.0}] * 2)
     log: list[tuple[str, str]] = []
     work = Workload((("short", 1),), 1, 1, 4, (0.25, 1.0), repeats=2)
     split = Split(((1,),), ((3,), (4,)))
+    link = emulated.Throttled(1.5, 1.0, _MACHINE)
     ran, settings, kept = emulated.emulate(
-        run_config(None), {"short": split}, work, emulated.Throttled(1.5, 1.0, _MACHINE), folder, None, None,
+        run_config(None), dict.fromkeys(contexts, split), work, link, folder, None, None,
         lambda config: Worker(config, log, shifted),
     )  # fmt: skip
-    assert len(kept) == 1
+    assert len(kept) == len(contexts)
     return ran, settings, log
 
 
@@ -209,6 +223,15 @@ def test_presets_take_turns_on_prompts_that_none_has_met(monkeypatch: pytest.Mon
     assert found[0]["blocking_ms"] == pytest.approx(10.0)  # 40 ms over four tokens
     assert found[0]["replayed"]["blocking_ms"] == [5.0, 5.0]
     assert (settings["executor"], settings["step_ms"]) == ("emulated", pytest.approx(12.0))
+
+
+def test_computing_is_told_of_the_context_that_the_replays_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards against a step of the last context beside one of the first."""
+    found, settings, _ = _emulate(monkeypatch, tmp_path, contexts=("short", "long"))
+    assert {r["context"] for r in found} == {"short", "long"}
+    assert settings["step_ms"] == settings["replayed_step_ms"] == pytest.approx(12.0)
 
 
 def test_other_tokens_of_a_lossless_preset_fail_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -244,8 +267,17 @@ def test_the_simulated_rows_of_an_earlier_run_are_kept(monkeypatch: pytest.Monke
     assert {r["section"] for r in found} == {"table", "capacity", "alpha"}
     assert "emulated" not in settings
     assert settings["simulated_before"]["versions"]
+    newer = _earlier(tmp_path, versions={"tiermoe": "9"})  # of its emulated part
+    assert simulated_before(newer, run_config(None), Workload())[1] == settings
+    first = json.loads(newer.read_text())
+    del first["settings"]["simulated_before"]
+    newer.write_text(json.dumps(first))
+    _, settings = simulated_before(newer, run_config(None), Workload())
+    assert settings["simulated_before"] == {"versions": {"tiermoe": "9"}}
     with pytest.raises(ConfigError, match="another contexts, max_tokens"):
         simulated_before(tmp_path / "activeevict.json", run_config(None), Workload((("short", 9),), max_tokens=9))
+    with pytest.raises(ConfigError, match="another measure, ratios"):  # or what is given would be ignored
+        simulated_before(tmp_path / "activeevict.json", run_config(None), Workload(measure=9, ratios=(2.5, 1.0)))
     with pytest.raises(ConfigError, match="another hardware"):
         simulated_before(_earlier(tmp_path, hardware={"model": "that"}), run_config(None), Workload())
 
@@ -267,7 +299,8 @@ def test_the_command_takes_the_simulated_rows_from_its_own_result(
     assert json.loads(out.read_text())["executor"] == "simulated, emulated"
 
 
-@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}])
+@pytest.mark.parametrize("changes", [{"rows": rows()}, {"name": "moepic"}, {"settings": {}}, {"rows": 3},
+                                     {"rows": [{"section": "table", "ratio": 7.0}]}])  # fmt: skip
 def test_what_is_no_result_of_a_replay_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no result"):
         simulated_before(_earlier(tmp_path, **changes), run_config(None), Workload())

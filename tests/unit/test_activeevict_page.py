@@ -101,8 +101,14 @@ def test_a_link_is_chosen_by_what_computing_takes() -> None:
         link_gbps(machine, 8, 4, 2_000_000, 1e-3)
 
 
-@pytest.mark.parametrize("wrong", [{"measure": 0}, {"budgets": ()}, {"budgets": (1.5,)}, {"ratios": (0.0,)},
-                                   {"repeats": 0}, {"parts": ()}, {"parts": ("real",)}])  # fmt: skip
+_WRONG: list[dict[str, Any]] = [
+    {"measure": 0}, {"budgets": ()}, {"budgets": (1.5,)}, {"budgets": (0.5, 0.5)}, {"ratios": (0.0,)},
+    {"ratios": (float("nan"),)}, {"ratios": (1.0, float("inf"))}, {"ratios": (1.0, 1.0)}, {"repeats": 0}, {"parts": ()},
+    {"parts": ("real",)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", _WRONG)
 def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Workload(**wrong)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tiermoe.cluster.jobs.bench import command, prefetch
 from tiermoe.cluster.jobs.bench.harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from tiermoe.cluster.jobs.bench.json_option import JsonCommand
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
 from tiermoe.errors import ConfigError
 
@@ -157,3 +158,10 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])
         assert done.exit_code == 0
         assert "--out" in done.output
+
+
+def test_the_json_flag_takes_a_file_wherever_there_is_one() -> None:
+    """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
+    for info in command.bench_app.registered_commands:
+        assert info.callback is not None
+        assert ("as_json" in inspect.signature(info.callback).parameters) == (info.cls is JsonCommand), info.callback

@@ -120,7 +120,7 @@ def moepic(
 
 def activeevict(
     model: Model = None,
-    budgets: compare_command.Budgets = "0.25,0.5",
+    budgets: Annotated[str, typer.Option(help="Shares of the experts that fit, separated by commas.")] = "0.25,0.5",
     ratios: Annotated[
         str, typer.Option(help="Of each simulated link: loading over computing. The first is the emulated one too.")
     ] = "1,2.5",

@@ -17,7 +17,6 @@ scaling. Bytes, hits and the links' own clock do.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -30,6 +29,7 @@ from ....actors.policies.sharding import Ownership
 from ....actors.settings import check_combination
 from ....errors import BudgetError, RuntimeFailure
 from ...config import RunConfig, engine_settings, parse_budget
+from ...cores import usable_cores
 from .harness import Bar, Case, Measures, Report, Spread, interleaved, ratio
 from .serving import heldout_prompts, run_config, serve, start_worker
 
@@ -133,7 +133,7 @@ def bench_scale(
         "latency_us": LATENCY_US, "ownership": work.ownership,
         "rounds": {str(b): work.rounds(b, repeats) for b in work.batches}, "prompts": work.prompts,
         "prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "repeats": repeats, "threads": 1,
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
     }  # fmt: skip
     with ExitStack() as stack:  # a worker that is not closed keeps the process alive
         workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}

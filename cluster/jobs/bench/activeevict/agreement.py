@@ -7,6 +7,7 @@ from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
+from .measures import median_ratio
 from .work import PREFETCHING
 
 Row = Mapping[str, Any]
@@ -18,10 +19,8 @@ _DIFFERS = (
 
 
 def over_replay(row: Row, measure: str) -> float | None:
-    """Median over repetitions of what was measured over what the replay of the same prompts gives; None: that is 0."""
-    pairs = zip(row["values"][measure], row["replayed"][measure], strict=True)
-    ratios = [ran / replayed for ran, replayed in pairs if replayed]
-    return median(ratios) if ratios else None
+    """What was measured over what the replay of the same prompts gives, see `median_ratio`."""
+    return median_ratio(row["values"][measure], row["replayed"][measure])
 
 
 def agreement(rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[str]:

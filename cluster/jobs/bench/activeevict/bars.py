@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from ..harness import Bar
+from .measures import median_ratio
 from .work import LOSSY, OWN, PREFETCHING
 
 LESS = 0.7  # of a baseline's blocking I/O: the paper has 31% to 46% less
@@ -46,10 +46,9 @@ def _bars(rows: Sequence[Row], section: str, context: str, title: str) -> list[B
 
 
 def _over(own: Row, other: Row) -> float | None:
-    """Blocking I/O over the other's; None where that never blocks."""
+    """Blocking I/O over the other's, see `median_ratio`."""
     mine, others = (row.get("values", {}).get("blocking_ms", [row["blocking_ms"]]) for row in (own, other))
-    ratios = [a / b for a, b in zip(mine, others, strict=True) if b]
-    return median(ratios) if ratios else None
+    return median_ratio(mine, others)
 
 
 def _least(row: Row, measure: str) -> float:

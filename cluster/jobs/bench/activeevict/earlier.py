@@ -8,7 +8,9 @@ from typing import Any
 
 from .....errors import ConfigError
 from ....config import RunConfig
+from ....simulate.machine import Machine
 from ...machine import cpu
+from ..page_parts import rounded
 from .work import LATENCY_US, Workload
 
 _REMEDY = "run both parts (leave --parts out), or give what that run had"
@@ -27,20 +29,27 @@ def simulated_before(
         raise ConfigError(
             "--parts emulated takes its link, and what it is laid beside, from an earlier run", "give its --out"
         )
+    now = rounded({  # as a result has them
+        "model": base.model_dir.name, "contexts": dict(work.contexts), "learn": work.learn, "measure": work.measure,
+        "max_tokens": work.max_tokens, "ratios": list(work.ratios), "latency_us": LATENCY_US,
+    })  # fmt: skip
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         rows = [row for row in record["rows"] if row["section"] != "emulated"]
-        settings = {key: value for key, value in record["settings"].items() if key != "emulated"}
-        then = {key: settings[key] for key in ("model", "contexts", "learn", "max_tokens", "latency_us")}
+        settings = {"simulated_before": {"versions": record["versions"]}}  # unless that run had it from another
+        settings |= {key: value for key, value in record["settings"].items() if key != "emulated"}
+        then = {key: settings[key] for key in now}
         then["hardware"] = record["hardware"]["model"]
-        if record["name"] != "activeevict" or not any(row["section"] == "table" for row in rows):
+        if record["name"] != "activeevict" or not any(_on_the_first_link(row, settings) for row in rows):
             raise ValueError("it has no simulated table")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        Machine(**settings["machine"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"'{file}' holds no result of `tiermoe bench activeevict`: {error}", _REMEDY) from error
-    now = {
-        "model": base.model_dir.name, "contexts": dict(work.contexts), "learn": work.learn,
-        "max_tokens": work.max_tokens, "latency_us": LATENCY_US, "hardware": cpu()["model"],
-    }  # fmt: skip
+    now["hardware"] = cpu()["model"]
     if changed := [key for key, value in now.items() if then[key] != value]:
         raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", _REMEDY)
-    return rows, settings | {"simulated_before": {"versions": record["versions"]}}
+    return rows, settings
+
+
+def _on_the_first_link(row: dict[str, Any], settings: dict[str, Any]) -> bool:
+    return bool(row["section"] == "table" and row["ratio"] == settings["ratios"][0])

@@ -73,7 +73,9 @@ def emulate(
         trace = record_split(base, split, work.max_tokens, DISTANCES, scratch / context, progress)
         recorded = read_split(trace, work.learn)
         rows += [{"context": context} | _row(row, sweep, link, recorded, work) for row in report.rows]
-        settings |= {"executor": report.executor, "slot_bytes": recorded.header.slot_bytes, **_steps(recorded, link)}
+        settings |= {"executor": report.executor, "slot_bytes": recorded.header.slot_bytes}
+        if "step_ms" not in settings:  # of the first context, as the machine of the replays is
+            settings |= _steps(recorded, link)
     return rows, settings, kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -81,6 +82,16 @@ def measured(row: Mapping[str, Any], tokens: int) -> dict[str, Any]:
 def by_measure(each: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """What each repetition gave, as lists."""
     return {name: [found[name] for found in each] for name in each[0]}
+
+
+def median_ratio(values: Sequence[float], over: Sequence[float]) -> float | None:
+    """Median of the ratios, repetition by repetition; None where `over` is 0 too often for one.
+
+    A repetition with a 0 below counts as infinite: to leave it out would hide the worst.
+    """
+    ratios = [a / b if b else math.inf for a, b in zip(values, over, strict=True) if a or b]
+    middle = median(ratios) if ratios else math.inf
+    return None if math.isinf(middle) else middle
 
 
 def _repetition(counters: Mapping[str, Any], tokens: int) -> dict[str, float]:

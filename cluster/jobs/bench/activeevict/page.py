@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .....errors import ConfigError
+from ....report.json_file import write_json
 from ..harness import Report
 from ..page_parts import paragraphs, table
 from ..plots import new_figure
@@ -39,8 +39,8 @@ def write_page(report: Report, folder: Path) -> None:
         ConfigError: the folder cannot be written, or matplotlib is missing.
     """
     record = report.as_dict()
+    write_json(folder / "activeevict.json", record)  # a run of the emulated part alone reads it: whole, or as it was
     try:
-        (folder / "activeevict.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
         (folder / "activeevict.md").write_text(page(record), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error

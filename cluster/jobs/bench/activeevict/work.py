@@ -24,7 +24,7 @@ class Workload:
     of the emulated part, and prompts that are new in each of them.
 
     Raises:
-        ConfigError: a size is out of range, or a part is unknown.
+        ConfigError: a size is out of range or named twice, or a part is unknown.
     """
 
     contexts: tuple[tuple[str, int], ...] = (("short", 32), ("long", 256))
@@ -44,7 +44,12 @@ class Workload:
         sizes = (self.learn, self.measure, self.max_tokens, self.repeats, self.prompts_each)
         if not all(lists) or min(*sizes, *(n for _, n in self.contexts)) < 1:
             raise ConfigError("a size of the benchmark is zero", "give at least 1, and at least one of each")
-        if not all(0 < b <= 1 for b in (*self.budgets, *self.capacities)) or min(self.ratios) <= 0:
-            raise ConfigError("budgets are shares above 0 up to 1, ratios are above 0", "give others")
+        if not all(0 < b <= 1 for b in (*self.budgets, *self.capacities)):
+            raise ConfigError("budgets are shares above 0 up to 1", "give others")
+        if not all(0 < ratio < float("inf") for ratio in self.ratios):
+            raise ConfigError("ratios are above 0, and finite", "give others")
+        for option, values in (("budgets", self.budgets), ("ratios", self.ratios)):
+            if len(set(values)) < len(values):
+                raise ConfigError(f"--{option} names one twice: {', '.join(map(str, values))}", "name each once")
         if not self.parts or not set(self.parts) <= set(PARTS):
             raise ConfigError(f"--parts is '{','.join(self.parts)}'", f"give some of {', '.join(PARTS)}")
