@@ -147,6 +147,7 @@ def test_methods_derive_from_presets(tmp_path: Path) -> None:
 
 def test_sizes_are_checked() -> None:
     for wrong, said in (({"max_tokens": 2}, "--max-tokens is 2"), ({"ratio": 0.0}, "--ratio is 0"),
-                        ({"warm": 0}, "--warm is 0")):  # fmt: skip
+                        ({"warm": 0}, "--warm is 0"), ({"rates": ("2",)}, "budget '2' is a share outside"),
+                        ({"rates": ("0.5", "0.5")}, "--rates names one twice")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             Workload(**wrong)

@@ -70,6 +70,10 @@ def test_a_warm_up_that_ends_before_the_first_configuration_is_refused() -> None
         Workload(max_tokens=2)
     with pytest.raises(ConfigError, match="--ratios names nothing"):
         Workload(ratios=())
+    with pytest.raises(ConfigError, match="budget '2' is a share outside"):
+        Workload(budgets=("2",))
+    with pytest.raises(ConfigError, match="--budgets names one twice"):
+        Workload(budgets=("0.5", "0.5"))
 
 
 def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....errors import ConfigError
+from ..compare.lists import require_each_once
 
 OWN, LOSSY = "activeevict-lossless", "activeevict"
 PREFETCHING = ("moe-offloading", "moe-apex")  # of the paper's baselines
@@ -49,7 +50,6 @@ class Workload:
         if not all(0 < ratio < float("inf") for ratio in self.ratios):
             raise ConfigError("ratios are above 0, and finite", "give others")
         for option, values in (("budgets", self.budgets), ("ratios", self.ratios)):
-            if len(set(values)) < len(values):
-                raise ConfigError(f"--{option} names one twice: {', '.join(map(str, values))}", "name each once")
+            require_each_once(option, values)
         if not self.parts or not set(self.parts) <= set(PARTS):
             raise ConfigError(f"--parts is '{','.join(self.parts)}'", f"give some of {', '.join(PARTS)}")

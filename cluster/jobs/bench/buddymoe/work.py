@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .....errors import ConfigError
 from ...evaluate.options import EvaluationOptions
+from ..compare.lists import require_budgets
 
 QUALITY = EvaluationOptions(documents=36, items=1, prefix=32, continuation=40, rows=1)
 
@@ -20,7 +21,7 @@ class Workload:
     methods: rows of the tables by name; none: all.
 
     Raises:
-        ConfigError: a size is out of range.
+        ConfigError: a size or a rate is out of range, or a rate is given twice.
     """
 
     rates: tuple[str, ...] = ("0.75", "0.5", "0.375")
@@ -41,3 +42,4 @@ class Workload:
             raise ConfigError(f"--max-tokens is {self.max_tokens}", "give at least 3: decode steps are measured")
         if not 0 < self.ratio < float("inf"):
             raise ConfigError(f"--ratio is {self.ratio:g}", "give a number above 0")
+        require_budgets("rates", self.rates)

@@ -15,6 +15,7 @@ from .....errors import ConfigError
 from ....config import RunConfig, engine_settings, load_policy
 from ....versions import versions
 from ...machine import cpu
+from .lists import require_each_once
 
 Prompt = tuple[int, ...]
 WARM_UP_TOKENS = 8  # of the first prompt, where nothing else is served before measuring
@@ -72,10 +73,7 @@ class Sweep:
             ("policies", self.policies), ("budgets", self.budgets), ("links", self.links),
         )  # fmt: skip
         for option, values in lists:
-            if not values:
-                raise ConfigError(f"--{option} names nothing", "give at least one, separated by commas")
-            if len(set(values)) < len(values):
-                raise ConfigError(f"--{option} names one twice: {', '.join(map(str, values))}", "name each once")
+            require_each_once(option, values)
         if any(gbps is not None and not 0 < gbps < float("inf") for gbps in self.links):
             raise ConfigError("--links must be above 0", "give gigabytes per second, or none")
         for option, number in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....errors import ConfigError
+from ..compare.lists import require_budgets
 
 POLICIES = (
     "on-demand", "cache-only", "prefetch-only", "pre-gated", "mixtral-offloading", "adapmoe", "moe-infinity", "moepic",
@@ -26,7 +27,8 @@ class Workload:
     quality_documents: held-out documents on which policies that are not lossless are scored.
 
     Raises:
-        ConfigError: a size is out of range, or the warm-up has no prompt after the first configuration.
+        ConfigError: a size or a budget is out of range, a budget is given twice, or the warm-up has no prompt
+            after the first configuration.
     """
 
     budgets: tuple[str, ...] = ("0.125", "0.25", "0.5", "0.75")
@@ -61,6 +63,7 @@ class Workload:
             raise ConfigError("--ratios names nothing", "give at least one, separated by commas")
         if any(not 0 < value < float("inf") for value in (*self.ratios, *self.links)):
             raise ConfigError("--ratios and --links must be above 0", "give numbers separated by commas")
+        require_budgets("budgets", self.budgets)
         before = self.warm_tokens - self.warm_tokens // self.warm
         if before < self.tau:
             raise ConfigError(
