@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from run_layer import run_layer
 
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.cpu_device import CpuDevice
@@ -17,7 +18,6 @@ from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.settings import LinkSettings
@@ -73,15 +73,7 @@ class Fixture:
     def forward(self, layer: int, *experts: int) -> None:
         """One layer as `MoeLayer` runs it; every slot must hold the weights of its expert at its turn."""
         cache, needed = self.cache, [layer * EXPERTS + e for e in experts]
-        cache.poll()
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        for i, key in enumerate(plan.run, start=1):
-            self.check_slot(key, cache.await_expert(key, layer))
-            cache.ran([key])
-            cache.issue([load for load in plan.loads if load.after == i])
+        run_layer(cache, layer, needed, lambda key: self.check_slot(key, cache.await_expert(key, layer)))
         cache.check_integrity()
 
     def check_slot(self, key: int, slot: int) -> None:

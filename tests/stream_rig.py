@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from fake_gpu import FakeGpu
+from run_layer import run_layer
 
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
@@ -14,7 +15,6 @@ from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
@@ -59,17 +59,8 @@ class Rig:
         """One layer as `MoeLayer` runs it."""
         cache = self.cache
         cache.settle_times()
-        cache.poll()
         needed = cache.segments([layer * EXPERTS + e for e in experts])
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        cache.prefetch(guesses)
-        for i, segment in enumerate(plan.run, start=1):
-            self.run(segment, cache.await_expert(segment, layer))
-            cache.ran([segment])
-            cache.issue([load for load in plan.loads if load.after == i])
+        run_layer(cache, layer, needed, lambda s: self.run(s, cache.await_expert(s, layer)), guesses)
         cache.check_integrity()
 
     def run(self, segment: int, slot: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_layer import run_layer
 
 from tiermoe.actors.engine.allocate import make_cache
 from tiermoe.actors.engine.cache import ExpertCache
@@ -80,19 +81,13 @@ class Looker:
     def forward(self, layer: int, experts: Sequence[int], guesses: Sequence[int]) -> None:
         cache = self.cache
         cache.settle_times()
-        cache.poll()
-        needed = [layer * EXPERTS + e for e in experts]
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, cache.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        cache.prefetch(guesses)
-        for i, key in enumerate(plan.run, start=1):
+
+        def look(key: int) -> None:
             slot = cache.pool.slot(cache.await_expert(key, layer))
             for found, whole in zip(slot, self.wanted[layer], strict=True):
                 self.wrong += (found != whole[key % EXPERTS]).sum()
-            cache.ran([key])
-            cache.issue([load for load in plan.loads if load.after == i])
+
+        run_layer(cache, layer, [layer * EXPERTS + e for e in experts], look, guesses)
 
     def drive(self, seed: int, layers: int) -> None:
         chance = random.Random(seed)

@@ -12,6 +12,7 @@ import torch
 import traces
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from run_layer import run_layer
 from serving import policy
 
 from tiermoe.actors.engine.cache import ExpertCache
@@ -24,7 +25,6 @@ from tiermoe.actors.engine.reroute_view import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import EvictionPolicy, ImportanceEviction, Lru
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.pre_evict import PreEviction
 from tiermoe.actors.policies.prefetch.base import Span
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
@@ -74,16 +74,7 @@ def make() -> Iterator[Make]:
 
 
 def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
-    keys = [layer * EXPERTS + e for e in experts]
-    cache.poll()
-    cache.drop_stale(layer, keys)
-    plan = LoadOnMiss().plan(keys, cache.residency, cache.eviction)
-    cache.begin(layer, plan)
-    cache.issue([load for load in plan.loads if not load.after])
-    for i, key in enumerate(plan.run, start=1):
-        cache.await_expert(key, layer)
-        cache.ran([key])
-        cache.issue([load for load in plan.loads if load.after == i])
+    run_layer(cache, layer, [layer * EXPERTS + e for e in experts], lambda key: cache.await_expert(key, layer))
     cache.check_integrity()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import traces
 from moe_stack import engine_for, make_case
+from run_layer import run_layer
 
 from tiermoe.actors.engine.cache import ExpertCache
 from tiermoe.actors.engine.cpu_device import CpuDevice
@@ -19,7 +20,6 @@ from tiermoe.actors.engine.promise import Promise, PromisedSegment, Shared
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
 from tiermoe.actors.policies.residency import Residency, State
@@ -56,20 +56,15 @@ class Split:
     def forward(self, layer: int, *experts: int) -> None:
         """One layer as `MoeLayer` runs it; each segment's place must hold its neurons at its turn."""
         cache = self.cache
-        needed = cache.segments([layer * EXPERTS + e for e in experts])
-        cache.poll()
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        for i, segment in enumerate(plan.run, start=1):
+
+        def check(segment: int) -> None:
             first, count = cache.place(segment, cache.await_expert(segment, layer))
             begin = cache.cut.tops[layer] if segment >= KEYS else 0  # type: ignore[union-attr]
             stored = self.weights[layer].expert(segment % EXPERTS)
             for found, whole in zip(cache.pool.neuron_range(first, count), stored, strict=True):
                 assert torch.equal(found, whole[begin : begin + count])
-            cache.ran([segment])
-            cache.issue([load for load in plan.loads if load.after == i])
+
+        run_layer(cache, layer, cache.segments([layer * EXPERTS + e for e in experts]), check)
         cache.check_integrity()
 
     def settle(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from run_layer import run_layer
 from stream_rig import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, Rig
 
 from tiermoe.actors.engine.cache import ExpertCache
@@ -15,7 +16,6 @@ from tiermoe.actors.engine.low_bits import ReplicaPool
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
-from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
@@ -115,20 +115,15 @@ class MixedRig(Rig):
         """One layer of which the experts in `low` run on replicas."""
         cache, base = self.cache, layer * EXPERTS
         cache.settle_times()
-        cache.poll()
         needed = cache.segments([base + e for e in experts], {base + e for e in low})
-        cache.drop_stale(layer, needed)
-        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
-        cache.begin(layer, plan)
-        cache.issue([load for load in plan.loads if not load.after])
-        cache.prefetch(guesses)
-        for i, segment in enumerate(plan.run, start=1):
+
+        def run(segment: int) -> None:
             if segment < KEYS:
                 self.run(segment, cache.await_expert(segment, layer))
             else:
                 self.run_replica(segment - KEYS, cache.replica_slot(segment, layer))
-            cache.ran([segment])
-            cache.issue([load for load in plan.loads if load.after == i])
+
+        run_layer(cache, layer, needed, run, guesses)
         cache.check_integrity()
 
     def run_replica(self, key: int, slot: int) -> None:
