@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ....errors import ConfigError
 from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
@@ -80,7 +82,7 @@ def finish_page(
         measure: with the folder where it keeps what is finished; the report, and what is kept until it is written.
         kept_beside: the results in a folder beside which something is kept.
     """
-    file, folder = file_or_folder(out)
+    file, folder = _file_or_folder(out)
     beside = folder if folder is not None else file.parent if file is not None else None
     kept: list[Discarded] = []
 
@@ -99,14 +101,26 @@ def finish_page(
         finish(run, as_json, check, file, discard)
 
 
-def file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
+def _file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
     """What `--out` names: a file for the object, or a folder for a page, which is refused here if it cannot be had."""
     if out is None or out.suffix == ".json":
         return out, None
-    from .ndp_page import check_folder
-
-    check_folder(out)
+    _check_folder(out)
     return None, out
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before anything is measured.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be written: {error.strerror}", "give another folder") from error
 
 
 def say_overridden(config: str | None, fixed: Collection[str]) -> None:

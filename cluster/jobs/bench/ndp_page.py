@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,6 @@ _COLUMNS = (
     ("kl_nats", "mean KL (nats)", "{:.5f}"),
     ("choice_accuracy", "multiple choice", "{:.1%}"),
 )
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before anything is measured.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {error.strerror}", "give another folder") from error
 
 
 def write_page(report: NdpReport, folder: Path) -> None:

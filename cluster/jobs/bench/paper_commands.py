@@ -10,19 +10,7 @@ import typer
 from rich.progress import Progress
 
 from . import compare_command
-from .finish import (
-    Check,
-    Config,
-    Discarded,
-    Json,
-    Model,
-    PageOut,
-    Repeats,
-    file_or_folder,
-    finish,
-    finish_page,
-    say_overridden,
-)
+from .finish import Check, Config, Discarded, Json, Model, PageOut, Repeats, finish_page, say_overridden
 from .harness import Report
 
 
@@ -32,25 +20,22 @@ def ndp(
     windows: Annotated[int, typer.Option(min=1, help="Windows of each document.")] = 2,
     repeats: Repeats = 5,
     config: Config = None,
-    out: Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plot.")] = None,
+    out: PageOut = None,
     as_json: Json = False,
     check: Check = False,
 ) -> None:
     """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
     from ..evaluate.options import EvaluationOptions
-    from .ndp import OWN_KEYS, bench_ndp
+    from .ndp import OWN_KEYS, NdpReport, bench_ndp
     from .ndp_page import write_page
 
     say_overridden(config, OWN_KEYS)
-    file, folder = file_or_folder(out)
+    options = EvaluationOptions(documents=documents, windows=windows)
 
-    def measure(progress: Progress) -> Report:
-        report = bench_ndp(model, EvaluationOptions(documents=documents, windows=windows), repeats, progress, config)
-        if folder is not None:
-            write_page(report, folder)
-        return report
+    def measure(beside: Path | None, progress: Progress) -> tuple[NdpReport, Sequence[Discarded]]:
+        return bench_ndp(model, options, repeats, progress, config), ()  # it begins anew where it was interrupted
 
-    finish(measure, as_json, check, file)
+    finish_page(measure, write_page, lambda folder: (), out, as_json, check)
 
 
 def fmoe(
