@@ -9,10 +9,11 @@ import typer
 
 from ....errors import ConfigError
 from ..profile.command import profile_request
+from .additions import Additions
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replica_options import ReplicaOptions
-from .replicas import add_replicas, parse_bits
+from .replicas import parse_bits
 
 
 def prepare_command(
@@ -76,44 +77,20 @@ def prepare_command(
         profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
     )
     options = replica_options(bits, group_size, act_order, calibration)
-    text = None
-    if options is not None:
-        text = calibration if calibration is not None else shipped_calibration(model)
-        if text is None:
-            raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
-        read_texts(text)  # refused before anything is computed
+    text = None if options is None else calibration_text(model, calibration)
     for measured in (neuron_order, gates, sensitivity):
         if measured is not None:
             read_texts(measured)
+    additions = Additions(options, text, neuron_order, predictors, stride, gates, sensitivity, profiling)
     if is_store(model):
-        additions = (options, neuron_order, predictors, gates, sensitivity, profiling)
-        if all(a is None for a in additions) or out is not None or cache_dir is not None or force:
+        if additions.nothing or out is not None or cache_dir is not None or force:
             adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
             remedy = f"give its checkpoint, or only what is for a store: {adding}"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
-    if neuron_order is not None:  # before replicas, which are fitted to the order
-        from .neuron_order import order_neurons
-
-        order_neurons(store, model, neuron_order)
-    if options is not None and text is not None:
-        add_replicas(store, model, options, text)
-    if predictors is not None:
-        from .predictors import add_predictors
-
-        add_predictors(store, predictors, 3 if stride is None else stride)
-    if gates is not None:
-        from .gates import add_gates
-
-        add_gates(store, model, gates)
-    if sensitivity is not None:
-        from .sensitivity import add_sensitivity
-
-        add_sensitivity(store, model, sensitivity)
-    if profiling is not None:
-        profiling.run(store, model)
+    additions.add(store, model)
     typer.echo(store)
 
 
@@ -132,3 +109,16 @@ def replica_options(
         if is_given:
             raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
     return None
+
+
+def calibration_text(model: Path, given: Path | None) -> Path:
+    """The text that replicas are fitted to.
+
+    Raises:
+        ConfigError: none is given and the model ships none, or it cannot be read.
+    """
+    text = given if given is not None else shipped_calibration(model)
+    if text is None:
+        raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")
+    read_texts(text)  # refused before anything is computed
+    return text
