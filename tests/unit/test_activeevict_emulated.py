@@ -24,7 +24,7 @@ from tiermoe.cluster.jobs.bench.activeevict.measures import measured, median_rat
 from tiermoe.cluster.jobs.bench.activeevict.page import page
 from tiermoe.cluster.jobs.bench.activeevict.work import PRESETS, Workload
 from tiermoe.cluster.jobs.bench.compare.measures import counters
-from tiermoe.cluster.jobs.bench.harness import Bar, Report, Spread
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
 from tiermoe.cluster.jobs.bench.prompt_split import Split
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.simulate.machine import Machine

@@ -13,7 +13,7 @@ from tiermoe.cluster.jobs.bench.activeevict.measures import transfers
 from tiermoe.cluster.jobs.bench.activeevict.page import page, write_page
 from tiermoe.cluster.jobs.bench.activeevict.simulated import link_gbps
 from tiermoe.cluster.jobs.bench.activeevict.work import Workload
-from tiermoe.cluster.jobs.bench.harness import Report
+from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import ConfigError
 

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tiermoe.cluster.jobs.bench import command, prefetch
-from tiermoe.cluster.jobs.bench.harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.json_option import JsonCommand
+from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
 from tiermoe.errors import ConfigError
 

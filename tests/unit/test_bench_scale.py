@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiermoe.cluster.jobs.bench import scale
-from tiermoe.cluster.jobs.bench.harness import Spread
+from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.cluster.jobs.bench.scale import BATCHES, VARIANTS, Variant, Workload
 from tiermoe.errors import BudgetError, ConfigError
 

@@ -17,7 +17,7 @@ from tiermoe.cluster.jobs.bench.buddymoe.page import page, write_page
 from tiermoe.cluster.jobs.bench.buddymoe.report import BuddyReport
 from tiermoe.cluster.jobs.bench.buddymoe.scoring import quality_of
 from tiermoe.cluster.jobs.bench.buddymoe.work import Workload
-from tiermoe.cluster.jobs.bench.harness import Spread
+from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.cluster.jobs.bench.moepic.calibration import Calibration
 from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, Quality

@@ -25,7 +25,7 @@ from tiermoe.cluster.jobs.bench.fmoe.findings import (
     waited_hits,
 )
 from tiermoe.cluster.jobs.bench.fmoe.job import FmoeReport, Workload
-from tiermoe.cluster.jobs.bench.harness import Spread
+from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.cluster.jobs.bench.prompt_split import split_prompts
 from tiermoe.cluster.jobs.bench.recorded import Recorded, read_split
 from tiermoe.cluster.jobs.evaluate.text import load_heldout

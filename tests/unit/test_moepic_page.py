@@ -15,7 +15,7 @@ from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.bench import page_parts
 from tiermoe.cluster.jobs.bench.compare.partial import partial_file
 from tiermoe.cluster.jobs.bench.compare.sweep import Sweep
-from tiermoe.cluster.jobs.bench.harness import Spread
+from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.cluster.jobs.bench.moepic import findings, footprint, page, simulated, why
 from tiermoe.cluster.jobs.bench.moepic.calibration import Calibration
 from tiermoe.cluster.jobs.bench.moepic.hits import hit_table

@@ -22,7 +22,7 @@ from ....proto.messages import ExpertBatch, ExpertResult
 from ...config import RaySettings, RunConfig, engine_settings
 from ...deploy import Deployment
 from .channel_peer import BARE_ECHO, NO_MODEL, EchoWorker, NoStore
-from .harness import Bar, Case, Measures, Report, interleaved, ratio, rows_of
+from .metrics import Bar, Case, Measures, Report, interleaved, ratio, rows_of
 
 WIDTH, TOP_K = 2048, 8
 SIZES = {"8 KiB": 1, "1 MiB": 128}  # rows of float32

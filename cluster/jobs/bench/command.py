@@ -15,8 +15,8 @@ from ....actors.policies.sharding import Ownership
 from . import compare_command, paper_commands, part_commands
 from .compare.kept import Kept
 from .finish import Check, Config, Json, Model, Out, Repeats, finish, say_overridden, telling_what_is_kept
-from .harness import Report
 from .json_option import JsonCommand
+from .metrics import Report
 
 bench_app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -16,7 +16,7 @@ from ..record.prompts import read_prompts
 from .compare.kept import Kept
 from .compare.report import compare
 from .compare.sweep import Prompt, Sweep
-from .harness import Report
+from .metrics import Report
 from .serving import run_config
 
 OWN_KEYS = ("policy", "budget", "link")

@@ -18,7 +18,7 @@ from ...report.json_file import write_json
 from ...report.progress import progress_on
 from ...report.timeline import check_writable
 from .compare.partial import partial_file
-from .harness import Report, print_report
+from .metrics import Report, print_report
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Counted repetitions of each case.")]

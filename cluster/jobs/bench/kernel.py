@@ -17,7 +17,7 @@ from ....kernels import _cpu
 from ....kernels.pack import BITS, GROUPS, PackedShape
 from ....kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
 from .ggml import FORMATS, Format, Ggml
-from .harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 
 SHAPES = ((2048, 768), (4096, 14336))
 ROWS = (1, 8, 64)

@@ -15,7 +15,7 @@ from ....errors import ConfigError
 from ....kernels import _cpu
 from ....kernels.pack import GROUPS, PackedShape
 from ....kernels.packed_ffn import PackedLayer, Threads, instruction_sets
-from .harness import Case, Measures, Report, interleaved, ratio, rows_of
+from .metrics import Case, Measures, Report, interleaved, ratio, rows_of
 
 SHAPES = ((2048, 768), (2048, 1408), (4096, 14336))  # Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B and Mixtral-8x7B
 BITS = (1, 2, 3, 4)

@@ -24,8 +24,8 @@ from ....errors import RuntimeFailure
 from ...config import default_model_dir
 from ...ray_session import THREAD_VARIABLES
 from ...worker_process import Role, WorkerProcess
-from .harness import Bar, Case, Measures, Report, interleaved, rows_of
 from .matcher_peer import DISTANCE, random_maps, softmax
+from .metrics import Bar, Case, Measures, Report, interleaved, rows_of
 
 LARGEST = 50_000
 CAPACITIES = (1000, 10_000, LARGEST)

@@ -21,7 +21,7 @@ from ..evaluate.job import Evaluation
 from ..evaluate.options import EvaluationOptions
 from ..evaluate.quality import Quality
 from ..prepare import ensure_prepared, ensure_replicas
-from .harness import Bar, Report, ratio
+from .metrics import Bar, Report, ratio
 from .overlap import MEMORY_GBPS, SHAPE, bench_overlap
 from .serving import run_config, start_worker, store_dir
 from .similarity import Similarity, activation_similarity

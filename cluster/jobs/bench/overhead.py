@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ....errors import RuntimeFailure
-from .harness import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from .serving import Submit, heldout_prompts, run_config, serve, start_reference, start_worker
 
 OURS = "tiermoe all-resident"

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from ...config import RunConfig, engine_settings, load_hardware
 from ...local import LocalWorker
 from ..prepare import prepare
-from .harness import Spread, ratio
+from .metrics import Spread, ratio
 from .random_model import MoeShape, save_random_model
 from .serving import serve
 

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from . import compare_command
 from .finish import Check, Config, Discarded, Json, Model, PageOut, Repeats, finish_page, say_overridden
-from .harness import Report
+from .metrics import Report
 
 
 def ndp(

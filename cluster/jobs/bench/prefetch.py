@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import Progress
 
 from ....errors import RuntimeFailure
-from .harness import Bar, Case, Measures, Report, interleaved, ratio, rows_of
+from .metrics import Bar, Case, Measures, Report, interleaved, ratio, rows_of
 from .serving import heldout_prompts, run_config, serve, start_worker
 
 POLICIES = ("on-demand", "next-gate")

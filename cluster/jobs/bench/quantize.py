@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from ....errors import CheckpointError
 from ..prepare import ensure_prepared, ensure_replicas
-from .harness import Bar, Report
+from .metrics import Bar, Report
 from .serving import run_config
 
 WIDTHS, GROUP = (1, 2, 3, 4, 8), 64

@@ -30,7 +30,7 @@ from ....actors.settings import check_combination
 from ....errors import BudgetError, RuntimeFailure
 from ...config import RunConfig, engine_settings, parse_budget
 from ...cores import usable_cores
-from .harness import Bar, Case, Measures, Report, Spread, interleaved, ratio
+from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio
 from .serving import heldout_prompts, run_config, serve, start_worker
 
 GPUS = (1, 2, 4)

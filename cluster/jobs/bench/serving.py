@@ -14,7 +14,7 @@ from ....errors import CheckpointError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_run_config
 from ...prompt import load_tokenizer
 from ..prepare import ensure_prepared, ensure_replicas
-from .harness import Measures
+from .metrics import Measures
 
 Submit = Callable[[GenerationRequest], Any]
 _ids = itertools.count()

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from ....actors.policies.on_miss import MissRule
 from ....actors.policies.rerouting import RerouteView
 from ....actors.policies.substitution import Buddies, SubstitutionOptions, substitute
-from .harness import Bar, Case, Measures, Report, interleaved, rows_of
+from .metrics import Bar, Case, Measures, Report, interleaved, rows_of
 
 LIMIT_US = 30.0
 SHAPES = ((1, 4, 32), (8, 8, 64), (64, 8, 256))

@@ -40,7 +40,7 @@ from ....actors.store_worker import StoreWorker
 from ....errors import RuntimeFailure
 from ....proto.channel import ServerOptions
 from ..prepare.write import write_file, write_tensors
-from .harness import Case, Measures, Report, interleaved, rows_of
+from .metrics import Case, Measures, Report, interleaved, rows_of
 from .two_nodes import two_nodes
 
 _DEADLINE_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..harness import Bar
+from ..metrics import Bar
 from .measures import median_ratio
 from .work import LOSSY, OWN, PREFETCHING
 

@@ -17,7 +17,7 @@ from ....gpu_files import has_gpu
 from ....simulate.machine import Machine
 from ..compare.kept import Kept
 from ..compare.sweep import digest, surroundings
-from ..harness import Report
+from ..metrics import Report
 from ..page_parts import rounded
 from ..prompt_split import Split, split_prompts
 from ..serving import run_config

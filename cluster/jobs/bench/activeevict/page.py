@@ -8,7 +8,7 @@ from typing import Any
 
 from .....errors import ConfigError
 from ....report.json_file import write_json
-from ..harness import Report
+from ..metrics import Report
 from ..page_parts import paragraphs, table
 from ..plots import new_figure
 from .emulated_page import section

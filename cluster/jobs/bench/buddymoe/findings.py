@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...evaluate.options import EvaluationOptions
 from ..figures import Row, cells
-from ..harness import Bar
+from ..metrics import Bar
 from .methods import DROP, ORIGINAL, OWN, PAPER, RANDOM
 from .scoring import quality_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..harness import Report
+from ..metrics import Report
 from ..page_parts import rounded
 
 

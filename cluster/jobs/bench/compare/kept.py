@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness import Measures
+from ..metrics import Measures
 from .partial import Partial
 from .sweep import Group
 

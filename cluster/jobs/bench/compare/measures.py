@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..harness import Measures
+from ..metrics import Measures
 
 
 def counters(stats: Any) -> Measures:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ..harness import Report, Spread
+from ..metrics import Report, Spread
 from ..serving import start_worker
 from .kept import Finished, Kept
 from .running import Scorer, Start, measure

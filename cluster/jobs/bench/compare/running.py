@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from .....errors import ConfigError, RuntimeFailure
 from ....config import RunConfig
-from ..harness import Measures
+from ..metrics import Measures
 from ..serving import serve, start_worker
 from .kept import Cell, Finished, Kept
 from .measures import added, counters, layer_counters

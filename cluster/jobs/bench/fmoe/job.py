@@ -16,7 +16,7 @@ from ...prepare.predictors import add_predictors
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.sweep import Sweep
-from ..harness import Report
+from ..metrics import Report
 from ..page_parts import rounded
 from ..prompt_split import Split, split_prompts
 from ..recorded import Recorded, own_store, read_split, record_split

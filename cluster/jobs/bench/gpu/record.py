@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....report.json_file import write_json
-from ..harness import Bar
+from ..metrics import Bar
 from ..page_parts import rounded
 
 

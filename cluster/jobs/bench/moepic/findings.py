@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from ..figures import Row, cells, paired
-from ..harness import Bar
+from ..metrics import Bar
 from .calibration import Calibration
 
 OWN = "moepic"
