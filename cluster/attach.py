@@ -1,4 +1,7 @@
-"""Somebody else's deployments: find them by their actors' names, ask them, send them requests, end them."""
+"""The lead worker as its callers see it: requests, and control calls with a deadline, through its actor handle.
+
+Somebody else's deployments: find them by their actors' names, ask them, send them requests, end them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,104 @@ from ray._private import state as gcs  # what `ray list actors` shows, without a
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
-from ..errors import ConfigError, RuntimeFailure, TierMoeError
-from .failures import as_failure
-from .lead import Lead
-from .names import ENDPOINTS, LEAD, split_name
-from .quiet import without_ray_notices
-from .ray_session import join, leave, refuse_second
+from ..errors import ConfigError, RuntimeFailure, TierMoeError, told
+from .placement import ENDPOINTS, LEAD, split_name
+from .ray_session import as_failure, join, leave, refuse_second, without_ray_notices
+
+CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
+CONTROL_THREADS = 4
+_CALL_DEADLINE_S = 30.0
+_GOODBYE_DEADLINE_S = 2.0
+
+
+class Lead:
+    """Calls of a lead actor; usable from several threads.
+
+    Args:
+        handle: of an actor made of `GpuWorker`; None before there is one and after it has ended.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def generate(self, request: GenerationRequest, deadline_s: float) -> Iterator[TokenEvent]:
+        """Stream the tokens of one request; leaving the iteration early cancels the request.
+
+        Raises:
+            RuntimeFailure: the worker died, reported an error, or the request took more than `deadline_s`.
+            TierMoeError: what ended the request in the worker, such as StoreError: an expert is on no living node.
+        """
+        deadline = time.monotonic() + deadline_s
+        stream = self.handle.generate.options(num_returns="streaming").remote(request)
+        ended = False
+        try:
+            while not ended:
+                event = _next_event(stream, deadline, deadline_s)
+                if event.finish == "error":
+                    ended = True
+                    if event.error is not None and event.error_type is not None:
+                        raise told(event.error_type, event.error)
+                    raise RuntimeFailure(
+                        f"the request failed in the worker: {event.error}", "run again; report it if it stays"
+                    )
+                ended = event.finish is not None
+                yield event
+        finally:
+            if not ended:
+                self.cancel(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; a worker that is dead or closed has nothing left to stop."""
+        if self.handle is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._control("cancel", request_id, deadline_s=_GOODBYE_DEADLINE_S)
+
+    def ask(self, method: str, *args: Any, deadline_s: float = _CALL_DEADLINE_S) -> Any:
+        """What a method of the worker returns.
+
+        Raises:
+            RuntimeFailure: it does not answer within `deadline_s`, or is dead.
+        """
+        try:
+            return self._control(method, *args, deadline_s=deadline_s)
+        except ray.exceptions.RayError as error:
+            raise as_failure(error, f"the worker did not answer '{method}'", deadline_s) from error
+
+    def alive(self) -> None:
+        """Return while the worker lives, busy or not.
+
+        Raises:
+            RuntimeFailure: it is dead, or its loop is.
+        """
+        try:
+            self._control("health", deadline_s=_CALL_DEADLINE_S)
+        except ray.exceptions.GetTimeoutError:
+            return  # a machine that is busy is not a death
+        except ray.exceptions.RayError as error:
+            raise as_failure(error, "the worker failed") from error
+
+    def _control(self, method: str, *args: Any, deadline_s: float) -> Any:
+        call = getattr(self.handle, method).options(concurrency_group=CONTROL)
+        return ray.get(call.remote(*args), timeout=deadline_s)
+
+
+def _next_event(stream: Any, deadline: float, deadline_s: float) -> TokenEvent:
+    try:
+        ready, _ = ray.wait([stream], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeFailure(
+                f"the request passed its deadline of {deadline_s:g} s",
+                "raise request_deadline_s, or ask for fewer tokens",
+            )
+        return ray.get(next(stream))
+    except StopIteration:
+        raise RuntimeFailure(
+            "the worker ended a request without saying why", "run again; report it if it stays"
+        ) from None
+    except ray.exceptions.RayError as error:
+        raise as_failure(error, "the worker failed during a request") from error
+
 
 _ANSWER_DEADLINE_S = 10.0
 _END_DEADLINE_S = 20.0

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import RuntimeFailure, TierMoeError
-from .versions import versions
+from .host import versions
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

@@ -22,22 +22,24 @@ from ..actors.engine.stats import EngineStats
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
+from .actor_group import Crew, Watcher
+from .attach import Lead
 from .config import RunConfig
-from .crew import Crew
-from .failures import as_failure
-from .lead import Lead
-from .names import new_id
-from .placement import DeploymentEnded, Placement
-from .quiet import without_ray_notices
-from .ray_session import head_address, join, leave, refuse_second, start_local, thread_limits
+from .placement import DeploymentEnded, Placement, new_id
+from .ray_session import (
+    as_failure,
+    head_address,
+    join,
+    leave,
+    refuse_second,
+    start_local,
+    thread_limits,
+    without_ray_notices,
+)
 from .scratch import Scratch
-from .topology.facts import facts_of_store
-from .topology.local import local_notes, local_ray
-from .topology.make import PlanResult, make_plan
-from .topology.nodes import nodes_from_ray, this_machine
-from .topology.plan import Topology
-from .topology.spec import ModelFacts, wants_gpu
-from .watcher import Watcher
+from .topology.estimate import PlanResult, make_plan
+from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
+from .topology.spec import ModelFacts, Topology, wants_gpu
 
 _CALL_DEADLINE_S = 30.0
 

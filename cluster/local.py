@@ -9,7 +9,7 @@ from ..actors.expert_store import ExpertStore
 from ..actors.gpu_worker import GpuWorker
 from ..actors.map_file import map_shape
 from ..actors.settings import EngineSettings, check_combination
-from .topology.facts import facts_of_store
+from .topology.inputs import facts_of_store
 from .worker_process import Role, WorkerProcess
 
 

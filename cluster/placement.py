@@ -1,4 +1,8 @@
-"""The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
+"""How the actors of a deployment are called in Ray: `ID/ROLE`, in the namespace of `ray_session`.
+
+Its placement groups have such names too: `ID/GROUP`.
+
+The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
 
 Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly
 bound to the node that was planned, so that Ray may restart them on another node with the same custom resource.
@@ -7,6 +11,8 @@ bound to the node that was planned, so that Ray may restart them on another node
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,9 +27,29 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from ..actors.links import MATCHER
 from ..errors import RuntimeFailure
-from .names import role_of
-from .topology.plan import PlannedActor, Topology
+from .topology.spec import PlannedActor, Topology
+
+LEAD, ENDPOINTS = "lead", "endpoints"
+_NAME = re.compile(r"(?P<id>[0-9a-f]{6})/(?P<role>[a-z]+(?:/[0-9]+)?)")
+
+
+def new_id() -> str:
+    """A random id for a deployment: six hexadecimal digits."""
+    return secrets.token_hex(3)
+
+
+def role_of(actor: PlannedActor) -> str:
+    """The second part of an actor's name; of lead and directory apart, also what it registers under."""
+    return {"lead": LEAD, "directory": ENDPOINTS, "matcher": MATCHER}.get(actor.role, f"{actor.role}/{actor.index}")
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(id, role) of an actor's name; None where it is not an actor of a deployment."""
+    match = _NAME.fullmatch(name)
+    return (match["id"], match["role"]) if match else None
+
 
 RESTART_ALWAYS = -1
 _PATIENCE_S = 2.0  # resources of a run that has just ended are freed within

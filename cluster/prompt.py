@@ -1,9 +1,13 @@
-"""Text into token ids and back, in the driver: the `tokenizers` library alone, so that nothing here imports torch."""
+"""The header of a safetensors file: what tensors there are, without reading one.
+
+Text into token ids and back, in the driver: the `tokenizers` library alone, so that nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,36 @@ from tokenizers.decoders import DecodeStream
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
+from ..actors.tensor_file import MAX_HEADER_BYTES
 from ..errors import CheckpointError, RequestError
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Of every tensor by name: dtype, shape, offsets.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("header is not an object")
+        header.pop("__metadata__", None)
+        if wrong := [name for name, tensor in header.items() if not _has_shape(tensor)]:
+            raise ValueError(f"'{wrong[0]}' has no shape")
+        return header
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
+
+
+def _has_shape(tensor: Any) -> bool:
+    shape = tensor.get("shape") if isinstance(tensor, dict) else None
+    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+
 
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0

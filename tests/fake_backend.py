@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
-from tiermoe.cluster.api.chat_template import ChatTemplate
 from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.service import Service
 from tiermoe.cluster.api.settings import LimitSettings
+from tiermoe.cluster.api.text import ChatTemplate
 from tiermoe.errors import RuntimeFailure
 
 EOS = 256

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tiermoe.cluster.topology.plan import NODE_ID_LABEL, Topology
 from tiermoe.cluster.topology.planner import plan_topology
-from tiermoe.cluster.topology.spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo
+from tiermoe.cluster.topology.spec import NODE_ID_LABEL, ClusterSpec, ModelFacts, NdpSpec, NodeInfo, Topology
 
 # 4 layers of 8 experts of 48 numbers: 96 bytes stored, 768 bytes a layer, 3072 in all; 192 bytes in a float32 slot.
 FACTS = ModelFacts("tiny", 4, 8, 2, 4, 4, 2, 48, 100, 4, 2, "test")

@@ -1,16 +1,21 @@
-"""Answers in OpenAI's JSON, whole and in chunks."""
+"""Answers in OpenAI's JSON, whole and in chunks.
+
+`/v1/completions`: prompts into choices, and choices into answers.
+
+`/v1/chat/completions`: messages into one prompt, its choices into the assistant's messages.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...actors.requests import TokenLogprob
-from .choice import Delta, ScoredToken
-from .schema import finite
-from .token_bytes import TokenBytes
+from .schema import ChatBody, CompletionBody, finite
+from .service import Delta, Run, ScoredToken, Service, Wanted
+from .text import TokenBytes
 
 Json = dict[str, Any]
 Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
@@ -111,3 +116,156 @@ def _top(names: TokenBytes, found: TokenLogprob) -> dict[str, float]:
     for token, value in (*found.top, (found.token_id, found.logprob)):
         listed.setdefault(names.shown(token), finite(value))
     return listed
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A checked completion request under way.
+
+    Attributes:
+        echoes: the text that each prompt's choices begin with; empty unless asked for.
+    """
+
+    service: Service
+    body: CompletionBody
+    prompts: tuple[tuple[int, ...], ...]
+    echoes: tuple[str, ...]
+    run: Run
+
+    @classmethod
+    def start(cls, service: Service, body: CompletionBody, request_id: str) -> Completion:
+        """Check everything, then generate.
+
+        Raises:
+            ApiError: 400, 404 or 429.
+        """
+        body.check()
+        service.check_model(body.model)
+        given = body.prompts
+        service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
+        prompts = tuple(service.prompt_ids(prompt) for prompt in given)
+        if not prompts:
+            service.prompt_ids("")  # says what is wrong
+        tokens = max(1, body.wanted_tokens)
+        keep = body.wanted_tokens > 0
+        wanted = []
+        for ids in prompts:
+            service.check_length(len(ids), tokens, "max_tokens" if len(ids) < service.limit_tokens else "prompt")
+            for index in range(body.choices):
+                sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None)
+                wanted.append(Wanted(ids, sampling, body.stops, keep))
+        echoes = [
+            prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
+            for prompt in given
+        ]
+        shown = tuple(echo if body.echo else "" for echo in echoes)
+        return cls(service, body, prompts, shown, service.run(wanted, request_id))
+
+    async def answer(self, request_id: str) -> Json:
+        """The whole answer. Raises ApiError."""
+        gathered = [Gathered() for _ in self.run.wanted]
+        async for index, delta in self.run.deltas():
+            gathered[index].add(delta)
+        choices = [
+            self._choice(i, Delta(one.text, tuple(one.scores), one.prompt_scores, one.tokens, one.finish), first=True)
+            for i, one in enumerate(gathered)
+        ]
+        return self._head(request_id).with_choices(choices, self._usage(sum(one.tokens for one in gathered)))
+
+    async def chunks(self, request_id: str) -> AsyncIterator[Json]:
+        """The answer as it comes. Raises ApiError."""
+        head, tokens = self._head(request_id), [0] * len(self.run.wanted)
+        begun: set[int] = set()
+        extra: Json = {"usage": None} if self.body.include_usage else {}
+        async for index, delta in self.run.deltas():
+            tokens[index] = delta.tokens
+            choice = self._choice(index, delta, first=index not in begun)
+            begun.add(index)
+            yield head.with_choices([choice]) | extra
+        if self.body.include_usage:
+            yield head.with_choices([], self._usage(sum(tokens)))
+
+    def _choice(self, index: int, delta: Delta, *, first: bool) -> Json:
+        prompt = index // self.body.choices
+        echo = self.echoes[prompt] if first else ""
+        logprobs = None
+        if self.body.logprobs is not None:
+            ids, echoing = self.prompts[prompt], first and bool(self.body.echo)
+            before = echoed_scores(ids, delta.prompt_scores) if echoing else []
+            offset = len(self.echoes[prompt])
+            logprobs = completion_logprobs(self.service.token_bytes, before, delta.scores, offset)
+        return {"index": index, "text": echo + delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+
+    def _head(self, request_id: str) -> Head:
+        return Head.make("text_completion", request_id, self.service.model_name)
+
+    def _usage(self, tokens: int) -> Json:
+        return usage_of(sum(len(ids) for ids in self.prompts), tokens)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checked chat request under way."""
+
+    service: Service
+    body: ChatBody
+    prompt_tokens: int
+    run: Run
+
+    @classmethod
+    def start(cls, service: Service, body: ChatBody, request_id: str) -> Chat:
+        """Check everything, then generate.
+
+        Raises:
+            ApiError: 400, 404 or 429.
+        """
+        body.check()
+        service.check_model(body.model)
+        service.check_choices(body.choices)
+        ids = service.chat_ids(body.messages)
+        tokens = body.wanted_tokens
+        if tokens is None:
+            tokens = max(1, service.limit_tokens - len(ids))
+        service.check_length(len(ids), tokens, "max_tokens" if len(ids) < service.limit_tokens else "messages")
+        wanted = [
+            Wanted(ids, body.sampling(tokens, index, body.wanted_logprobs), body.stops)
+            for index in range(body.choices)
+        ]
+        return cls(service, body, len(ids), service.run(wanted, request_id))
+
+    async def answer(self, request_id: str) -> Json:
+        """The whole answer. Raises ApiError."""
+        gathered = [Gathered() for _ in self.run.wanted]
+        async for index, delta in self.run.deltas():
+            gathered[index].add(delta)
+        names = self.service.token_bytes
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "logprobs": chat_logprobs(names, one.scores) if self.body.logprobs else None,
+                "finish_reason": one.finish,
+            }
+            for i, one in enumerate(gathered)
+        ]
+        usage = usage_of(self.prompt_tokens, sum(one.tokens for one in gathered))
+        return Head.make("chat.completion", request_id, self.service.model_name).with_choices(choices, usage)
+
+    async def chunks(self, request_id: str) -> AsyncIterator[Json]:
+        """The answer as it comes; each choice begins with its role. Raises ApiError."""
+        head = Head.make("chat.completion.chunk", request_id, self.service.model_name)
+        tokens = [0] * len(self.run.wanted)
+        extra: Json = {"usage": None} if self.body.include_usage else {}
+        for index in range(len(tokens)):
+            role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            yield head.with_choices([role | {"finish_reason": None}]) | extra
+        async for index, delta in self.run.deltas():
+            tokens[index] = delta.tokens
+            yield head.with_choices([self._choice(index, delta)]) | extra
+        if self.body.include_usage:
+            yield head.with_choices([], usage_of(self.prompt_tokens, sum(tokens)))
+
+    def _choice(self, index: int, delta: Delta) -> Json:
+        logprobs = chat_logprobs(self.service.token_bytes, delta.scores) if self.body.logprobs else None
+        content = {"content": delta.text} if delta.text else {}
+        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": delta.finish}

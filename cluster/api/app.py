@@ -1,33 +1,129 @@
-"""The server as a Ray Serve application: `tiermoe.cluster.api.app:build`.
+"""A runtime that belongs to a Serve application: `tiermoe up` in a process of its own, beside this replica.
+
+A runtime needs a driver of its own in Ray, which a replica is not; so the replica keeps one. It ends with the replica,
+and Serve starts a new one, with a new runtime, when it has died.
+
+The server as a Ray Serve application: `tiermoe.cluster.api.app:build`.
 
     serve run tiermoe.cluster.api.app:build config=FILE        (or the import_path of a Serve YAML, or of a RayService)
     RuntimeProcess (one replica, where a runtime is to be started)  <-  ApiServer (FastAPI)  ->  the runtime's lead
 
 A replica of the server that finds its lead dead is unhealthy: Serve starts it again, and it looks for the lead anew.
+
+Serve started and ended by this process: `tiermoe serve`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
+import yaml
 from pydantic import ValidationError
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
-from ...errors import ConfigError, RuntimeFailure
-from ..failures import as_failure
-from ..lead import CONTROL
-from ..names import LEAD, split_name
+from ...errors import ConfigError, RuntimeFailure, TierMoeError
+from ..attach import CONTROL, Lead
+from ..config import load_run_config
+from ..placement import LEAD, split_name
 from ..prompt import load_tokenizer
-from ..ray_session import NAMESPACE
+from ..ray_session import NAMESPACE, as_failure, head_address
+from ..registry import Registry
 from ..yaml_file import explain
-from .backend import LeadBackend
-from .chat_template import load_chat_template
-from .key import read_key
 from .routes import make_app
-from .service import Service, model_name_of
-from .settings import ApiSettings
+from .service import LeadBackend, Service, model_name_of
+from .settings import ApiSettings, read_key
+from .text import load_chat_template
+
+_POLL_S = 0.2
+_END_DEADLINE_S = 60.0
+
+
+class RuntimeProcess:
+    """Serve deployment of one replica: starts a runtime in this Ray, and keeps it.
+
+    Args:
+        config: run configuration, as `tiermoe up --config`; None: the defaults. Whatever Ray it names, the runtime
+            starts in the one that Serve runs in.
+        overrides: keys of a run configuration, over `config`.
+
+    Raises:
+        TierMoeError: the configuration is refused, or the runtime did not start.
+    """
+
+    def __init__(self, config: str | None, overrides: Mapping[str, Any]) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tiermoe-serve-")
+        checked = load_run_config(config, overrides)
+        # what was given, and nothing else: a default is not the same as a choice (`ray.num_cpus`)
+        given = checked.model_dump(mode="json", exclude_unset=True)
+        given["ray"] = given.get("ray", {}) | {"address": head_address()}
+        file = Path(self._folder.name) / "run.yaml"
+        file.write_text(yaml.safe_dump(given), encoding="utf-8")
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tiermoe.cluster.cli", "up", "--config", str(file)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        self._id = self._wait_until_ready()
+
+    def runtime_id(self) -> str:
+        """The runtime's id."""
+        return self._id
+
+    def check_health(self) -> None:
+        """Serve asks this; raises RuntimeFailure when the runtime has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise RuntimeFailure(f"the runtime ended: {self._last_line()}", "Serve starts another")
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica shall end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_DEADLINE_S)
+            if self._process.poll() is None:
+                self._process.kill()
+        self._folder.cleanup()
+
+    def _wait_until_ready(self) -> str:
+        """`up` lists itself once it has a Ray, its lead answers once it serves; `up` has a deadline for both."""
+        assert self._process is not None
+        registry = Registry()
+        while self._process.poll() is None:
+            for entry in registry.entries():
+                if entry.pid == self._process.pid and _serves(entry.deployment):
+                    return entry.deployment
+            time.sleep(_POLL_S)
+        raise RuntimeFailure(f"the runtime did not start: {self._last_line()}", "try it with `tiermoe up`")
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+def _serves(deployment: str) -> bool:
+    """Whether a deployment's lead has started."""
+    try:
+        Lead(ray.get_actor(f"{deployment}/{LEAD}", namespace=NAMESPACE)).ask("plan")
+    except (ValueError, TierMoeError):  # ValueError: there is no such actor yet
+        return False
+    return True
+
 
 _LEAD_DEADLINE_S = 30.0
 _MANY = 4096  # requests of one replica at a time: the server's own queue refuses long before, and says so
@@ -112,8 +208,6 @@ def application(settings: ApiSettings, *, drain_s: float = _DRAIN_S, resources: 
     )(serve.ingress()(ApiServer))
     if not settings.starts_runtime:
         return server.bind(settings)
-    from .runtime import RuntimeProcess
-
     runtime = serve.deployment(
         name=RUNTIME,
         num_replicas=1,
@@ -159,3 +253,140 @@ def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
             f"no tokenizer.json in '{folder}' on the server's node", f"name the folder of {plan['model']}'s checkpoint"
         )
     return folder
+
+
+APPLICATION = "tiermoe"
+_DRAIN_S_SERVER = 20.0
+
+
+class PortReservation:
+    """A port that is ours from here on: nobody else gets it before Serve's proxy binds it.
+
+    Serve takes no port 0 (it would not say which one it got), so the port is chosen here. The socket that holds it
+    never listens, and with SO_REUSEPORT the proxy, a process of the same user, binds the same port beside it.
+
+    Args:
+        host: address to bind.
+        port: 0: one that is free.
+
+    Raises:
+        ConfigError: the address is not this machine's, or somebody has the port.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # alone: with SO_REUSEPORT two servers could share
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            self._socket = socket.socket(family, socket.SOCK_STREAM)  # no SO_REUSEADDR: the next one's probe shall fail
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind(address)
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            remedy = "choose another --port, or 0 for a free one" if taken else "give an address of this machine"
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
+        self.port = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Give it up."""
+        self._socket.close()
+
+
+class HttpServer:
+    """A server on the Ray that this process has joined or started, ready inside the `with` block.
+
+    Args:
+        settings: which deployment, which limits; paths are of this machine.
+        host, port: where to listen.
+
+    Attributes:
+        url: of the server.
+    """
+
+    def __init__(self, settings: ApiSettings, host: str, port: int) -> None:
+        self._settings, self._host = settings, host
+        self._port = PortReservation(host, port)
+        self._started = False
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._port.port}"
+
+    def __enter__(self) -> HttpServer:
+        """Start Serve and the application.
+
+        Raises:
+            RuntimeFailure: Serve runs there already, or did not start.
+            TierMoeError: the application was refused (no tokenizer, an unreadable key, ...).
+        """
+        try:
+            self._start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TierMoeError) or not isinstance(error, Exception):
+                raise
+            raise as_failure(error, "the HTTP server did not start") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Return while the server runs.
+
+        Raises:
+            RuntimeFailure: it does not.
+        """
+        state = serve.status().applications.get(APPLICATION)
+        if state is None or state.status.value in ("DEPLOY_FAILED", "DELETING", "NOT_STARTED"):
+            why = "it is gone" if state is None else state.message or state.status.value
+            raise RuntimeFailure(f"the HTTP server ended: {' '.join(why.split())[:300]}", "start it again")
+
+    def close(self) -> None:
+        """End Serve, once the requests under way have ended, or 20 s have passed. Idempotent; never raises."""
+        if self._started:
+            self._started = False
+            with contextlib.suppress(Exception):  # it drains; `shutdown` alone would take the proxy away first
+                serve.delete(APPLICATION)
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+        self._port.close()
+
+    def _start(self) -> None:
+        if serve_runs():
+            raise RuntimeFailure(
+                "Ray Serve runs there already, and its address cannot be changed",
+                "deploy the import path tiermoe.cluster.api.app:build to it, with `serve deploy`",
+            )
+        for name in ("ray.serve", "ray"):  # what it reports is in Ray's log files
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._started = True
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(
+            proxy_location="EveryNode",  # on nodes with a replica: here
+            http_options={"host": self._host, "port": self._port.port},
+            logging_config=quiet,
+        )
+        # beside this process: key, template and tokenizer are files of this machine
+        here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+        app: Any = application(self._settings, drain_s=_DRAIN_S_SERVER, resources=here)
+        try:
+            serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
+        except RuntimeError as error:
+            raise RuntimeFailure(f"the HTTP server did not start: {_refusal()}", "mend that first") from error
+
+
+def _refusal() -> str:
+    """Why a replica did not start: Serve keeps it as the text of a traceback, whose last line says it."""
+    state = serve.status().applications.get(APPLICATION)
+    messages = [] if state is None else [found.message for found in state.deployments.values() if found.message]
+    lines = [line for message in messages for line in message.strip().splitlines()]
+    return re.sub(r"^[\w.]+: ", "", lines[-1].strip())[:300] if lines else "Serve does not say why"
+
+
+def serve_runs() -> bool:
+    """Whether somebody's Serve runs in this Ray."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return any(entry["name"] == "SERVE_CONTROLLER_ACTOR" for entry in named)

@@ -14,14 +14,20 @@ from rich.console import Console
 
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
-from ..cores import usable_cores
-from ..report.topology import topology_tables
-from ..topology.facts import facts_of_checkpoint, facts_of_store
-from ..topology.local import local_notes, local_ray
-from ..topology.make import make_plan
-from ..topology.nodes import nodes_from_file, nodes_of_cluster, this_machine
+from ..host import usable_cores
+from ..report.runtime import topology_tables
+from ..topology.estimate import make_plan
+from ..topology.inputs import (
+    facts_of_checkpoint,
+    facts_of_store,
+    local_notes,
+    local_ray,
+    nodes_from_file,
+    nodes_of_cluster,
+    this_machine,
+)
 from ..topology.spec import ModelFacts, NodeInfo
-from .runtime_options import NdpWorkers, Shards
+from .options import NdpWorkers, Shards
 
 
 def model_facts(config: RunConfig) -> ModelFacts:

@@ -19,7 +19,7 @@ from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget
-from ..report.progress import progress_on
+from ..report.tables import progress_on
 from ..simulate.machine import Machine, load_machine
 from ..simulate.of_policy import engine_of, eviction_of, replays_routing
 from ..simulate.predictors import load_predictors, train_predictors

@@ -13,10 +13,8 @@ from rich.console import Console
 
 from ...errors import ConfigError
 from ..ray_auth import adopt_mode
-from ..report.plan import plan_table
-from ..report.topology import placed_tables
-from .keep import Check, keep_runtime
-from .runtime_options import (
+from ..report.runtime import placed_tables, plan_table
+from .options import (
     Budget,
     Config,
     Device,
@@ -38,6 +36,7 @@ from .runtime_options import (
     refuse_runtime_options,
     runtime_options,
 )
+from .up import Check, keep_runtime
 
 if TYPE_CHECKING:
     from ..deploy import Deployment
@@ -136,7 +135,7 @@ def _serve_guest(address: str, wanted: str | None, server: dict[str, Any], host:
 
 
 def _http_server(settings: dict[str, Any], host: str, port: int) -> Any:
-    from ..api.server import HttpServer
+    from ..api.app import HttpServer
     from ..api.settings import ApiSettings
 
     return HttpServer(ApiSettings(**settings), host, port)
@@ -144,8 +143,8 @@ def _http_server(settings: dict[str, Any], host: str, port: int) -> Any:
 
 def _check_files(server: dict[str, Any]) -> None:
     """Refuse a key or a template that the server would refuse, before anything is started."""
-    from ..api.chat_template import load_chat_template
-    from ..api.key import read_key
+    from ..api.settings import read_key
+    from ..api.text import load_chat_template
 
     read_key(server["api_key_file"])
     if server["chat_template"] is not None:

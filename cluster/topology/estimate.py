@@ -25,18 +25,24 @@ dispatch does. With NDP workers nothing is loaded during decode, and both sides 
               a worker is on another node than the lead
 
 Left out: reading the KV cache, the planner, Python, launches, batching (weights that several tokens share).
+
+A plan with all that it came from: what `tiermoe plan` prints, and what a deployment carries out.
+
+configuration + sizes of the model + nodes -> topology -> prediction
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...actors.policies.cost import NdpProfile, Work, batch_cost
-from ..sections import HardwareConfig
-from .plan import Topology
-from .spec import ClusterSpec, ModelFacts, NdpSpec
+from ...actors.settings import EngineSettings
+from ..config import HardwareConfig, RunConfig
+from .planner import plan_topology
+from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, Topology, cluster_spec
 
 _H100 = ("H100-class", 3350.0, 55.0, 10.0)  # data sheet SXM5; PCIe 5.0 x16 as pinned copies reach it; per copy
 _STAND_IN = ("CPU stand-in", 10.0, 10.0, 0.0)  # one thread's reads of host memory; an unthrottled copy is such a read
@@ -163,3 +169,56 @@ def _ndp_s(ndp: NdpSpec, facts: ModelFacts, missing: float, workers: int) -> flo
     work = Work(facts.hidden, facts.intermediate, rows=1, bits=math.ceil(ndp.bits), group=ndp.group)
     row_bytes = 4 * facts.hidden  # float32 over the channel, one token row each way
     return batch_cost(profile, [work] * count, row_bytes, row_bytes).total_s
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan with all that it came from.
+
+    Attributes:
+        nodes_from: where the nodes come from, for people.
+        notes: the topology's and our own.
+    """
+
+    facts: ModelFacts
+    spec: ClusterSpec
+    topology: Topology
+    prediction: Prediction
+    nodes_from: str
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as one JSON object."""
+        return {
+            "model": asdict(self.facts) | {"expert_bytes": self.facts.expert_bytes},
+            "spec": asdict(self.spec),
+            "nodes_from": self.nodes_from,
+            "topology": self.topology.as_dict(),
+            "prediction": self.prediction.as_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    config: RunConfig,
+    settings: EngineSettings,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    nodes_from: str,
+    notes: Sequence[str] = (),
+) -> PlanResult:
+    """Place every actor and predict what comes of it.
+
+    Args:
+        notes: in addition to the topology's.
+
+    Raises:
+        ConfigError: which resource is short where. BudgetError: the budget does not fit.
+    """
+    spec = cluster_spec(config, settings, facts, nodes)
+    topology = plan_topology(spec, facts, nodes)
+    hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
+    found = [*topology.notes, *notes]
+    if facts.dense_estimated:
+        found.append("dense bytes are computed from config.json: the weights are not here")
+    return PlanResult(facts, spec, topology, predict(topology, spec, facts, hardware), nodes_from, tuple(found))

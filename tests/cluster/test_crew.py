@@ -19,7 +19,7 @@ from tiermoe.cluster.attach import ActorRecord, actor_records
 from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
-from tiermoe.cluster.names import role_of
+from tiermoe.cluster.placement import role_of
 
 _TOKENS = 64
 _BACK_S = 60.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiermoe.cluster.api.chat_template import load_chat_template
-from tiermoe.cluster.api.key import read_key
+from tiermoe.cluster.api.settings import read_key
+from tiermoe.cluster.api.text import load_chat_template
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.errors import ConfigError
@@ -58,7 +58,7 @@ def test_applications_are_checked_before_anything_starts() -> None:
 
 
 def test_a_port_is_ours_alone() -> None:
-    server = pytest.importorskip("tiermoe.cluster.api.server")
+    server = pytest.importorskip("tiermoe.cluster.api.app")
     held = server.PortReservation("127.0.0.1", 0)
     try:
         with pytest.raises(ConfigError, match="choose another --port"):

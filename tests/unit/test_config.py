@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.cluster.config import (
+    ClusterConfig,
     RaySettings,
     RunConfig,
     check_model_dir,
@@ -23,8 +24,7 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
-from tiermoe.cluster.sections import ClusterConfig
-from tiermoe.cluster.topology.local import LocalRay, local_ray
+from tiermoe.cluster.topology.inputs import LocalRay, local_ray
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
 

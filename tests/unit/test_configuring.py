@@ -18,7 +18,7 @@ from tiermoe.actors.policies.eviction import LAYER_EVICTION, SplitEviction
 from tiermoe.actors.policies.prefetch.registry import PrefetchOptions
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
-from tiermoe.cluster.report.summary import configurator_rows
+from tiermoe.cluster.report.runtime import configurator_rows
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.replay import serve

@@ -68,7 +68,7 @@ def _within(module: str, part: str) -> bool:
         ("kernels", ("proto",)),
         ("actors.engine", ("actors.gpu_worker",)),
         ("actors.policies", ("actors.engine", "actors.gpu_worker", "actors.expert_store", "proto", "kernels")),
-        (("cluster.config", "cluster.sections", "cluster.cores"), ("cluster.topology", "cluster.jobs")),
+        (("cluster.config", "cluster.host"), ("cluster.topology", "cluster.jobs")),
         ("cluster.topology", ("cluster.jobs", "cluster.deploy")),
         ("errors", _PARTS),
     ],

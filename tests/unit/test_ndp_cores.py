@@ -13,7 +13,7 @@ import pytest
 from tiermoe.actors import ndp_worker
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster import config as config_module
-from tiermoe.cluster import cores as cores_module
+from tiermoe.cluster import host as cores_module
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import ConfigError, TierMoeError

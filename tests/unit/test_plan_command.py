@@ -14,7 +14,7 @@ from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
 from tiermoe.cluster.report.tables import size
-from tiermoe.cluster.topology.facts import facts_of_checkpoint
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.kernels.pack import PackedShape
 
 _CONFIG = {

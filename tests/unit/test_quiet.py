@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tiermoe.cluster.quiet import without_ray_notices
+from tiermoe.cluster.ray_session import without_ray_notices
 
 
 def test_only_the_threads_of_ray_are_silenced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,14 +15,12 @@ from safetensors.numpy import save_file
 
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
-from tiermoe.cluster.failures import as_failure
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
-from tiermoe.cluster.report.plan import plan_table
-from tiermoe.cluster.report.summary import summary_table
+from tiermoe.cluster.ray_session import as_failure
+from tiermoe.cluster.report.files import check_writable, write_timeline
+from tiermoe.cluster.report.runtime import placed_tables, plan_table, summary_table
 from tiermoe.cluster.report.tables import seconds, size
-from tiermoe.cluster.report.timeline import check_writable, write_timeline
-from tiermoe.cluster.report.topology import placed_tables
-from tiermoe.cluster.topology.make import make_plan
+from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RuntimeFailure, StoreError
 

@@ -9,7 +9,7 @@ from serving import policy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.settings import ShardSettings
-from tiermoe.cluster.jobs.runtime_options import check_budget
+from tiermoe.cluster.jobs.options import check_budget
 from tiermoe.errors import BudgetError
 
 

@@ -12,12 +12,11 @@ from rich.console import Console
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.jobs.runtime_options import refuse_runtime_options, runtime_options
+from tiermoe.cluster.jobs.options import refuse_runtime_options, runtime_options
 from tiermoe.cluster.jobs.status import _plain, merged_residency
-from tiermoe.cluster.names import new_id, split_name
-from tiermoe.cluster.report.heatmap import residency_map
-from tiermoe.cluster.report.progress import LineProgress
-from tiermoe.cluster.report.status import status_tables
+from tiermoe.cluster.placement import new_id, split_name
+from tiermoe.cluster.report.status import residency_map, status_tables
+from tiermoe.cluster.report.tables import LineProgress
 from tiermoe.errors import RequestError
 
 _SETTINGS = EngineSettings(policy=load_policy("next-gate"), budget=0.25, link=LinkSettings(gbps=16, latency_us=10))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from topology_cases import ALL, NDP, a_node, places_of, plan
 
 from tiermoe.actors.policies.sharding import owned_experts, shard_of, spread_by_bytes
-from tiermoe.cluster.topology.plan import NODE_ID_LABEL, PlannedBytes
+from tiermoe.cluster.topology.spec import NODE_ID_LABEL, PlannedBytes
 from tiermoe.errors import ConfigError
 
 # ownership

@@ -10,10 +10,9 @@ from topology_cases import FACTS, a_node, places_of
 
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.topology.estimate import predict, resolve_hardware
-from tiermoe.cluster.topology.nodes import nodes_from_file, nodes_from_ray
-from tiermoe.cluster.topology.plan import NODE_ID_LABEL
+from tiermoe.cluster.topology.inputs import nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
-from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec, replica_bytes
+from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
 from tiermoe.errors import ConfigError
 
 

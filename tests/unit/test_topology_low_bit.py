@@ -6,8 +6,7 @@ import pytest
 from topology_cases import FACTS, a_node, plan
 
 from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.topology.plan import PlannedBytes
-from tiermoe.cluster.topology.spec import LowBitSpec, cluster_spec
+from tiermoe.cluster.topology.spec import LowBitSpec, PlannedBytes, cluster_spec
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels.pack import PackedShape
 

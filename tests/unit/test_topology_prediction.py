@@ -9,7 +9,7 @@ import pytest
 from topology_cases import FACTS, NDP, PROFILE, SPEC, a_node
 
 from tiermoe.actors.policies.cost import NdpProfile, Work, batch_cost
-from tiermoe.cluster.sections import HardwareConfig
+from tiermoe.cluster.config import HardwareConfig
 from tiermoe.cluster.topology.estimate import Hardware, Prediction, predict, resolve_hardware
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NodeInfo

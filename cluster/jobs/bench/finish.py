@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ....errors import ConfigError
-from ...report.json_file import write_json
-from ...report.progress import progress_on
-from ...report.timeline import check_writable
+from ...report.files import check_writable, write_json
+from ...report.tables import progress_on
 from .compare.partial import partial_file
 from .metrics import Report, print_report
 

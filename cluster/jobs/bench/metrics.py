@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ...versions import versions
-from ..machine import cpu
+from ...host import versions
+from ..doctor import cpu
 
 Measures = dict[str, float]
 _LOG_WIDTH = 160

@@ -29,7 +29,7 @@ from ....actors.policies.sharding import Ownership
 from ....actors.settings import check_combination
 from ....errors import BudgetError, RuntimeFailure
 from ...config import RunConfig, engine_settings, parse_budget
-from ...cores import usable_cores
+from ...host import usable_cores
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio
 from .serving import heldout_prompts, run_config, serve, start_worker
 

@@ -13,9 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ...config import check_model_dir, engine_settings
-from ...versions import versions
+from ...host import versions
 from ..bench.serving import run_config, start_worker
-from ..machine import cpu
+from ..doctor import cpu
 from .options import EvaluationOptions
 from .quality import MEASURES, Quality
 

@@ -18,7 +18,7 @@ from ....actors.gate_file import GATES_NAME, encode_gates
 from ....actors.policies.prefetch.next_gate import picks
 from ....actors.policies.prefetch.pre_gated import PreGate
 from ....errors import ConfigError
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from ...simulate.trace_writer import replace_file
 from .calibration import read_windows
 from .capture import capture, load_model, open_inputs

@@ -35,7 +35,7 @@ from ....actors.store_format import (
     read_manifest,
 )
 from ....errors import ConfigError, StoreError
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from .calibration import Windows, read_windows
 from .job import ORDER_WORK, SPARE_BYTES, beside, discard, locked
 from .journal import Journal

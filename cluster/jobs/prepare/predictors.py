@@ -10,7 +10,7 @@ from rich.console import Console
 from ....actors.predictor_file import predictors_file
 from ....actors.store_format import model_fingerprint, read_manifest
 from ....errors import TraceError
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from ...simulate.predictors import save_predictors, train_predictors
 from ...simulate.trace import Trace
 

@@ -30,7 +30,7 @@ from ....actors.engine.sources import host_weights
 from ....actors.expert_store import ExpertStore
 from ....actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity
 from ....errors import StoreError
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from ...simulate.trace_writer import replace_file
 from .calibration import Windows, read_windows
 

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from ....errors import ConfigError, TierMoeError
 from ...config import default_model_dir
-from ...report.progress import progress_on
-from ...versions import versions
+from ...host import versions
+from ...report.tables import progress_on
+from ..doctor import cpu
 from ..evaluate.options import EvaluationOptions
-from ..machine import cpu
 
 
 def main(

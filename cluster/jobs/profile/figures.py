@@ -9,7 +9,7 @@ import numpy as np
 
 from ....actors.policies.expert_profile import ExpertProfile
 from ....errors import ConfigError
-from ...report.matrix import plot_counts, plot_matrix
+from ...report.files import plot_counts, plot_matrix
 from .report import alikeness, size_distributions, taken
 
 

@@ -30,7 +30,7 @@ from ....actors.profile_file import (
 )
 from ....actors.store_format import Manifest, model_fingerprint, read_manifest
 from ....errors import StoreError, TraceError
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from ...simulate.trace import Trace
 from ...simulate.trace_format import HEADER_NAME
 from ..prepare.calibration import read_windows

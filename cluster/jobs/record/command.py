@@ -13,7 +13,7 @@ from rich.console import Console
 from ....errors import ConfigError, RequestError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, load_model_config, sampling_params
-from ...report.progress import progress_on
+from ...report.tables import progress_on
 from ...simulate.trace_format import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import merge_traces
 from ..bench.serving import run_config

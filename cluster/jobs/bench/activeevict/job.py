@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from .....errors import ConfigError
 from ....config import RunConfig
-from ....gpu_files import has_gpu
+from ....host import has_gpu
 from ....simulate.machine import Machine
 from ..compare.kept import Kept
 from ..compare.sweep import digest, surroundings

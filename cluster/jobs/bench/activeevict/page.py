@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .....errors import ConfigError
-from ....report.json_file import write_json
+from ....report.files import write_json
 from ..metrics import Report
 from ..page_parts import paragraphs, table
 from ..plots import new_figure

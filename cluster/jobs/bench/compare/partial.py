@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .....errors import ConfigError
-from ....report.json_file import write_json
+from ....report.files import write_json
 
 _FORMAT = 1
 T = TypeVar("T")

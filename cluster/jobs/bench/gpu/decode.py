@@ -20,7 +20,7 @@ import torch
 from .....actors.engine.engine import ExpertEngine
 from .....errors import TierMoeError
 from ....config import load_policy
-from ....cores import usable_cores
+from ....host import usable_cores
 from .engines import NearData, engine_of, free_memory
 from .host_experts import HostExperts
 from .locality import Locality, draw, fit, lru_hit_rates

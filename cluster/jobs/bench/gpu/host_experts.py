@@ -17,7 +17,7 @@ from .....actors.store_format import ExpertShape
 from .....errors import ConfigError
 from .....kernels.pack import PackedShape
 from .....kernels.packed_slots import packed_shapes
-from ....cores import usable_cores
+from ....host import usable_cores
 from .ndp_child import DISTINCT_LAYERS
 
 _HUGE = 2 << 20  # bytes of a huge page

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .....errors import TierMoeError
-from ....report.json_file import write_json
-from ....versions import versions
+from ....host import versions
+from ....report.files import write_json
 from . import packages, page
 from .options import PARTS, TOY_S, Context, Part, Sizes, device_of
 from .record import Record

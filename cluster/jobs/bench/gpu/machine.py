@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....cores import usable_cores
-from ...machine import cpu
+from ....host import usable_cores
+from ...doctor import cpu
 from .options import Context
 from .record import Record
 

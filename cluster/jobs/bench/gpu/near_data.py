@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....cores import usable_cores
+from ....host import usable_cores
 from ..kernel_threads import BITS, COLD_BYTES, bench_kernel_threads
 from .options import Context
 from .record import Record

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....report.json_file import write_json
+from ....report.files import write_json
 from ..metrics import Bar
 from ..page_parts import rounded
 

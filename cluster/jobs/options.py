@@ -15,7 +15,7 @@ from ...actors.settings import EngineSettings
 from ...actors.store_format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
-from ..gpu_files import has_gpu
+from ..host import has_gpu
 from ..yaml_file import UNPREFIXED
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]

@@ -2,11 +2,16 @@
 
 Templates come with checkpoints and are programs: they run in Jinja's sandbox, with the names that transformers gives
 them (`apply_chat_template`), and cannot reach Python's objects.
+
+Stop strings in text that arrives in pieces.
+
+The bytes that a single token stands for: one token may be half a character.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,10 +20,11 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from tokenizers import Tokenizer
 
 from ...errors import ConfigError
 from ..prompt import read_json_object
-from .errors import refused
+from .schema import refused
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -106,3 +112,92 @@ def _raise(message: str) -> None:
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+class StopMatcher:
+    """Gives out text that can no longer be part of a stop string, and ends at the first one.
+
+    The earliest place wins, and of several there the one that is listed first. What ends in the beginning of a stop
+    string is held back until it is known not to become one.
+
+    Args:
+        stops: the strings, none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """What may be shown once `text` has come; up to the stop string where that completes one."""
+        if self.matched is not None:
+            return ""
+        self._held += text
+        found = [(place, i) for i, stop in enumerate(self._stops) if (place := self._held.find(stop)) >= 0]
+        if found:
+            place, i = min(found)
+            self.matched = self._stops[i]
+            shown, self._held = self._held[:place], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, and is longer than."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in set(printable))}
+    return alphabet
+
+
+class TokenBytes:
+    """Token ids into bytes, for byte-level and for SentencePiece-like vocabularies."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self._added = {token: item.content for token, item in tokenizer.get_added_tokens_decoder().items()}
+
+    def of(self, token: int) -> bytes:
+        """The token's bytes; special tokens are their names, and ids without a token are empty."""
+        if token in self._added:
+            return self._added[token].encode()
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if self._alphabet is not None and all(letter in self._alphabet for letter in name):
+            return bytes(self._alphabet[letter] for letter in name)
+        fallback = _BYTE_FALLBACK.fullmatch(name)
+        return bytes([int(fallback[1], 16)]) if fallback else name.replace("▁", " ").encode()
+
+    def shown(self, token: int) -> str:
+        """The token as text; `bytes:\\xNN...`, as OpenAI writes it, where it is not whole characters."""
+        found = self.of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))

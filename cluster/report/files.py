@@ -1,0 +1,110 @@
+"""A result as a file.
+
+A timeline that chrome://tracing and ui.perfetto.dev open.
+
+Matrices and counts as pictures: the same numbers give the same pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write one JSON object; the file is whole or not there, also when the process is killed meanwhile.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}", "give a path that you may write") from error
+
+
+def check_writable(path: Path, what: str = "trace path") -> None:
+    """Refuse a path that cannot become a file, before the run.
+
+    Args:
+        what: what the message calls it.
+
+    Raises:
+        ConfigError: it is a directory, or it or its folder cannot be written.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise ConfigError(f"{what} '{path}' is a directory", "give a file name, such as out/trace.json")
+    if not folder.is_dir():
+        raise ConfigError(f"{what} '{path}': there is no directory '{folder}'", f"make it: mkdir -p {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{what} '{path}' is not writable", "give a path that you may write")
+
+
+def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
+    """Write Chrome trace events (`ph`, `ts` in microseconds, ...) in the object form of the format.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"trace path '{path}': {error.strerror}", "give a path that you may write") from error
+
+
+def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float]) -> None:
+    """A heat map of [rows, columns]; NaN cells stay white.
+
+    Args:
+        label: of the colour bar. limits: values of its ends.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _figure(path, (5.2, 4.4))
+    axes = figure.subplots()
+    shown = axes.imshow(matrix, vmin=limits[0], vmax=limits[1], cmap="viridis", interpolation="nearest")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("expert j")
+    axes.set_ylabel("expert i")
+    figure.colorbar(shown, label=label)
+    _save(figure, path)
+
+
+def plot_counts(path: Path, counts: Any, title: str, label: str) -> None:
+    """Bars of one count for each expert. Raises as `plot_matrix`."""
+    figure = _figure(path, (6.4, 3.2))
+    axes = figure.subplots()
+    axes.bar(range(len(counts)), counts, color="#4878a8")
+    axes.axhline(float(sum(counts)) / max(1, len(counts)), color="#c0504d", linewidth=0.8)  # the mean
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("expert")
+    axes.set_ylabel(label)
+    _save(figure, path)
+
+
+def _figure(path: Path, size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"cannot plot '{path}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png", dpi=100)
+    except OSError as error:
+        raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
