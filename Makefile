@@ -2,12 +2,13 @@
 # make test    the test suite, two files at a time, but for what the next two run
 # make test-slow    real runs of many presets, of benchmarks and of replicas
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
+# make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff and mypy
 # make proto   write proto/generated again after a change of a .proto file
 # make clean   remove .venv and everything that was generated
 #
-# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), PIP_ARGS (for `pip install`),
+# Variables: PYTHON (3.11 or newer), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),
 # JOBS (test files at a time).
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ PACKAGE := __init__.py errors.py actors cluster kernels proto
 # What an installation depends on: the requirements, and the C++ sources that it compiles.
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp proto/*.cpp proto/*.hpp)
 
-.PHONY: run test test-slow test-nodes gpu lint proto clean
+.PHONY: run test test-slow test-nodes gpu lint proto clean train-default-model
 export PROMPT
 
 run: $(VENV)/.installed
@@ -43,6 +44,9 @@ test-slow: $(VENV)/.installed-dev
 
 test-nodes: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs -m nodes
+
+train-default-model: $(VENV)/.installed
+	$(BIN)/python models/tiny-moe/train/train.py $(TRAIN_ARGS)
 
 gpu:
 	PYTHON=$(PYTHON) cluster/jobs/bench/gpu/run.sh --out docs/results

@@ -71,10 +71,6 @@ _forward(app, "tiermoe", "replay", ".jobs.replay", "replay_command", "Run polici
 _forward(
     jobs, "tiermoe jobs", "merge-traces", ".jobs.record.command", "merge_command", "Put traces of one model together.",
 )  # fmt: skip
-_forward(
-    jobs, "tiermoe jobs", "train-default-model", ".jobs.train_default_model.command", "train_default_model_command",
-    "Train the model that ships with the project.",
-)  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:

@@ -366,7 +366,7 @@ def check_model_dir(path: Path) -> None:
     """
     if not path.is_dir():
         remedy = (
-            "make it with `tiermoe jobs train-default-model`, or pass --model DIRECTORY"
+            "make it with `make train-default-model`, or pass --model DIRECTORY"
             if path == default_model_dir()
             else "pass --model the directory of a downloaded checkpoint (safetensors, config.json, tokenizer.json)"
         )

@@ -197,7 +197,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("link", f"{device['link_gbps']:.1f} GB/s, {device['link']}"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
     if model is None:
-        rows.append(("model", "none: make the default one with `tiermoe jobs train-default-model`"))
+        rows.append(("model", "none: make the default one with `make train-default-model`"))
         return rows
     rows.append(("model", model["path"]))
     for dtype, need in model["expert_bytes"].items():

@@ -39,7 +39,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
     model_dir = config.model_dir
     if not (model_dir / "config.json").is_file():
         remedy = (
-            "make it with `tiermoe jobs train-default-model`, or pass --model DIRECTORY"
+            "make it with `make train-default-model`, or pass --model DIRECTORY"
             if model_dir == default_model_dir()
             else "pass --model a checkpoint's directory; its config.json is enough to plan"
         )

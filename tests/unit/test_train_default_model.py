@@ -1,8 +1,9 @@
-"""The job that trains the default model, on a tiny configuration and a corpus of a few files."""
+"""The program that trains the default model (models/tiny-moe/train), on a tiny configuration and corpus."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,26 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.train_default_model.attention import CausalAttention
-from tiermoe.cluster.jobs.train_default_model.card import (
-    RunFacts,
-    bars,
-    calibration_section,
-    model_card,
-    normalised_entropy,
+from corpus import (
+    KINDS,
+    Document,
+    NotTextError,
+    Root,
+    collect,
+    is_held_out,
+    licence_of,
+    plain_text,
+    strip_html,
+    strip_roff,
 )
-from tiermoe.cluster.jobs.train_default_model.command import train_default_model_command
-from tiermoe.cluster.jobs.train_default_model.corpus import Document, collect, is_held_out
-from tiermoe.cluster.jobs.train_default_model.evaluate import stream_bits_per_byte
-from tiermoe.cluster.jobs.train_default_model.export import Figures, export, measure
-from tiermoe.cluster.jobs.train_default_model.forward import TrainingForward
-from tiermoe.cluster.jobs.train_default_model.heldout import choose_passages, read_passages, write_passages
-from tiermoe.cluster.jobs.train_default_model.loop import LoopConfig, NoBarrier, SharedState, Worker
-from tiermoe.cluster.jobs.train_default_model.model import default_config, new_model
-from tiermoe.cluster.jobs.train_default_model.optimizer import orthogonalise
-from tiermoe.cluster.jobs.train_default_model.schedule import Budget, Phase, phase_at, rate_at
-from tiermoe.cluster.jobs.train_default_model.sources import KINDS, Root, licence_of
-from tiermoe.cluster.jobs.train_default_model.text import NotTextError, plain_text, strip_html, strip_roff
-from tiermoe.cluster.jobs.train_default_model.tokenizer import token_byte_lengths, train_tokenizer
+from data import token_byte_lengths, train_tokenizer
+from export import Figures, RunFacts, bars, calibration_section, export, measure, model_card, normalised_entropy
+from loop import LoopConfig, SharedState, Worker, stream_bits_per_byte
+from model import CausalAttention, TrainingForward, default_config, new_model
+from optimizer import Budget, Phase, orthogonalise, phase_at, rate_at
+from passages import choose_passages, read_passages, write_passages
+from tiermoe.cluster.config import default_model_dir
+from train import command
 
 PHASES = (Phase(2.0, 32, 256),)
 
@@ -220,7 +219,7 @@ def test_schedule_warms_up_holds_and_falls() -> None:
 
 def test_two_steps_lower_the_loss(work_dir: Path) -> None:
     shared, loop = start(work_dir)
-    worker = Worker(0, shared, loop, NoBarrier(), {})
+    worker = Worker(0, shared, loop, threading.Barrier(1), {})
     rows = torch.from_numpy(np.fromfile(work_dir / "tokens" / "train-c.bin", dtype=np.uint16)[:257].astype(np.int64))
 
     def loss() -> float:
@@ -236,12 +235,12 @@ def test_two_steps_lower_the_loss(work_dir: Path) -> None:
 
 def test_a_resumed_run_reaches_the_same_state(work_dir: Path) -> None:
     straight, loop = start(work_dir)
-    Worker(0, straight, loop, NoBarrier(), {}).run(max_steps=4)
+    Worker(0, straight, loop, threading.Barrier(1), {}).run(max_steps=4)
     cut, _ = start(work_dir)
-    Worker(0, cut, loop, NoBarrier(), {}).run(max_steps=2)
+    Worker(0, cut, loop, threading.Barrier(1), {}).run(max_steps=2)
     resumed, _ = start(work_dir)
     drawn = resumed.load(work_dir)
-    Worker(0, resumed, loop, NoBarrier(), drawn).run(max_steps=2)
+    Worker(0, resumed, loop, threading.Barrier(1), drawn).run(max_steps=2)
     assert resumed.counters[:2].tolist() == straight.counters[:2].tolist()
     for name, parameter in straight.parameters.items():
         torch.testing.assert_close(resumed.parameters[name], parameter, rtol=0, atol=0, msg=name)
@@ -250,24 +249,20 @@ def test_a_resumed_run_reaches_the_same_state(work_dir: Path) -> None:
 def test_two_workers_give_the_gradient_of_one(work_dir: Path) -> None:
     """Each worker adds its rows' part; the owner of a parameter sums the parts."""
     one, loop = start(work_dir)
-    Worker(0, one, loop, NoBarrier(), {}).run(max_steps=1)
+    Worker(0, one, loop, threading.Barrier(1), {}).run(max_steps=1)
     config = tiny_config()
     pair = LoopConfig(**{**loop.__dict__, "workers": 2})
     two = SharedState(config, dict(new_model(config, seed=1).named_parameters()), pair)
     owners = two.optimizer.owners(2)
     assert set(owners.values()) == {0, 1}
     for rank in range(2):
-        worker = Worker(rank, two, pair, NoBarrier(), {})
-        worker._shared = two
-        rows = worker._stream.next_rows(8, 32)
-        micro = torch.from_numpy(rows[rank::2])
-        losses = worker._forward(micro, 1 / 256)
-        extra = pair.balance_weight * losses.balance + pair.z_weight * losses.z
-        (losses.cross_entropy + 0.5 * extra).backward()
+        worker = Worker(rank, two, pair, threading.Barrier(2), {})
+        worker.accumulate(worker._stream.next_rows(8, 32))
     name = "model.layers.0.self_attn.q_proj.weight"
     before = two.parameters[name].clone()
     for rank in range(2):
-        two.optimizer.step(rank, owners, 1, rate_at(0, 1), 0.8505)
+        owned = [name for name, owner in owners.items() if owner == rank]
+        two.optimizer.step(owned, 1, rate_at(0, 1), 0.8505)
     moved = two.parameters[name] - before
     wanted = one.parameters[name] - before
     assert torch.nn.functional.cosine_similarity(moved.flatten(), wanted.flatten(), dim=0) > 0.95
@@ -344,7 +339,7 @@ def test_a_new_card_keeps_the_section_on_the_calibration_text(tmp_path: Path) ->
 
 def test_command_refuses_a_run_without_end() -> None:
     app = typer.Typer()
-    app.command()(train_default_model_command)
+    app.command()(command)
     result = CliRunner().invoke(app, ["--minutes", "0", "--tokens", "0"])
     assert result.exit_code == 2
     assert CliRunner().invoke(app, ["--device", "abacus"]).exit_code == 2

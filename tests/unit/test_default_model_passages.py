@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tiermoe.cluster.jobs.prepare import default_calibration
+import passages
+from corpus import KINDS, Document, is_held_out
+from passages import Passage, choose_calibration, read_passages
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
-from tiermoe.cluster.jobs.prepare.default_calibration import choose_calibration
-from tiermoe.cluster.jobs.train_default_model.corpus import Document, is_held_out
-from tiermoe.cluster.jobs.train_default_model.heldout import Passage, read_passages
-from tiermoe.cluster.jobs.train_default_model.sources import KINDS
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-moe"
 
@@ -52,6 +50,6 @@ def test_choice_from_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [passage.source for passage in chosen]
     assert sources == sorted(sources, key=lambda source: source.startswith(first))
     assert {source.split(" ")[0] for source in sources} == {first, second}
-    monkeypatch.setattr(default_calibration, "BYTES_PER_KIND", 5000)
+    monkeypatch.setattr(passages, "CALIBRATION_BYTES_PER_KIND", 5000)
     fewer = choose_calibration(documents, evaluation, {})
     assert [passage.source for passage in fewer] == [f"{second} (PSF-2.0)"] * 2
