@@ -10,14 +10,13 @@ from typing import Any
 
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from .engine.streams import Stream
-from .expert_store import StoreView
-from .front import front_here
 from .links import MATCHER, PeerLink, StoreLink
-from .map_file import map_shape
-from .predictor_file import predictors_of
-from .replica_store import describe_replicas, read_tables
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
+from .store.artifacts import map_shape, predictors_of
+from .store.dense import front_here
+from .store.files import StoreView
+from .store.replicas import describe_replicas, read_tables
 
 _REPORT_S = 5.0
 
@@ -71,7 +70,6 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.calibrated import read_calibrated
         from .engine.compile import CompiledDense
         from .engine.describe import describe
         from .engine.devices import make_device
@@ -79,6 +77,7 @@ class GpuWorker:
         from .engine.low_bits import open_replica_weights
         from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .engine.sources import open_sources
+        from .store.artifacts import read_calibrated
 
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)

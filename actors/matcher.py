@@ -33,12 +33,12 @@ from ..errors import ConfigError, StoreError
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
 from .links import MATCHER, Directory, PeerLink
-from .map_file import MapShape, load_maps, save_maps
 from .peer import PeerConnection
 from .policies.prefetch.expert_map import ExpertMapPrefetch, Forecast
 from .policies.prefetch.map_store import ExpertMapStore
 from .policies.sharding import shard_of
 from .settings import MatcherSettings, ShardSettings
+from .store.artifacts import MapShape, load_maps, save_maps
 
 _log = logging.getLogger(__name__)
 _SPIN_S, _DOZE_S = 20e-6, 0.02  # a lead publishes every layer: while it does, it need not wake this process

@@ -22,11 +22,11 @@ from ..errors import ConfigError, StoreError
 from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
-from .expert_store import ExpertStore, open_views
 from .links import Directory, ndp_name
 from .policies.cost import FULL_BITS, NdpProfile, Work, batch_cost
-from .replica_store import describe_replicas, open_replicas
 from .settings import NdpSettings
+from .store.files import ExpertStore, open_views
+from .store.replicas import describe_replicas, open_replicas
 
 _PACE_SPIN_S = 200e-6  # a sleep may oversleep by about this much; the rest is spun
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import ConfigError
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
-from .front import view_here
 from .links import Directory, StoreLink, shard_name
 from .settings import EngineSettings, check_combination
+from .store.dense import view_here
 
 if TYPE_CHECKING:
     from .engine.stats import LayerResidency

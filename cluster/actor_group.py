@@ -33,10 +33,10 @@ from typing import Any
 import ray
 from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
 
-from ..actors.expert_store import StoreView
 from ..actors.links import MATCHER, PeerLink, StoreLink
-from ..actors.map_file import map_shape
 from ..actors.settings import EngineSettings
+from ..actors.store.artifacts import map_shape
+from ..actors.store.files import StoreView
 from ..errors import RuntimeFailure
 from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
 from .config import RunConfig
@@ -153,7 +153,7 @@ class Crew:
     def _start_store(self, planned: PlannedActor) -> Any:
         plain = self._store_class
         if plain is None:
-            from ..actors.store_worker import StoreWorker
+            from ..actors.store.server import StoreWorker
 
             plain = StoreWorker
         named: dict[str, Any] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..actors.expert_store import ExpertStore
 from ..actors.gpu_worker import GpuWorker
-from ..actors.map_file import map_shape
 from ..actors.settings import EngineSettings, check_combination
+from ..actors.store.artifacts import map_shape
+from ..actors.store.files import ExpertStore
 from .topology.inputs import facts_of_store
 from .worker_process import Role, WorkerProcess
 

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
-from ..actors.tensor_file import MAX_HEADER_BYTES
+from ..actors.store.format import MAX_HEADER_BYTES
 from ..errors import CheckpointError, RequestError
 
 

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 from ..actors.links import MATCHER, Noticeboard, PeerLink, StoreLink, ndp_name, shard_name, store_name
-from ..actors.map_file import MapShape
 from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
+from ..actors.store.artifacts import MapShape
 from ..errors import RuntimeFailure
 
 _START_S = 120.0
@@ -216,7 +216,7 @@ def _worker(request: dict[str, Any]) -> Any:
         near_data = NdpSettings(**request["settings"])
         return NdpWorker(near_data, request["store"], Noticeboard(), index=request["index"])
     if request["kind"] == "store":
-        from ..actors.store_worker import StoreWorker
+        from ..actors.store.server import StoreWorker
         from ..proto.channel import ServerOptions
 
         given = request["settings"]

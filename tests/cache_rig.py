@@ -21,7 +21,7 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 
 TIMEOUT_S = 30
 LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1

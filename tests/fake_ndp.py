@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiermoe.actors.expert_store import StoreView, open_views
 from tiermoe.actors.links import ndp_name
 from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.store.files import StoreView, open_views
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 

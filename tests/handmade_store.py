@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.store_format import (
+from tiermoe.actors.store.format import (
     DTYPE_CODES,
     MANIFEST_NAME,
     DenseFile,
@@ -18,10 +18,10 @@ from tiermoe.actors.store_format import (
     FileRecord,
     LayerFile,
     Manifest,
+    build_header,
     encode_manifest,
     layer_name,
 )
-from tiermoe.actors.tensor_file import build_header
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 8, 5
 SHAPE = ExpertShape(num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, gates=2, has_bias=True)

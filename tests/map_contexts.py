@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.map_file import MapShape
 from tiermoe.actors.policies.prefetch.expert_map import ExpertMapPrefetch, Forecast
 from tiermoe.actors.policies.prefetch.map_store import ExpertMapStore
 from tiermoe.actors.settings import MatcherSettings
+from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.proto.messages import Context
 
 SHAPE = MapShape("toy", layers=6, experts=8, hidden=12)

@@ -17,7 +17,7 @@ from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 
 HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
 

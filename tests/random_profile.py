@@ -8,14 +8,8 @@ import numpy as np
 
 from tiermoe.actors.policies.entropy import BINS, TEMPERATURES
 from tiermoe.actors.policies.expert_profile import ExpertProfile
-from tiermoe.actors.profile_file import (
-    PROFILE_NAME,
-    ProfileManifest,
-    ProfileSource,
-    encode_arrays,
-    encode_profile,
-)
-from tiermoe.actors.store_format import model_fingerprint, read_manifest
+from tiermoe.actors.store.artifacts import PROFILE_NAME, ProfileManifest, ProfileSource, encode_arrays, encode_profile
+from tiermoe.actors.store.format import model_fingerprint, read_manifest
 
 
 def add_random_profile(folder: Path, top_k: int) -> None:

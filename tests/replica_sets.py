@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tiermoe.actors.replica_format import REPLICAS_NAME
+from tiermoe.actors.store.replicas import REPLICAS_NAME
 
 torch.set_num_threads(1)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.prepare import prepare
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.settings import EngineSettings
 from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.files import ExpertStore
 
 
 @dataclass

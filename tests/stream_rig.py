@@ -18,7 +18,7 @@ from tiermoe.actors.policies.eviction import Lru, SplitEviction
 from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 
 LAYERS, EXPERTS, NEURONS = 3, 4, 4  # keys 0-3 are layer 0, 4-7 layer 1, 8-11 layer 2
 KEYS = LAYERS * EXPERTS

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import BudgetError, ConfigError
-from ..budget import budget_bytes, mixed_slots
 from ..policies.cost import Link
 from ..policies.eviction.make import make_eviction
 from ..policies.prefetch.governor import PrefetchGovernor
 from ..policies.residency import Residency
 from ..policies.split.cut import CacheCut, buffer_for
 from ..policy_settings import SplitSettings
-from ..settings import EngineSettings
-from ..store_format import ExpertShape
+from ..settings import EngineSettings, budget_bytes, mixed_slots
+from ..store.format import ExpertShape
 from .cache import ExpertCache
 from .device import Device
 from .link_queue import copy_queue

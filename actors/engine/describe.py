@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..expert_store import StoreView
 from ..settings import EngineSettings
+from ..store.files import StoreView
 from .batcher import Batcher
 from .device import PinReport
 from .engine import ExpertEngine

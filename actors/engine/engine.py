@@ -17,11 +17,11 @@ from ..policies.prefetch.stride import Predictor
 from ..policies.rerouting import Rerouting
 from ..policies.split.statistics import Order
 from ..policy_settings import PolicySettings
-from ..replica_store import ReplicaTables
 from ..settings import EngineSettings, check_combination
-from ..store_format import ExpertShape
+from ..store.artifacts import Calibrated
+from ..store.format import ExpertShape
+from ..store.replicas import ReplicaTables
 from .allocate import make_cache
-from .calibrated import Calibrated
 from .configurator import Configurator
 from .configuring import Configuring
 from .device import Device

@@ -20,9 +20,9 @@ from ...kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKe
 from ..policies.mixed_precision import MixedPrecision
 from ..policies.residency import State
 from ..policy_settings import PolicySettings
-from ..replica_store import ReplicaView, open_replicas
 from ..settings import CopySettings
-from ..store_format import ExpertShape
+from ..store.format import ExpertShape
+from ..store.replicas import ReplicaView, open_replicas
 from .cache import ExpertCache
 from .device import Device, PinReport
 from .host_view import LayerView

@@ -14,7 +14,7 @@ from ..policies.prefetch.next_gate import NextGatePrefetch
 from ..policies.prefetch.registry import PrefetchOptions, make_prefetch
 from ..policies.prefetch.stride import Predictor
 from ..policy_settings import PolicySettings
-from .calibrated import Calibrated
+from ..store.artifacts import Calibrated
 from .map_prefetch import MatcherPrefetch
 from .matching import MatcherLink
 from .model import MoeBlock, RouterProbe, linear_probe

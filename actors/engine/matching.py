@@ -26,11 +26,11 @@ from ...errors import DeadlinePassed, MessageError, PeerLost, RuntimeFailure
 from ...proto.channel import Channel, Pending
 from ...proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ..links import PeerLink
-from ..map_file import MapShape
 from ..peer import PeerConnection
 from ..policies.eviction import EvictionPolicy, ExpertMapEviction
 from ..policies.prefetch.expert_map import probability_of
 from ..settings import MatcherSettings
+from ..store.artifacts import MapShape
 
 _log = logging.getLogger(__name__)
 _WINDOW, _JUDGED_FROM = 64, 16  # outcomes that tell whether the matcher keeps pace

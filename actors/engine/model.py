@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import StoreError, UnsupportedModelError
 from ...kernels.expert_ffn import Gate
-from ..store_format import Manifest
+from ..store.format import Manifest
 from .operator import register_implementation
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]

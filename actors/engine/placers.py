@@ -15,9 +15,9 @@ from ..policies.places import Places
 from ..policies.plan import LoadOnMiss
 from ..policies.precision import prefix_split, uniform
 from ..policy_settings import PolicySettings, PrecisionSettings
-from ..replica_store import ReplicaTables
 from ..settings import EngineSettings
-from ..store_format import ExpertShape
+from ..store.format import ExpertShape
+from ..store.replicas import ReplicaTables
 from .cache import ExpertCache
 from .context_placer import Bits, ContextPlacer
 from .measure import expert_seconds, link_seconds

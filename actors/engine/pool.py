@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..store_format import ExpertShape
+from ..store.format import ExpertShape
 from .promise import Promise
 
 

@@ -11,8 +11,8 @@ from ..policies.rerouting import RerouteView, Rerouting
 from ..policies.routing import AdaptiveGating
 from ..policies.routing_budget import BudgetAwareTopK
 from ..policy_settings import PolicySettings
+from ..store.artifacts import Calibrated
 from .cache import ExpertCache
-from .calibrated import Calibrated
 from .host_view import Asked, LayerView
 from .model import MoeBlock
 from .peer_caches import PeerCaches

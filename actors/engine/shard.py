@@ -15,12 +15,12 @@ import torch
 from ...errors import StoreError
 from ...kernels.expert_ffn import ExpertKernel
 from ...proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
-from ..expert_store import StoreView
-from ..front import front_here
 from ..links import StoreLink
 from ..policies.plan import LoadOnMiss
 from ..settings import EngineSettings
-from ..store_format import ExpertShape
+from ..store.dense import front_here
+from ..store.files import StoreView
+from ..store.format import ExpertShape
 from .activations import Activations
 from .allocate import make_cache
 from .device import Device

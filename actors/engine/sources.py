@@ -36,12 +36,12 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
-from ..expert_store import LayerArrays, StoreView, open_views
 from ..kept import Kept
 from ..links import StoreLink
 from ..settings import CopySettings, StoreSettings
-from ..store_format import Manifest
-from ..store_readers import PART_BYTES, Answer, ChannelReader, RefReader, connect_store
+from ..store.files import LayerArrays, StoreView, open_views
+from ..store.format import Manifest
+from ..store.remote import PART_BYTES, Answer, ChannelReader, RefReader, connect_store
 from .device import Device, PinReport, Tensors
 from .model import DTYPES
 from .pool import ExpertSource, LayerWeights

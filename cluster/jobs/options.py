@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ...actors.budget import budget_bytes
 from ...actors.policies.sharding import owned_experts
-from ...actors.settings import EngineSettings
-from ...actors.store_format import read_manifest
+from ...actors.settings import EngineSettings, budget_bytes
+from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu

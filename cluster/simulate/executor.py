@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.budget import budget_bytes, mixed_slots
 from ...actors.engine.cache import ExpertCache
 from ...actors.engine.low_bit_part import LowBitPart
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
@@ -33,6 +32,7 @@ from ...actors.policies.rerouting import Rerouting
 from ...actors.policies.residency import Residency, State
 from ...actors.policies.split.cut import CacheCut
 from ...actors.policy_settings import LowBitSettings, PolicySettings
+from ...actors.settings import budget_bytes, mixed_slots
 from ...kernels.pack import PackedShape
 from .machine import Machine
 from .splitting import Routed, SimulatedConfiguring

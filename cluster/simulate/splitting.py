@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.budget import budget_bytes
 from ...actors.engine.cache import ExpertCache
 from ...actors.engine.configurator import Configurator, Step
 from ...actors.engine.configuring import Recorder
@@ -17,6 +16,7 @@ from ...actors.policies.split.configure import Configured
 from ...actors.policies.split.cut import CacheCut, buffer_for
 from ...actors.policies.split.statistics import Order
 from ...actors.policy_settings import PolicySettings
+from ...actors.settings import budget_bytes
 from ...errors import BudgetError, TraceError
 from .trace_format import TraceHeader
 

@@ -23,8 +23,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 
 from ...actors.base_settings import Settings
 from ...actors.settings import EngineSettings
-from ...actors.store_format import DTYPE_CODES, read_manifest
-from ...actors.tensor_file import ITEM_BYTES
+from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ..config import RunConfig
 from ..host import usable_cores

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...actors.budget import mixed_slots
 from ...actors.policies.sharding import owned_experts, spread_by_bytes
+from ...actors.settings import mixed_slots
 from ...errors import BudgetError, ConfigError
 from ..host import STORE_CPUS
 from ..report.tables import size

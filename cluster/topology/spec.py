@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from ...actors.budget import budget_bytes
 from ...actors.policies.cost import FULL_BITS, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import EngineSettings
+from ...actors.settings import EngineSettings, budget_bytes
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
 

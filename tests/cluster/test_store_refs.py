@@ -14,10 +14,10 @@ import pytest
 from handmade_store import EXPERTS, layer_values, write_store
 
 from tiermoe.actors.engine.sources import RemoteStores
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
 from tiermoe.actors.settings import StoreSettings
-from tiermoe.actors.store_worker import StoreWorker
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.ray_session import leave, start_local
 from tiermoe.cluster.scratch import Scratch
 from tiermoe.errors import RemoteFailure, StoreError

@@ -21,7 +21,7 @@ from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 
 LAYERS, EXPERTS = 3, 6
 KEYS = LAYERS * EXPERTS

@@ -17,8 +17,8 @@ import pytest
 import torch
 from serving import greedy, logits, policy, prepared, reference_greedy
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.local import LocalWorker

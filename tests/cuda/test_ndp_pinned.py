@@ -17,10 +17,10 @@ from tiermoe.actors.engine.activations import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.runtime import TorchRuntime
 from tiermoe.actors.engine.devices import activations_of
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.channel import ChannelOptions, ChannelServer, open_channel

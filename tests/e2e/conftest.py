@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from serving import default_model_greedy, prepared
 
-from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from serving import greedy, serving, settings
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_policy
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from tiermoe.cluster.jobs.bench.buddymoe.page import write_page
 from tiermoe.cluster.jobs.bench.buddymoe.work import Workload
 from tiermoe.cluster.jobs.bench.recorded import own_store
 from tiermoe.cluster.jobs.bench.serving import run_config
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.profile.command import ProfileOptions
 from tiermoe.cluster.jobs.profile.job import profile_text
-from tiermoe.cluster.jobs.profile.options import ProfileOptions
 
 pytestmark = pytest.mark.slow
 

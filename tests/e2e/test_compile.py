@@ -14,10 +14,10 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.compile import GRAPH_ROWS, CompiledDense
 from tiermoe.actors.engine.model import find_blocks
 from tiermoe.actors.engine.operator import UNSAFE_IN_GRAPHS
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.errors import ConfigError
 
 PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]

@@ -8,11 +8,11 @@ import pytest
 from serving import greedy, prepared, serving, settings
 
 from tiermoe.actors.engine.configurator import Configurator
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.policies.split.expert_split import Times
-from tiermoe.actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir, load_policy
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 3, 24, 32

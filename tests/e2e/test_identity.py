@@ -12,8 +12,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from serving import greedy, serving, settings
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import KvSettings, LinkSettings
+from tiermoe.actors.store.files import ExpertStore
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 20, 48, 64
 KV = KvSettings(page_size=32, num_blocks=128)

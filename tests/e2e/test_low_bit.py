@@ -15,12 +15,11 @@ from tiermoe.actors.engine import devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.scoring import score_with
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import ConfigError
 
 pytestmark = pytest.mark.slow

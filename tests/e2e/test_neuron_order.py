@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 from serving import default_model_greedy, greedy, serving, settings
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare import prepare

@@ -10,10 +10,10 @@ from serving import default_model_greedy, greedy, prepared, serving, settings
 from sharded import serving_group
 
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
 from tiermoe.actors.settings import KvSettings, ShardSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.errors import StoreError

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from serving import greedy, settings, struck_greedy
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, MatcherOptions, ShardSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_policy, policy_names
 from tiermoe.cluster.local import LocalWorker
 from tiermoe.errors import TraceError

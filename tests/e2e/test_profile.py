@@ -8,24 +8,26 @@ import numpy as np
 import pytest
 
 from tiermoe.actors.policies.buddies import BuddyOptions
-from tiermoe.actors.profile_file import read_profile
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.artifacts import read_profile
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
+from tiermoe.cluster.jobs.profile.command import ProfileOptions
 from tiermoe.cluster.jobs.profile.job import profile_text
-from tiermoe.cluster.jobs.profile.options import ProfileOptions
-from tiermoe.cluster.jobs.profile.substitutes import (
+from tiermoe.cluster.jobs.profile.trial import (
+    DROP,
     at_random,
     drop,
     next_best,
     own_weight,
     resident_at_random,
+    rules,
     substitute,
     substitute_likely,
+    trial,
 )
-from tiermoe.cluster.jobs.profile.trial import DROP, rules, trial
 from tiermoe.errors import ConfigError
 
 pytestmark = pytest.mark.slow

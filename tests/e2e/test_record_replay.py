@@ -9,7 +9,7 @@ import pytest
 
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.record.prompts import read_prompts
+from tiermoe.cluster.jobs.record.command import read_prompts
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import RequestError
 

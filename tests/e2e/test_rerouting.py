@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from serving import default_model_greedy, greedy, prepared, serving, settings
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, RoutingSettings
-from tiermoe.actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.settings import KvSettings
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.errors import StoreError

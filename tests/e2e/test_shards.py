@@ -12,8 +12,8 @@ import pytest
 from serving import greedy, settings, struck_greedy
 from sharded import serving_group
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, ShardSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.local import LocalWorker
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 48, 32

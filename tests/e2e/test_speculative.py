@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from serving import greedy, policy, prepared, serving, settings
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.prepare.gates import add_gates
+from tiermoe.cluster.jobs.prepare.measures import add_gates
 from tiermoe.errors import StoreError
 
 pytestmark = pytest.mark.slow

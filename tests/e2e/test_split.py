@@ -9,10 +9,10 @@ import pytest
 from serving import greedy, serving, settings
 
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 

@@ -8,8 +8,8 @@ import pytest
 from serving import greedy, serving, settings
 
 from tiermoe.actors.engine.scoring import score_with
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import LinkSettings, ShardSettings, check_combination
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError
 

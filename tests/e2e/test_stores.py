@@ -11,12 +11,12 @@ from typing import Any
 
 from serving import greedy, settings, struck_greedy
 
-from tiermoe.actors.expert_store import ExpertStore, StoreView
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, ShardSettings, StoreSettings
 from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.files import ExpertStore, StoreView
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 32, 24

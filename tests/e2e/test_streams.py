@@ -9,8 +9,8 @@ from serving import greedy, serving, settings
 from tiermoe.actors.engine import devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.settings import CopySettings, KvSettings
+from tiermoe.actors.store.files import ExpertStore
 
 KV = KvSettings(page_size=32, num_blocks=128)
 PROMPTS, PROMPT_TOKENS, TOKENS = 2, 16, 8

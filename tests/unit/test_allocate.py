@@ -10,7 +10,7 @@ from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import BudgetError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.expert_store import ExpertStore
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.jobs.bench.transfer import Model, _write_store, check_bytes
 from tiermoe.errors import RuntimeFailure
 

@@ -19,8 +19,7 @@ from tiermoe.cluster.jobs.bench.buddymoe.scoring import quality_of
 from tiermoe.cluster.jobs.bench.buddymoe.work import Workload
 from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.cluster.jobs.bench.moepic.calibration import Calibration
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.quality import SUMS, Quality
+from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.errors import ConfigError
 
 _OPTIONS = EvaluationOptions(documents=6, resamples=200, rows=1)

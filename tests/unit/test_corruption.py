@@ -19,8 +19,8 @@ import torch
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.expert_store import ExpertStore, open_views
-from tiermoe.actors.store_format import MANIFEST_NAME
+from tiermoe.actors.store.files import ExpertStore, open_views
+from tiermoe.actors.store.format import MANIFEST_NAME
 from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
 from tiermoe.errors import StoreError, TierMoeError
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_case
 from torch import nn
 
-from tiermoe.actors.budget import budget_bytes
 from tiermoe.actors.engine import operator
 from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
@@ -25,7 +24,7 @@ from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, budget_bytes
 from tiermoe.errors import BudgetError, RuntimeFailure
 
 

@@ -13,10 +13,17 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from tiermoe.cluster.jobs.evaluate.bootstrap import Ratio, difference, estimate, resample_counts
-from tiermoe.cluster.jobs.evaluate.compare import compare, kl_divergence, token_nll
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.quality import MEASURES, SUMS, Quality
+from tiermoe.cluster.jobs.evaluate.quality import (
+    MEASURES,
+    SUMS,
+    EvaluationOptions,
+    Quality,
+    Ratio,
+    difference,
+    estimate,
+    resample_counts,
+)
+from tiermoe.cluster.jobs.evaluate.scoring import compare, kl_divergence, token_nll
 from tiermoe.errors import ConfigError, RuntimeFailure
 
 

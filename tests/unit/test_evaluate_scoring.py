@@ -20,10 +20,10 @@ from tiermoe.actors.engine.scoring import score, score_continuations_with, score
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
-from tiermoe.cluster.jobs.evaluate import command, job
-from tiermoe.cluster.jobs.evaluate.job import Evaluation
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.reference import Distributions
+from tiermoe.cluster.jobs.evaluate import command
+from tiermoe.cluster.jobs.evaluate import scoring as job
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.scoring import Distributions, Evaluation
 from tiermoe.errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 
 IDS = [5, 9, 77, 30, 12, 5, 64, 101, 8, 45, 3, 90, 17, 17, 33, 81, 29, 60, 4, 119]

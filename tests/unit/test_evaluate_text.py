@@ -14,11 +14,21 @@ from tokenizers import Tokenizer, processors
 
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.evaluate.__main__ import main
-from tiermoe.cluster.jobs.evaluate.choices import CONTEXT, TOKENS, as_tokens, build_choices, line_starts
-from tiermoe.cluster.jobs.evaluate.choices_file import FILE, choices_text, load_choices
-from tiermoe.cluster.jobs.evaluate.options import EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.text import HeldOut, load_heldout
-from tiermoe.cluster.jobs.evaluate.windows import cut_windows, spread
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.evaluate.text import (
+    CONTEXT,
+    FILE,
+    TOKENS,
+    HeldOut,
+    as_tokens,
+    build_choices,
+    choices_text,
+    cut_windows,
+    line_starts,
+    load_choices,
+    load_heldout,
+    spread,
+)
 from tiermoe.errors import CheckpointError, ConfigError
 
 _LINE = "line {:04d} of {}, é\n"

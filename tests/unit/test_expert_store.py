@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from handmade_store import LAYERS, layer_values, write_store
 
-from tiermoe.actors.expert_store import ExpertStore, open_views
-from tiermoe.actors.store_format import MANIFEST_NAME, layer_name
+from tiermoe.actors.store.files import ExpertStore, open_views
+from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
 from tiermoe.errors import StoreError
 
 
@@ -159,7 +159,7 @@ def test_a_store_on_read_only_storage_opens(store: Path, monkeypatch: pytest.Mon
 
 def test_opening_needs_no_torch(store: Path) -> None:
     code = (
-        "import sys; from tiermoe.actors.expert_store import ExpertStore; "
+        "import sys; from tiermoe.actors.store.files import ExpertStore; "
         f"ExpertStore({str(store)!r}); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -203,7 +203,7 @@ def test_a_slice_with_a_layer_that_there_is_not(store: Path) -> None:
 def test_slices_of_one_folder_keep_each_others_stamps(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ExpertStore(store, layers=[0])
     ExpertStore(store, "stamp", layers=[1])
-    monkeypatch.setattr("tiermoe.actors.verified_files.VerifiedFiles.check_hashes", _hashes_nothing)
+    monkeypatch.setattr("tiermoe.actors.store.files.VerifiedFiles.check_hashes", _hashes_nothing)
     ExpertStore(store, "stamp")
 
 

@@ -12,7 +12,7 @@ from tiermoe.actors.engine.kernel_choice import Kernels, fastest, kernel_for
 from tiermoe.actors.engine.kernel_times import KernelTime, expert_kernel_times, fill_slots, problem_of
 from tiermoe.actors.engine.model import MoeBlock
 from tiermoe.actors.engine.pool import SlotPool
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.cpu_ffn import CpuKernel
 from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel

@@ -13,7 +13,7 @@ from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Loader, LoadJob
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import RuntimeFailure
 
 FLOATS = 5000

@@ -28,7 +28,7 @@ from tiermoe.actors.policies.prefetch.registry import PrefetchOptions, make_pref
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PrefetchSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import replica_bytes
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.of_policy import engine_of, eviction_of

@@ -10,8 +10,8 @@ import pytest
 from map_contexts import SHAPE, forecasts, iteration, reference
 from safetensors.numpy import save_file
 
-from tiermoe.actors import map_file
-from tiermoe.actors.map_file import load_maps, save_maps
+from tiermoe.actors.store import artifacts as map_file
+from tiermoe.actors.store.artifacts import load_maps, save_maps
 from tiermoe.errors import StoreError
 
 

@@ -14,11 +14,11 @@ import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
 from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink, shard_name
-from tiermoe.actors.map_file import save_maps
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.prefetch.expert_map import Forecast
 from tiermoe.actors.policies.sharding import shard_of
 from tiermoe.actors.settings import ShardSettings
+from tiermoe.actors.store.artifacts import save_maps
 from tiermoe.errors import ConfigError, RemoteFailure, StoreError
 from tiermoe.proto.channel import ChannelServer, open_channel
 from tiermoe.proto.messages import (

@@ -11,12 +11,12 @@ import pytest
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard, PeerLink
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.proto.channel import ChannelOptions, ServerOptions, open_channel
 from tiermoe.proto.faults import DROP, REPEAT, Fault, FaultInjector

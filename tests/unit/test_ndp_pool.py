@@ -14,9 +14,9 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.ndp_pool import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.expert_store import StoreView
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.store.files import StoreView
 from tiermoe.errors import ConfigError, RuntimeFailure
 
 _KEYS = range(8)

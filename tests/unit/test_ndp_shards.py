@@ -14,12 +14,12 @@ from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.shards import owners
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
-from tiermoe.actors.replica_store import ReplicaTables
 from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.proto.messages import ExpertBatch, PlacementCommand

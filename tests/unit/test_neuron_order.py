@@ -26,17 +26,22 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.model import MoeBlock, build_model, find_blocks
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.expert_store import ExpertStore, LayerArrays
-from tiermoe.actors.replica_format import REPLICAS_NAME
-from tiermoe.actors.replica_store import describe_replicas
-from tiermoe.actors.store_format import MANIFEST_NAME, ExpertShape, encode_manifest, read_manifest
+from tiermoe.actors.store.files import ExpertStore, LayerArrays
+from tiermoe.actors.store.format import MANIFEST_NAME, ExpertShape, encode_manifest, read_manifest
+from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas
 from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_windows
 from tiermoe.cluster.jobs.prepare.command import prepare_command
-from tiermoe.cluster.jobs.prepare.neuron_mass import _Meter, neuron_mass, refuse_mixing
-from tiermoe.cluster.jobs.prepare.neuron_order import first_half, neuron_orders, order_neurons, reordered
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.neuron_order import (
+    _Meter,
+    first_half,
+    neuron_mass,
+    neuron_orders,
+    order_neurons,
+    refuse_mixing,
+    reordered,
+)
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import ConfigError, StoreError, UnsupportedModelError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 
@@ -280,8 +285,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from rich.console import Console
-from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.store_format import MANIFEST_NAME
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import MANIFEST_NAME
 from tiermoe.cluster.jobs.prepare.neuron_order import order_neurons
 
 plain, work, text = map(Path, sys.argv[1:])

@@ -14,11 +14,11 @@ from fake_ndp import FakeLink
 from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.precision import prefix_split
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
-from tiermoe.actors.replica_store import ReplicaTables
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, RuntimeFailure
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from tiermoe.actors.store_format import MANIFEST_NAME, Manifest, encode_manifest
+from tiermoe.actors.store.format import MANIFEST_NAME, Manifest, encode_manifest
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.plan import model_facts

@@ -32,7 +32,7 @@ from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.policies.routing_budget import BudgetAwareTopK
 from tiermoe.actors.policy_settings import PolicySettings, PreEvictSettings, RoutingSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine

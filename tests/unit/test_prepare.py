@@ -21,10 +21,10 @@ from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.store_format import layer_name, read_manifest
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import layer_name, read_manifest
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
-from tiermoe.cluster.jobs.prepare.model import ExpertsModule
+from tiermoe.cluster.jobs.prepare.plan import ExpertsModule
 from tiermoe.errors import ConfigError, StoreError
 
 torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("plan", "tensors"):
+    for module in ("plan",):
         monkeypatch.setattr(f"tiermoe.cluster.jobs.prepare.{module}.BLOCK_BYTES", 300)
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
@@ -227,7 +227,7 @@ def test_a_full_disk_is_a_typed_error_and_resumes(qwen: Path, tmp_path: Path, mo
         def full(*_args: object) -> int:
             raise OSError(28, "No space left on device")
 
-        patch.setattr("tiermoe.cluster.jobs.prepare.write.os.write", full)
+        patch.setattr("tiermoe.cluster.jobs.prepare.writer.os.write", full)
         with pytest.raises(StoreError, match="it resumes"):
             prepare(qwen, tmp_path / "store", progress=False)
     prepare(qwen, tmp_path / "store", progress=False)

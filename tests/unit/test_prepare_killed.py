@@ -13,11 +13,10 @@ import pytest
 from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
-from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.replica_store import describe_replicas
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.replicas import describe_replicas
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 
 # The command line, which kills itself before the n-th change of a file whose path starts so; n = 0: never.
 _PROGRAM = """

@@ -15,14 +15,19 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model import build_model, find_blocks
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.gate_file import GATES_NAME, encode_gates, gates_of
 from tiermoe.actors.policies.prefetch.pre_gated import PreGate
-from tiermoe.actors.sensitivity_file import SENSITIVITY_NAME, encode_sensitivity, sensitivity_of
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.artifacts import (
+    GATES_NAME,
+    SENSITIVITY_NAME,
+    encode_gates,
+    encode_sensitivity,
+    gates_of,
+    sensitivity_of,
+)
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare.calibration import Windows
-from tiermoe.cluster.jobs.prepare.gates import Following, recall, train_gate
-from tiermoe.cluster.jobs.prepare.sensitivity import measure
+from tiermoe.cluster.jobs.prepare.measures import Following, measure, recall, train_gate
 from tiermoe.errors import StoreError
 
 TOKENS = 12

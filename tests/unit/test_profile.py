@@ -18,21 +18,24 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model import build_model, find_blocks
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.policies.buddies import BuddyOptions, renormalised
 from tiermoe.actors.policies.expert_profile import RoutingCounts
-from tiermoe.actors.profile_file import PROFILE_NAME, read_profile, read_profile_manifest
-from tiermoe.actors.store_format import model_fingerprint, read_manifest
+from tiermoe.actors.store.artifacts import PROFILE_NAME, read_profile, read_profile_manifest
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.calibration import Windows
-from tiermoe.cluster.jobs.profile import collect
-from tiermoe.cluster.jobs.profile.collect import Collector
-from tiermoe.cluster.jobs.profile.figures import write_figures
-from tiermoe.cluster.jobs.profile.job import profile_text, profile_trace
-from tiermoe.cluster.jobs.profile.options import ProfileOptions
-from tiermoe.cluster.jobs.profile.partial import Partial
-from tiermoe.cluster.jobs.profile.report import alikeness, size_distributions, size_table, taken
+from tiermoe.cluster.jobs.profile import job as collect
+from tiermoe.cluster.jobs.profile.command import (
+    ProfileOptions,
+    alikeness,
+    size_distributions,
+    size_table,
+    taken,
+    write_figures,
+)
+from tiermoe.cluster.jobs.profile.job import Collector, Partial, profile_text, profile_trace
 from tiermoe.errors import ConfigError, StoreError, TierMoeError, TraceError
 
 SENTENCE = "Profiles say which experts of a layer are picked together, and which do the same. "

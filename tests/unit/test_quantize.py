@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.cluster.jobs.prepare.capture import LayerInputs
-from tiermoe.cluster.jobs.prepare.quantize_layer import (
-    MIN_ROWS,
-    Matrices,
-    chunks,
-    expert_outputs,
-    expert_rows,
-    widths_of,
-)
+from tiermoe.cluster.jobs.prepare.quantize import MIN_ROWS, Matrices, chunks, expert_outputs, expert_rows, widths_of
 from tiermoe.kernels.gptq import DAMPING, damping_for, gptq
 from tiermoe.kernels.pack import PackError
 from tiermoe.kernels.quantize import QuantizedBatch, fit_group, round_to_nearest
@@ -207,7 +200,7 @@ def test_rows_are_capped_evenly_and_chunks_cover_all_experts() -> None:
 def test_the_whole_layer_at_once_or_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, down, inputs = layer()
     (whole,) = widths_of(gate_up, down, inputs, "silu", (3,), 32, False)
-    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.quantize_layer._BATCH_BYTES", 1)
+    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.quantize._BATCH_BYTES", 1)
     parts = list(widths_of(gate_up, down, inputs, "silu", (3,), 32, False))
     assert len(parts) == 4
     assert np.concatenate([p.losses for p in parts]) == pytest.approx(whole.losses, rel=0.05)

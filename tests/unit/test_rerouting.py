@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.engine.calibrated import Calibrated
 from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
 from tiermoe.actors.engine.stats import EngineStats
@@ -22,6 +21,7 @@ from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, 
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.routing import AdaptiveGating
 from tiermoe.actors.policy_settings import PolicySettings, RoutingSettings
+from tiermoe.actors.store.artifacts import Calibrated
 from tiermoe.errors import ConfigError
 
 VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)

@@ -16,10 +16,10 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine import shard as shard_module
 from tiermoe.actors.engine.activations import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.proto.messages import ExpertBatch, ExpertResult
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only")

@@ -13,10 +13,10 @@ from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.shards import owners
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.policies.rerouting import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]

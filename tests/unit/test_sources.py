@@ -17,12 +17,12 @@ from tiermoe.actors.engine.cpu_device import CpuDevice
 from tiermoe.actors.engine.loader import DEMAND, Loader, LoadJob
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.sources import RemoteStores, host_weights, open_sources
-from tiermoe.actors.expert_store import ExpertStore
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings, StoreSettings
-from tiermoe.actors.store_format import DType, ExpertShape, layer_name
-from tiermoe.actors.store_worker import StoreWorker
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import DType, ExpertShape, layer_name
+from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import StoreError
 from tiermoe.proto.channel import ServerOptions
 
@@ -107,7 +107,7 @@ def assert_right(
 @pytest.mark.parametrize("part", [1, 150, 1 << 20])
 def test_the_very_bytes(make: Make, monkeypatch: Any, dtype: DType, gates: int, bias: bool, part: int) -> None:
     """In one message, or an expert in several, of one neuron in the worst case."""
-    monkeypatch.setattr("tiermoe.actors.store_readers.PART_BYTES", part)
+    monkeypatch.setattr("tiermoe.actors.store.remote.PART_BYTES", part)
     shape = ExpertShape(num_experts=EXPERTS, hidden=8, intermediate=5, gates=gates, has_bias=bias)  # type: ignore[arg-type]
     stores = make(dtype=dtype, shape=shape)
     with stores.reader() as reader:

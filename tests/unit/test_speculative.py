@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tiermoe.actors.engine.calibrated import Calibrated
 from tiermoe.actors.engine.make_prefetch import gate_probes
 from tiermoe.actors.engine.prefetching import Prefetching
 from tiermoe.actors.engine.sequences import SequenceRows
@@ -35,6 +34,7 @@ from tiermoe.actors.policies.prefetch.pre_gated import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.prefetch.random_guess import RandomPrefetch
 from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch, by_score
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
+from tiermoe.actors.store.artifacts import Calibrated
 from tiermoe.errors import ConfigError
 
 

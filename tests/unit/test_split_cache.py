@@ -26,7 +26,7 @@ from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace

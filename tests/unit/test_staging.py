@@ -18,7 +18,7 @@ from tiermoe.actors.engine.low_bits import ReplicaWeights
 from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.sources import Sources
 from tiermoe.actors.settings import CopySettings, LinkSettings
-from tiermoe.actors.store_format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape
 from tiermoe.kernels.pack import PackedShape
 
 PAGE = mmap.PAGESIZE

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tiermoe.actors.store_format import (
+from tiermoe.actors.store.format import (
+    DATA_ALIGNMENT,
     DTYPE_CODES,
+    ITEM_BYTES,
     DenseFile,
     ExpertShape,
     FileRecord,
@@ -21,10 +23,11 @@ from tiermoe.actors.store_format import (
     Manifest,
     SourceFile,
     TiedWeight,
+    build_header,
     decode_manifest,
     encode_manifest,
+    read_header,
 )
-from tiermoe.actors.tensor_file import DATA_ALIGNMENT, ITEM_BYTES, build_header, read_header
 from tiermoe.errors import StoreError
 
 SHAPE = ExpertShape(num_experts=4, hidden=6, intermediate=5, gates=2, has_bias=True)

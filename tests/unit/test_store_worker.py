@@ -13,12 +13,12 @@ from handmade_store import EXPERTS, HIDDEN, INTERMEDIATE, layer_values, write_st
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.front import fetch_front
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink, store_name
-from tiermoe.actors.object_refs import RefBook
 from tiermoe.actors.settings import StoreSettings
-from tiermoe.actors.store_format import MANIFEST_NAME, layer_name
-from tiermoe.actors.store_worker import StoreWorker
+from tiermoe.actors.store.dense import fetch_front
+from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
+from tiermoe.actors.store.remote import RefBook
+from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import MessageTooLarge, RemoteFailure, StoreError, TierMoeError
 from tiermoe.proto.channel import Limits, ServerOptions, open_channel
 from tiermoe.proto.messages import ExpertResult, FileReply, FileRequest, HealthReport, HealthRequest, StoreReply
@@ -175,7 +175,7 @@ def test_any_piece_of_a_file(worker: StoreWorker, folder: Path, name: str, offse
 
 
 def test_the_front_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tiermoe.actors.front.PIECE_BYTES", 50)
+    monkeypatch.setattr("tiermoe.actors.store.dense.PIECE_BYTES", 50)
     here = tmp_path / "here"
     here.mkdir()
     view = fetch_front(link_to(worker), here, SETTINGS)
@@ -189,7 +189,7 @@ def test_the_front_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path,
 def test_the_front_comes_from_the_next_store_where_one_ends_in_the_middle(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("tiermoe.actors.front.PIECE_BYTES", 50)
+    monkeypatch.setattr("tiermoe.actors.store.dense.PIECE_BYTES", 50)
     here = tmp_path / "here"
     here.mkdir()
     with (

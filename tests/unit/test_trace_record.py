@@ -13,7 +13,7 @@ import torch
 
 from tiermoe.actors.policies.eviction import EVICTION
 from tiermoe.actors.requests import SamplingParams
-from tiermoe.actors.store_format import read_manifest
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with
 from tiermoe.cluster.simulate.executor import SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
@@ -71,7 +71,7 @@ def test_the_trace_holds_each_token_in_its_phase(recorded: tuple[Path, Path, dic
 def test_recorded_routing_is_the_model_s_own(recorded: tuple[Path, Path, dict]) -> None:
     """Probabilities, choices and look-ahead, against the router's weights on the hidden states of a plain forward."""
     store, path, _ = recorded
-    from tiermoe.actors.expert_store import ExpertStore
+    from tiermoe.actors.store.files import ExpertStore
 
     trace = Trace(path)
     step = next(iter(trace.requests())).iterations[0]
@@ -134,7 +134,7 @@ def test_header_states_costs_and_bytes(recorded: tuple[Path, Path, dict]) -> Non
 def test_an_interrupt_keeps_what_ran(recorded: tuple[Path, Path, dict], tmp_path: Path) -> None:
     from collections.abc import Iterator
 
-    from tiermoe.actors.expert_store import ExpertStore
+    from tiermoe.actors.store.files import ExpertStore
 
     store = recorded[0]
 
@@ -155,7 +155,7 @@ def test_a_failing_write_ends_the_recording(
     recorded: tuple[Path, Path, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer runs on the forward's thread: its error must reach the caller, and what was written stays valid."""
-    from tiermoe.actors.expert_store import ExpertStore
+    from tiermoe.actors.store.files import ExpertStore
     from tiermoe.cluster.simulate.trace_writer import TraceWriter
     from tiermoe.errors import ConfigError
 

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from ....errors import ConfigError, RequestError
 from ...config import RunConfig, check_model_dir
 from ...prompt import check_length, load_model_config
-from ..record.prompts import read_prompts
+from ..record.command import read_prompts
 from .compare.kept import Kept
 from .compare.report import compare
 from .compare.sweep import Prompt, Sweep

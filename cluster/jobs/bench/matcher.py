@@ -16,10 +16,10 @@ import numpy as np
 from rich.progress import Progress
 
 from ....actors.engine.matching import MatcherLink
-from ....actors.map_file import MapShape, save_maps
 from ....actors.policies.prefetch.map_store import ExpertMapStore
 from ....actors.policies.prefetch.sketch import WIDTH
 from ....actors.settings import MatcherSettings
+from ....actors.store.artifacts import MapShape, save_maps
 from ....errors import RuntimeFailure
 from ...config import default_model_dir
 from ...ray_session import THREAD_VARIABLES

@@ -17,9 +17,8 @@ from ....actors.policy_settings import PlacementSettings, PolicySettings, Precis
 from ....actors.settings import EngineSettings
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
-from ..evaluate.job import Evaluation
-from ..evaluate.options import EvaluationOptions
-from ..evaluate.quality import Quality
+from ..evaluate.quality import EvaluationOptions, Quality
+from ..evaluate.scoring import Evaluation
 from ..prepare import ensure_prepared, ensure_replicas
 from .metrics import Bar, Report, ratio
 from .overlap import MEMORY_GBPS, SHAPE, bench_overlap

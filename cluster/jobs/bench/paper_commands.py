@@ -25,7 +25,7 @@ def ndp(
     check: Check = False,
 ) -> None:
     """Quality of near-data execution by precision and placement; similarity of prefill and decode; overlap."""
-    from ..evaluate.options import EvaluationOptions
+    from ..evaluate.quality import EvaluationOptions
     from .ndp import OWN_KEYS, NdpReport, bench_ndp
     from .ndp_page import write_page
 
@@ -165,7 +165,7 @@ def buddymoe(
     check: Check = False,
 ) -> None:
     """BuddyMoE against random replacement and dropping: quality and speed at three cache rates."""
-    from ..evaluate.options import EvaluationOptions
+    from ..evaluate.quality import EvaluationOptions
     from .buddymoe.job import OWN_KEYS, bench_buddymoe, kept_files
     from .buddymoe.page import write_page
     from .buddymoe.report import BuddyReport

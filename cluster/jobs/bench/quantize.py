@@ -85,11 +85,11 @@ def _measure(
     import torch
 
     from ....actors.engine.sources import host_weights
-    from ....actors.expert_store import ExpertStore
-    from ....actors.replica_store import describe_replicas, open_replicas
+    from ....actors.store.files import ExpertStore
+    from ....actors.store.replicas import describe_replicas, open_replicas
     from ..prepare.calibration import read_windows
     from ..prepare.capture import capture, load_model, open_inputs
-    from ..prepare.quantize_layer import Matrices, expert_outputs, expert_rows, output_losses, unpacked
+    from ..prepare.quantize import Matrices, expert_outputs, expert_rows, output_losses, unpacked
 
     torch.set_num_threads(1)
     opened = ExpertStore(store, verify="stamp")

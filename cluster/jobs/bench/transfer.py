@@ -23,10 +23,10 @@ from rich.progress import Progress
 
 from ....actors.engine.device import Tensors
 from ....actors.engine.sources import RemoteStores, host_weights
-from ....actors.expert_store import ExpertStore
 from ....actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from ....actors.settings import StoreSettings
-from ....actors.store_format import (
+from ....actors.store.files import ExpertStore
+from ....actors.store.format import (
     MANIFEST_NAME,
     DenseFile,
     ExpertShape,
@@ -36,10 +36,10 @@ from ....actors.store_format import (
     encode_manifest,
     layer_name,
 )
-from ....actors.store_worker import StoreWorker
+from ....actors.store.server import StoreWorker
 from ....errors import RuntimeFailure
 from ....proto.channel import ServerOptions
-from ..prepare.write import write_file, write_tensors
+from ..prepare.writer import write_file, write_tensors
 from .metrics import Case, Measures, Report, interleaved, rows_of
 from .two_nodes import two_nodes
 

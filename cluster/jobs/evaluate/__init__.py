@@ -1,5 +1,5 @@
 """`tiermoe eval`: what a policy costs in quality, against the same model without loss."""
 
-from .options import EvaluationOptions
+from .quality import EvaluationOptions
 
 __all__ = ["EvaluationOptions"]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from ....errors import TierMoeError
 from ...config import default_model_dir
-from .choices import build_choices
-from .choices_file import FILE, choices_text
-from .text import load_heldout
+from .text import FILE, build_choices, choices_text, load_heldout
 
 
 def main(arguments: list[str]) -> int:

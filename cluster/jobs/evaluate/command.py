@@ -16,8 +16,7 @@ from ...config import check_model_dir, engine_settings
 from ...host import versions
 from ..bench.serving import run_config, start_worker
 from ..doctor import cpu
-from .options import EvaluationOptions
-from .quality import MEASURES, Quality
+from .quality import MEASURES, EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()
 _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
@@ -67,7 +66,7 @@ def evaluate(
     config = run_config(model, policy=policy, budget=budget, threads=threads)
     engine_settings(config)
     check_model_dir(config.model_dir)
-    from .job import Evaluation  # torch: seconds that refused options need not pay
+    from .scoring import Evaluation  # torch: seconds that refused options need not pay
 
     begin_s = time.perf_counter()
     evaluation = Evaluation(config.model_dir, options, config)

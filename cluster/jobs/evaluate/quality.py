@@ -1,16 +1,119 @@
-"""What a policy costs in quality: figures with intervals, from sums over documents."""
+"""How much is scored, and how: the same options give the same windows, items and resamples.
+
+Confidence intervals by bootstrap over documents.
+
+Tokens of one document are not independent draws, documents are: so whole documents are drawn with replacement, as
+often as there are documents, and the percentiles of the resampled figure bound it. Every figure here is a ratio of
+two sums over documents, so all resamples are one matrix product. One seed draws the same resamples for every figure
+and every policy: differences between policies are paired.
+
+What a policy costs in quality: figures with intervals, from sums over documents.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from .bootstrap import Array, Estimate, Ratio, Transform, difference, estimate, resample_counts
-from .options import EvaluationOptions
+from ....errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Sizes of an evaluation.
+
+    documents: how many held-out documents, taking their kinds in turn; None: all.
+    windows, items: text windows and multiple-choice items of each document, at most.
+    prefix, continuation: tokens of a window that are prefill, and tokens after them that are scored.
+    rows: scored tokens of a window or choice in one forward at most; 1: as one request is served, which is what a
+        policy that goes by what is on the device must be measured with. None: as many as fit, which is fastest.
+    seed, resamples: of the bootstrap.
+
+    Raises:
+        ConfigError: a value is out of range; the message names its option.
+    """
+
+    documents: int | None = None
+    windows: int = 1
+    items: int = 1
+    prefix: int = 128
+    continuation: int = 128
+    seed: int = 0
+    resamples: int = 2000
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        documents, rows = (1 if value is None else value for value in (self.documents, self.rows))
+        for option, value in (
+            ("documents", documents), ("windows", self.windows), ("items", self.items), ("prefix", self.prefix),
+            ("continuation", self.continuation), ("resamples", self.resamples), ("rows", rows),
+        ):  # fmt: skip
+            if value < 1:
+                raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed is {self.seed}", "give a number from 0 to 2^63-1")
+
+
+Array = npt.NDArray[np.float64]
+Transform = Callable[[Array], Array]
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Sums over each document [D], and what is made of their ratio."""
+
+    numerator: Array
+    denominator: Array
+    transform: Transform
+
+    def over(self, counts: Array) -> Array:
+        """The figure of each resample in counts [R, D]; not a number where a resample's denominator is zero."""
+        numerator, denominator = counts @ self.numerator, counts @ self.denominator
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.transform(np.where(denominator > 0, numerator / denominator, np.nan))
+
+    @property
+    def value(self) -> float:
+        return float(self.over(np.ones((1, len(self.numerator))))[0])
+
+
+def resample_counts(documents: int, resamples: int, seed: int) -> Array:
+    """How often each resample draws each document: [resamples, documents], rows sum to `documents`."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(documents, np.full(documents, 1 / documents), size=resamples).astype(np.float64)
+
+
+def estimate(ratio: Ratio, counts: Array) -> Estimate:
+    """The figure with the percentile interval over resamples [R, D]."""
+    return _interval(ratio.value, ratio.over(counts))
+
+
+def difference(ratio: Ratio, other: Ratio, counts: Array) -> Estimate:
+    """`ratio` less `other`, both over the same documents, with the interval of the paired difference."""
+    return _interval(ratio.value - other.value, ratio.over(counts) - other.over(counts))
+
+
+def _interval(value: float, resampled: Array) -> Estimate:
+    """Resamples without a figure (they drew no document that has one) are left out."""
+    resampled = resampled[~np.isnan(resampled)]
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(resampled, (tail, 1 - tail)) if len(resampled) else (value, value)
+    return Estimate(value, float(low), float(high))
 
 
 def _same(x: Array) -> Array:

@@ -1,18 +1,31 @@
-"""The held-out text of a model folder: documents, their passages, and their tokens."""
+"""The held-out text of a model folder: documents, their passages, and their tokens.
+
+Windows of held-out text: a prefix that is prefilled, and a continuation that is scored.
+
+Four-way multiple choice: which of four texts goes on where a held-out passage stops?
+
+One is the true continuation, three are taken from passages of the same kind and other documents. All four have the
+same number of tokens and begin where a line begins, so neither length nor a word cut in half gives the answer away.
+Everything is drawn by hashes of names: the same text and tokenizer give the same set on every machine.
+
+The multiple-choice set as a file of the model folder: passages by id and token position, no text.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, ConfigError
 from ...prompt import load_tokenizer
+from .quality import EvaluationOptions
 
 _REMEDY = "use the default model, or add heldout/KIND.jsonl with a text field on each line"
 
@@ -106,3 +119,210 @@ def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
     encoding = tokenizer.encode("a")
     specials: Sequence[int] = encoding.special_tokens_mask
     return tuple(encoding.ids[: specials.index(0)] if 0 in specials else ())
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of one passage; `nbytes` counts the UTF-8 bytes of the scored ones. `document` is an index."""
+
+    document: int
+    passage: str
+    ids: tuple[int, ...]
+    nbytes: int
+
+
+def chosen_documents(heldout: HeldOut, options: EvaluationOptions) -> tuple[tuple[Passage, ...], ...]:
+    """The first `options.documents`; their order takes the kinds in turn."""
+    return heldout.documents[: options.documents]
+
+
+def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
+    """At most `options.windows` of each document, spread over it; continuations do not overlap.
+
+    Special tokens that the tokenizer puts before a text stand first in every window and count as prefix.
+
+    Raises:
+        ConfigError: the prefix has no room for them. CheckpointError: no passage is long enough.
+    """
+    lead = heldout.leading
+    if len(lead) >= options.prefix:
+        raise ConfigError(f"a prefix of {options.prefix} tokens holds only special ones", "raise --prefix")
+    head = options.prefix - len(lead)  # tokens of text in the prefix
+    windows = []
+    for index, passages in enumerate(chosen_documents(heldout, options)):
+        places = [
+            (passage, start)
+            for passage in passages
+            for start in range(0, len(passage.ids) - head - options.continuation + 1, options.continuation)
+        ]
+        for passage, start in spread(places, options.windows):
+            middle, stop = start + head, start + head + options.continuation
+            nbytes = passage.nbytes(middle, stop)
+            windows.append(Window(index, passage.id, (*lead, *passage.ids[start:stop]), nbytes))
+    if not windows:
+        asked = options.prefix + options.continuation
+        raise CheckpointError(f"no held-out passage has {asked} tokens", "lower --prefix or --continuation")
+    return windows
+
+
+def spread(candidates: Sequence[_T], count: int) -> list[_T]:
+    """At most `count` of them, evenly from beginning to end."""
+    total = len(candidates)
+    count = min(count, total)
+    return [candidates[(2 * i + 1) * total // (2 * count)] for i in range(count)]
+
+
+CONTEXT, TOKENS = 128, 16  # tokens before the choice, and of each choice
+PER_PASSAGE = 3
+WAYS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token position in a passage."""
+
+    passage: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """The context ends at `true`; `wrong` are three other places, and `answer` is where `true` stands among them."""
+
+    true: Place
+    wrong: tuple[Place, ...]
+    answer: int
+
+    @property
+    def candidates(self) -> tuple[Place, ...]:
+        return (*self.wrong[: self.answer], self.true, *self.wrong[self.answer :])
+
+
+@dataclass(frozen=True)
+class ChoiceTokens:
+    """An item in tokens. document: index of the true passage's document."""
+
+    document: int
+    context: tuple[int, ...]
+    candidates: tuple[tuple[int, ...], ...]
+    answer: int
+
+
+def build_choices(heldout: HeldOut) -> list[Item]:
+    """At most `PER_PASSAGE` items of each passage, in the passages' order.
+
+    Raises:
+        CheckpointError: no kind has passages of four documents that are long enough.
+    """
+    passages = heldout.passages
+    head = CONTEXT - len(heldout.leading)
+    begins = {passage.id: line_starts(passage) for passage in passages}
+    items = []
+    for passage in passages:
+        others = [p for p in passages if p.kind == passage.kind and p.source != passage.source and begins[p.id]]
+        for start in spread([s for s in begins[passage.id] if s >= head], PER_PASSAGE):
+            wrong = _distractors(passage, start, others, begins)
+            if len(wrong) == WAYS - 1:
+                items.append(Item(Place(passage.id, start), wrong, _draw(f"{passage.id}/{start}") % WAYS))
+    if not items:
+        raise CheckpointError(
+            "the held-out text gives no multiple choice: it takes passages of four documents of one kind, one of "
+            f"them with a line that starts after {head} tokens",
+            "add held-out text",
+        )
+    return items
+
+
+def as_tokens(items: Sequence[Item], heldout: HeldOut, documents: int | None, per_document: int) -> list[ChoiceTokens]:
+    """The items of the first `documents` documents, at most `per_document` of each, spread over it.
+
+    Raises:
+        CheckpointError: they have none.
+    """
+    by_id = {passage.id: passage for passage in heldout.passages}
+    out = []
+    for index, passages in enumerate(heldout.documents[:documents]):
+        mine = {passage.id for passage in passages}
+        for item in spread([item for item in items if item.true.passage in mine], per_document):
+            text = by_id[item.true.passage].ids[: item.true.start]
+            context = (*heldout.leading, *text[len(text) - CONTEXT + len(heldout.leading) :])
+            candidates = tuple(by_id[p.passage].ids[p.start : p.start + TOKENS] for p in item.candidates)
+            out.append(ChoiceTokens(index, context, candidates, item.answer))
+    if not out:
+        raise CheckpointError("the chosen documents have no multiple-choice item", "raise --documents")
+    return out
+
+
+def line_starts(passage: Passage) -> list[int]:
+    """Tokens that begin a line, with `TOKENS` tokens from there on."""
+    ends = [end for _, end in passage.spans]
+    last = len(passage.ids) - TOKENS
+    return [k for k in range(1, last + 1) if passage.text[ends[k - 1] - 1 : ends[k - 1]] == "\n"]
+
+
+def _distractors(
+    passage: Passage, start: int, others: Sequence[Passage], begins: Mapping[str, list[int]]
+) -> tuple[Place, ...]:
+    """Three places of three documents, each with other tokens than the rest; fewer where there are none."""
+    name = f"{passage.id}/{start}"
+    sources, texts, places = {passage.source}, {passage.ids[start : start + TOKENS]}, list[Place]()
+    for other in sorted(others, key=lambda p: _draw(f"{name}/{p.id}")):
+        starts = begins[other.id]
+        begin = starts[_draw(f"{name}/{other.id}/start") % len(starts)]
+        tokens = other.ids[begin : begin + TOKENS]
+        if len(places) < WAYS - 1 and other.source not in sources and tokens not in texts:
+            places.append(Place(other.id, begin))
+            sources.add(other.source)
+            texts.add(tokens)
+    return tuple(places)
+
+
+def _draw(name: str) -> int:
+    """64 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+FILE = Path("heldout") / "choices.json"
+_FORMAT = 1
+
+
+def choices_text(items: Sequence[Item], heldout: HeldOut) -> str:
+    """The file's text, one item a line."""
+    lines = ",\n".join(json.dumps(asdict(item)) for item in items)
+    return json.dumps(_header(heldout))[:-1] + ', "items": [\n' + lines + "\n]}\n"
+
+
+def load_choices(model_dir: Path, heldout: HeldOut) -> list[Item]:
+    """The set that ships with a model; where none does, the one that would be built.
+
+    Raises:
+        CheckpointError: the file cannot be read, or was built for other text, another tokenizer or other sizes.
+    """
+    path = model_dir / FILE
+    if not path.is_file():
+        return build_choices(heldout)
+    remedy = f"build it again: python -m tiermoe.cluster.jobs.evaluate '{model_dir}'"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in _header(heldout).items():
+            if record[key] != value:
+                raise CheckpointError(f"'{path}' was built with another {key} than the model folder has now", remedy)
+        lengths = {passage.id: len(passage.ids) for passage in heldout.passages}
+        return [_item(entry, lengths) for entry in record["items"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {' '.join(str(error).split())}", remedy) from error
+
+
+def _header(heldout: HeldOut) -> dict[str, Any]:
+    return {"format": _FORMAT, "fingerprint": heldout.fingerprint, "context": CONTEXT, "tokens": TOKENS}
+
+
+def _item(entry: dict[str, Any], lengths: dict[str, int]) -> Item:
+    item = Item(Place(**entry["true"]), tuple(Place(**place) for place in entry["wrong"]), entry["answer"])
+    fits = all(0 <= place.start <= lengths[place.passage] - TOKENS for place in item.candidates)
+    if not fits or len(item.wrong) != WAYS - 1 or item.answer not in range(WAYS):
+        raise ValueError(f"an item at {item.true} is out of range")
+    return item

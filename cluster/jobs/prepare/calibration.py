@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from ....actors.replica_format import Calibration
+from ....actors.store.replicas import Calibration
 from ....errors import CheckpointError, ConfigError
 from ...prompt import load_model_config, load_tokenizer
 

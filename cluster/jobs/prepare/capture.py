@@ -20,13 +20,12 @@ from ....actors.engine.model import MoeBlock, build_model, find_blocks
 from ....actors.engine.operator import attach, detach
 from ....actors.engine.pool import LayerWeights
 from ....actors.engine.sources import host_weights
-from ....actors.expert_store import LayerArrays, hash_files
-from ....actors.store_format import FileRecord, Manifest
-from ....actors.tensor_file import build_header, read_header
+from ....actors.store.files import LayerArrays, hash_files
+from ....actors.store.format import FileRecord, Manifest, build_header, read_header
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Operands, TorchKernel
 from .calibration import Windows
-from .write import disk_errors
+from .writer import disk_errors
 
 _ROWS_PER_FORWARD = 2048
 

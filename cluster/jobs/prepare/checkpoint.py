@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....actors.checksummed import first_problem
-from ....actors.replica_format import REPLICA_STAMP_NAME, REPLICAS_NAME
-from ....actors.store_format import MANIFEST_NAME, STAMP_NAME, SourceFile
-from ....actors.tensor_file import ITEM_BYTES, TensorSpec, read_header
+from ....actors.store.format import (
+    ITEM_BYTES,
+    MANIFEST_NAME,
+    STAMP_NAME,
+    SourceFile,
+    TensorSpec,
+    first_problem,
+    read_header,
+)
+from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ....errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"

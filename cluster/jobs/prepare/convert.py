@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ....actors.store_format import (
+from ....actors.store.format import (
     DENSE_NAME,
     DTYPE_CODES,
     FORMAT_VERSION,
@@ -25,11 +25,19 @@ from ....actors.store_format import (
 )
 from ....errors import CheckpointError
 from .checkpoint import REFETCH, Checkpoint, read_source
-from .journal import Journal
-from .model import ExpertsModule, build_model, expert_dtype, find_experts
-from .plan import Plan, check_missing, plan_conversion
-from .tensors import is_finite, raw_bytes, type_code
-from .write import write_file, write_tensors
+from .plan import (
+    ExpertsModule,
+    Plan,
+    build_model,
+    check_missing,
+    expert_dtype,
+    find_experts,
+    is_finite,
+    plan_conversion,
+    raw_bytes,
+    type_code,
+)
+from .writer import Journal, write_file, write_tensors
 
 Advance = Callable[[int], None]  # called with the bytes just written
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ....actors.store_format import DENSE_NAME, MANIFEST_NAME, Manifest, SourceFile, layer_name, read_manifest
+from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, Manifest, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from .checkpoint import Checkpoint, open_checkpoint
-from .lock import exclusive
-from .write import disk_errors, sync_folder
+from .writer import disk_errors, exclusive, sync_folder
 
 _PARTIAL = ".partial"
 _OLD = ".old"

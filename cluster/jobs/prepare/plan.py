@@ -1,4 +1,11 @@
-"""Which checkpoint tensors make which parameters, worked out before any weight is read.
+"""Tensors read from checkpoint files into ordinary memory, and looked at.
+
+Mapping the files instead would leave every page that was touched on this process's account, and the
+peak memory of a conversion would grow with the checkpoint.
+
+The model as transformers sees it, on the meta device, and the experts modules in it.
+
+Which checkpoint tensors make which parameters, worked out before any weight is read.
 
 transformers knows each architecture's checkpoint layout as a list of renamings and converters. The
 plan applies them to the names of the checkpoint, groups the tensors that one conversion takes
@@ -9,14 +16,18 @@ keeps memory bounded.
 
 from __future__ import annotations
 
+import logging
+import math
+import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -26,10 +37,317 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....actors.checksummed import first_problem
-from ....errors import CheckpointError
+from ....actors.quiet_logger import quiet_logger
+from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
+from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint, TensorEntry
-from .tensors import BLOCK_BYTES, loader, meta_tensor, read_blocks
+
+BLOCK_BYTES = 16 << 20  # tensors are looked at and written in runs of this length
+
+_TORCH_TYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_TYPE_CODES = {dtype: code for code, dtype in _TORCH_TYPES.items()}
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The torch type of a safetensors type code."""
+    return _TORCH_TYPES[code]
+
+
+def type_code(dtype: torch.dtype) -> str:
+    """The safetensors type code of a torch type.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if dtype not in _TYPE_CODES:
+        raise CheckpointError(f"tensors of type {dtype} cannot be stored", "convert the checkpoint to bfloat16")
+    return _TYPE_CODES[dtype]
+
+
+def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+    """Entries start..stop-1 of a tensor's first dimension, in memory of their own.
+
+    Raises:
+        CheckpointError: the file ends before the tensor does, or cannot be read.
+    """
+    shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
+    dtype = torch_dtype(entry.spec.dtype)
+    nbytes = (stop - start) * entry.row_nbytes
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    # Pages of its own: the allocator keeps freed megabytes, and a layer is hundreds of such tensors.
+    pages = mmap.mmap(-1, nbytes)
+    buffer = memoryview(pages)
+    done = 0
+    try:
+        with open(entry.path, "rb", buffering=0) as file:
+            file.seek(entry.spec.offset + start * entry.row_nbytes)
+            while done < len(buffer):
+                count = file.readinto(buffer[done:])
+                if not count:
+                    raise CheckpointError(f"{entry.path} was truncated while it was read", REFETCH)
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{entry.path} cannot be read ({error.strerror})", REFETCH) from error
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def read_tensor(entry: TensorEntry) -> torch.Tensor:
+    """A whole tensor, in memory of its own.
+
+    Raises:
+        CheckpointError: as `read_rows`.
+    """
+    return read_rows(entry, 0, entry.rows)
+
+
+def read_blocks(entry: TensorEntry) -> Iterator[torch.Tensor]:
+    """A tensor in runs of rows of at most 16 MiB (or one row), in order.
+
+    Raises:
+        CheckpointError: as `read_rows`.
+    """
+    step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
+    for start in range(0, entry.rows, step):
+        yield read_rows(entry, start, min(start + step, entry.rows))
+
+
+def meta_tensor(entry: TensorEntry) -> torch.Tensor:
+    """A tensor of the same type and shape without data."""
+    return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype), device="meta")
+
+
+def loader(entry: TensorEntry, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """What transformers' converters call to get a tensor when they need it."""
+    return lambda: read_tensor(entry).to(dtype)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    if math.prod(tensor.shape) == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor holds no NaN and no infinity; integers always pass."""
+    if not tensor.is_floating_point():
+        return True
+    # A finite sum proves it, and is many times faster; the sum of finite numbers may still overflow.
+    return all(
+        bool(torch.isfinite(chunk.sum())) or bool(torch.isfinite(chunk).all())
+        for chunk in tensor.view(-1).split(BLOCK_BYTES // 2)
+    )
+
+
+_LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_NO_EXPERTS = "serve it with transformers or vLLM: tiermoe offloads routed experts"
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """One experts module and its layout.
+
+    Attributes:
+        path: in the model, such as `model.layers.3.mlp.experts`.
+        transposed: weights are [in, out] rather than [out, in].
+        concatenated: gate rows, then up rows, rather than gate and up in turns.
+        params: parameter path by stored name (`gate_up`, `down`, `gate_up_bias`, `down_bias`).
+    """
+
+    path: str
+    shape: ExpertShape
+    transposed: bool
+    concatenated: bool
+    params: dict[str, str]
+
+    def neuron_major(self, name: str, block: torch.Tensor) -> torch.Tensor:
+        """Lay out some experts' weights as the store does.
+
+        Args:
+            name: the stored name.
+            block: [n, ...] of the module's parameter, n experts.
+
+        Returns:
+            [n, I, G, H], [n, I, H], [n, I, G] or [n, H]: contiguous.
+        """
+        if name.startswith("gate_up"):
+            if name == "gate_up" and self.transposed:
+                block = block.transpose(1, 2)  # [n, G*I, H]
+            gates, rest = self.shape.gates, block.shape[2:]
+            if self.concatenated:
+                block = block.reshape(block.shape[0], gates, self.shape.intermediate, *rest).transpose(1, 2)
+            else:
+                block = block.reshape(block.shape[0], self.shape.intermediate, gates, *rest)
+        elif name == "down" and not self.transposed:
+            block = block.transpose(1, 2)  # [n, I, H]
+        return block.contiguous()
+
+
+def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The checkpoint's model on the meta device, in the checkpoint's type.
+
+    Raises:
+        UnsupportedModelError: quantized, or of an architecture that transformers does not have.
+        CheckpointError: the configuration is malformed.
+    """
+    _refuse_quantized(checkpoint.config)
+    config, dtype = _load_config(checkpoint)
+    try:
+        with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # it is only looked at
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: transformers cannot build a causal language model from config.json "
+            f"({first_problem(error)})",
+            "pass a text-generation checkpoint that transformers supports without remote code",
+        ) from error
+
+
+def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
+    """The experts modules in layer order.
+
+    Raises:
+        UnsupportedModelError: there are none, or their shapes or types differ.
+    """
+    found = [
+        _describe(path, module)
+        for path, module in model.named_modules()
+        if all(hasattr(module, flag) for flag in _LAYOUT_FLAGS) and hasattr(module, "down_proj")
+    ]
+    name = type(model).__name__
+    if not found:
+        raise UnsupportedModelError(f"{name} has no routed experts", _NO_EXPERTS)
+    shapes = Counter(module.shape for module in found)
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"the experts of {name} have {len(shapes)} different shapes",
+            "serve it without tiermoe: its slots need one shape",
+        )
+    return found
+
+
+def expert_dtype(model: PreTrainedModel, experts: list[ExpertsModule]) -> str:
+    """Name of the type that all experts have.
+
+    Raises:
+        UnsupportedModelError: it is none of bfloat16, float16 and float32, or there are several.
+    """
+    dtypes = {model.get_parameter(path).dtype for module in experts for path in module.params.values()}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if len(names) != 1 or names[0] not in DTYPE_CODES:
+        raise UnsupportedModelError(
+            f"the experts are of type {', '.join(names)}", f"convert the checkpoint to one of {', '.join(DTYPE_CODES)}"
+        )
+    return names[0]
+
+
+def _describe(path: str, module: Any) -> ExpertsModule:
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    names = {"gate_up": up, "down": "down_proj"}
+    if module.has_bias:
+        names |= {"gate_up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
+    try:
+        shape = _expert_shape(module, {name: getattr(module, attribute) for name, attribute in names.items()})
+    except (AttributeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{path} has experts of an unknown layout ({first_problem(error)})",
+            "check that the transformers release is one that tiermoe supports",
+        ) from error
+    return ExpertsModule(
+        path=path,
+        shape=shape,
+        transposed=module.is_transposed,
+        concatenated=module.is_concatenated,
+        params={name: f"{path}.{attribute}" for name, attribute in names.items()},
+    )
+
+
+def _expert_shape(module: Any, params: dict[str, Any]) -> ExpertShape:
+    """The shape of one expert, from parameters that must agree on it.
+
+    Raises:
+        ValueError: they do not.
+    """
+    order = -1 if module.is_transposed else 1
+    count, rows, hidden = params["gate_up"].shape[:1] + params["gate_up"].shape[1:][::order]
+    gates: Literal[1, 2] = 2 if module.has_gate else 1
+    shape = ExpertShape(
+        num_experts=count, hidden=hidden, intermediate=rows // gates, gates=gates, has_bias=module.has_bias
+    )
+    expected = {
+        "gate_up": (rows, hidden)[::order],
+        "down": (hidden, rows // gates)[::order],
+        "gate_up_bias": (rows,),
+        "down_bias": (hidden,),
+    }
+    for name, param in params.items():
+        if tuple(param.shape) != (count, *expected[name]) or rows % gates:
+            raise ValueError(f"{name} is {list(param.shape)}")
+    return shape
+
+
+def _refuse_quantized(config: dict[str, Any]) -> None:
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for part in parts:
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key) is not None:
+                method = part[key].get("quant_method") if isinstance(part[key], dict) else part[key]
+                raise UnsupportedModelError(
+                    f"the checkpoint is quantized ({method})",
+                    "pass the unquantized checkpoint (bfloat16, float16 or float32)",
+                )
+
+
+def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        # More layers than tensors would take long to build, only to be found wrong.
+        if not isinstance(depth, int) or not 1 <= depth <= len(checkpoint.tensors):
+            raise ValueError(f"{depth} layers, but the files have {len(checkpoint.tensors)} tensors")
+        return config, _checkpoint_dtype(config, checkpoint)
+    except Exception as error:  # transformers raises many kinds for a bad configuration
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json is not usable ({first_problem(error)})",
+            f"check that the transformers release knows this architecture, or {REFETCH}",
+        ) from error
+
+
+def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The type that transformers' `dtype="auto"` loads: the configuration's, else the weights'."""
+    dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if dtype is None:
+        nbytes: Counter[str] = Counter()
+        for entry in checkpoint.tensors.values():
+            nbytes[entry.spec.dtype] += entry.spec.nbytes
+        code = nbytes.most_common(1)[0][0]
+        name = next((name for name, known in DTYPE_CODES.items() if known == code), None)
+        dtype = getattr(torch, name) if name else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError("it does not tell the type of the weights")
+    return dtype
+
 
 _SHOWN = 3
 

@@ -1,4 +1,6 @@
-"""Adds quantized replicas and the loss table to a store, whole or not at all.
+"""Which replicas to make.
+
+Adds quantized replicas and the loss table to a store, whole or not at all.
 
     check everything -> capture the experts' inputs -> quantize layer by layer -> put the files into the store
 
@@ -9,18 +11,53 @@ layer. `replicas.json` comes last; until then the store has the replicas that it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
-from ....actors.replica_format import REPLICAS_NAME, Calibration, ReplicaManifest, read_replicas
-from ....actors.replica_store import describe_replicas
-from ....actors.store_format import Manifest, read_manifest
+from ....actors.store.format import Manifest, read_manifest
+from ....actors.store.replicas import (
+    REPLICAS_NAME,
+    Calibration,
+    Group,
+    ReplicaManifest,
+    Width,
+    describe_replicas,
+    read_replicas,
+)
 from ....errors import ConfigError, StoreError, UnsupportedModelError
 from .job import REPLICA_WORK, beside, discard, is_store, locked
-from .journal import noted
-from .replica_options import ReplicaOptions
-from .write import disk_errors
+from .writer import disk_errors, noted
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What replicas to make.
+
+    Attributes:
+        bits: widths, ascending.
+        group: inputs that share a scale.
+        act_order: GPTQ's activation order.
+
+    Raises:
+        ConfigError: an unknown width or group.
+    """
+
+    bits: tuple[int, ...]
+    group: int = 64
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        widths, groups = get_args(Width), get_args(Group)
+        unknown = [b for b in self.bits if b not in widths]
+        if unknown or not self.bits:
+            what = f"there are no replicas of {unknown[0]} bits" if unknown else "no width is given"
+            raise ConfigError(what, f"give --bits some of {','.join(map(str, widths))}")
+        if self.group not in groups:
+            raise ConfigError(f"group size {self.group} is unknown", f"give --group-size one of {groups}")
+        object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
@@ -108,7 +145,7 @@ def add_replicas(
             _discard_published(store, present)
             return store
         _refuse_unusual_gating(store, manifest)
-        from .replica_job import ReplicaJob  # imports torch, which takes seconds: only when needed
+        from .quantize import ReplicaJob  # imports torch, which takes seconds: only when needed
 
         ReplicaJob(store, options, windows, missing, present).make(console)
     return store

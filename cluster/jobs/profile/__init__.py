@@ -1,5 +1,5 @@
 """`tiermoe prepare --profile`: which experts of a layer stand in for each other."""
 
-from .options import ProfileOptions
+from .command import ProfileOptions
 
 __all__ = ["ProfileOptions"]

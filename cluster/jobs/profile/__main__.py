@@ -16,7 +16,7 @@ from ...config import default_model_dir
 from ...host import versions
 from ...report.tables import progress_on
 from ..doctor import cpu
-from ..evaluate.options import EvaluationOptions
+from ..evaluate.quality import EvaluationOptions
 
 
 def main(

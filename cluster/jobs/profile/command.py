@@ -1,18 +1,173 @@
-"""The `--profile` options of `tiermoe prepare`."""
+"""How a profile is made.
+
+What a profile says, in figures: how long buddy lists are, and how alike the best buddies' outputs are.
+
+Heat maps of a profile: BuddyMoE's figures 4 (similarity), 6 (activations) and 7 (co-activation), of every layer.
+
+The `--profile` options of `tiermoe prepare`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from ....actors.profile_file import ProfileManifest, read_profile
-from ....actors.store_format import read_manifest
+from ....actors.policies.buddies import BuddyOptions, Ranking
+from ....actors.policies.expert_profile import ExpertProfile
+from ....actors.store.artifacts import ProfileManifest, read_profile
+from ....actors.store.format import read_manifest
 from ....errors import ConfigError
+from ...report.files import plot_counts, plot_matrix
 from ..prepare.calibration import read_texts
-from .options import OUTPUT_TOKENS, ProfileOptions
-from .report import alikeness, size_distributions, size_table, taken
+
+OUTPUT_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is counted, and how much of it.
+
+    Attributes:
+        output_tokens: tokens, evenly spread over the text, on which every expert of every layer is run to see how
+            alike their outputs are, at most. It is E / top-k times the experts' work on them.
+        warmup_steps, warmup_weight: tokens before that place in their window or request count so much.
+
+    Raises:
+        ConfigError: a value is out of range; the message names its option.
+    """
+
+    output_tokens: int = OUTPUT_TOKENS
+    warmup_steps: int = 0
+    warmup_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.output_tokens < 1:
+            raise ConfigError(f"--profile-outputs is {self.output_tokens}", "give a number of at least 1")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"--profile-warmup is {self.warmup_steps}", "give a number of at least 0")
+        if not 0 <= self.warmup_weight <= 1:
+            raise ConfigError(f"the weight of warm-up tokens is {self.warmup_weight}", "give a number from 0 to 1")
+
+
+ALPHAS = (0.75, 0.95, 0.99)  # those of the paper's tables
+
+
+def size_distributions(profile: ExpertProfile, most: int = BuddyOptions.max_buddies) -> list[dict[str, Any]]:
+    """|B(i; alpha)| over the experts of each layer, for each ranking that the profile allows and each of `ALPHAS`.
+
+    Args:
+        most: K_max. `uncapped_mean` and `capped` (experts whose list it cuts) say what it does.
+    """
+    rows = []
+    for by in get_args(Ranking):
+        if by != "coactivation" and profile.outputs is None:
+            continue
+        for alpha in ALPHAS:
+            options = BuddyOptions(by=by, alpha=alpha, max_buddies=profile.experts)
+            free = profile.buddies(options).sizes
+            sizes = profile.buddies(replace(options, max_buddies=most)).sizes
+            rows += [
+                {
+                    "by": by, "alpha": alpha, "layer": layer, "mean": float(of.mean()), "least": int(of.min()),
+                    "median": float(np.median(of)), "most": int(of.max()), "empty": int((of == 0).sum()),
+                    "uncapped_mean": float(free[layer].mean()), "capped": int((free[layer] > most).sum()),
+                }
+                for layer, of in enumerate(sizes)
+            ]  # fmt: skip
+    return rows
+
+
+def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
+    """Of each layer: each expert's most alike other one, by cosine of outputs on its own inputs; empty without outputs.
+
+    `best_cosine` is the mean over experts, `best_cosine_most` the greatest; `better_than_none` is the share of experts
+    that have another whose output, at the same weight, leaves a smaller error than nothing does.
+    """
+    if profile.outputs is None or profile.experts < 2:
+        return []
+    itself = np.eye(profile.experts, dtype=bool)
+    best = np.where(itself, -1.0, profile.outputs.cosine()).max(axis=2)
+    error = np.where(itself, np.inf, profile.outputs.error()).min(axis=2)
+    return [
+        {
+            "layer": layer, "best_cosine": float(best[layer].mean()), "best_cosine_most": float(best[layer].max()),
+            "least_error": float(error[layer].mean()), "better_than_none": float((error[layer] < 1).mean()),
+        }
+        for layer in range(profile.layers)
+    ]  # fmt: skip
+
+
+def taken(profile: ExpertProfile) -> list[dict[str, Any]]:
+    """By ranking: how often a token that picks an expert has picked that expert's best buddy too, mean over experts.
+
+    Such a buddy is of no use to it: it runs already. Co-activation ranks by just that.
+    """
+    rows = []
+    for by in get_args(Ranking):
+        if by != "coactivation" and profile.outputs is None:
+            continue
+        table = profile.buddies(BuddyOptions(by=by, max_buddies=1))
+        together = np.take_along_axis(profile.binary, table.ids.astype(np.int64), axis=2)[:, :, 0]
+        used = (profile.activations > 0) & (table.sizes > 0)
+        shares = together[used] / profile.activations[used]
+        rows.append({"by": by, "taken": float(shares.mean()) if used.any() else 0.0})
+    return rows
+
+
+def size_table(rows: list[dict[str, Any]]) -> Table:
+    """One line for each ranking and alpha, over all layers."""
+    table = Table("by", "alpha", "least", "mean", "most", "mean by layer", "without K_max", "cut", title="buddies")
+    for by, alpha in dict.fromkeys((row["by"], row["alpha"]) for row in rows):
+        of = [row for row in rows if (row["by"], row["alpha"]) == (by, alpha)]
+        means = [row["mean"] for row in of]
+        table.add_row(
+            by, f"{alpha:g}", str(min(row["least"] for row in of)), f"{np.mean(means):.1f}",
+            str(max(row["most"] for row in of)), f"{min(means):.1f} to {max(means):.1f}",
+            f"{np.mean([row['uncapped_mean'] for row in of]):.1f}",
+            f"{sum(row['capped'] for row in of)} experts",
+        )  # fmt: skip
+    return table
+
+
+def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
+    """Three PNGs a layer (two where the profile has no outputs) and `profile-report.json`, into a folder.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be made: {error.strerror}", "name a folder that you may write") from error
+    itself = np.eye(profile.experts, dtype=bool)
+    cosine = None if profile.outputs is None else profile.outputs.cosine()
+    written = []
+    for layer in range(profile.layers):
+        paths = [folder / f"{name}-{layer:03d}.png" for name in ("activations", "coactivation", "similarity")]
+        plot_counts(paths[0], profile.activations[layer], f"Layer {layer}: tokens of each expert", "tokens")
+        pairs = np.where(itself, np.nan, profile.binary[layer])
+        most = float(np.nanmax(pairs)) if profile.experts > 1 else 1.0
+        plot_matrix(paths[1], pairs, f"Layer {layer}: picked together", "tokens", (0.0, max(most, 1.0)))
+        written += paths[:2]
+        if cosine is not None:
+            alike = np.where(itself, np.nan, cosine[layer])
+            top = float(np.nanmax(alike)) if profile.experts > 1 else 1.0
+            title = f"Layer {layer}: outputs of j on the inputs of i"
+            plot_matrix(paths[2], alike, title, "cosine", (min(0.0, float(np.nanmin(alike))), max(top, 1e-3)))
+            written.append(paths[2])
+    report = {"sizes": size_distributions(profile), "alikeness": alikeness(profile), "taken": taken(profile)}
+    path = folder / "profile-report.json"
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
+    return [*written, path]
 
 
 @dataclass(frozen=True)
@@ -55,7 +210,6 @@ class ProfileRequest:
                 highlight=False,
             )
         if self.figures is not None:
-            from .figures import write_figures
 
             files = write_figures(self.figures, profile)
             console.print(f"{len(files)} files in {self.figures}", highlight=False)

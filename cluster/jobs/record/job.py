@@ -1,10 +1,19 @@
-"""Run prompts through the real engine, one request at a time, and write what its routers said."""
+"""What computing takes on this machine, measured beside a recording, for simulated replays.
+
+What a running model's routers see and say, one forward pass at a time.
+
+Run prompts through the real engine, one request at a time, and write what its routers said.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,16 +21,171 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from ....actors.engine.layer import MoeLayer
 from ....actors.engine.model import RouterProbe, find_blocks
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
-from ....actors.store_format import Manifest, model_fingerprint, read_manifest
+from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import RuntimeFailure, UnsupportedModelError
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
-from ...simulate.trace_format import TraceHeader
-from ...simulate.trace_writer import CHUNK_BYTES, TraceWriter
+from ...simulate.trace_format import Costs, TraceHeader
+from ...simulate.trace_writer import CHUNK_BYTES, Rows, TraceWriter
 from ..bench.serving import prepared_store
-from .capture import Capture
+
+_KEPT = 4096  # samples of each kind
+
+
+@dataclass
+class _Pass:
+    """One forward: rows, seconds between its layers and inside them, experts and pairs of all layers."""
+
+    rows: int
+    start_s: float
+    end_s: float = 0.0
+    dense_s: float = 0.0
+    inside_s: float = 0.0
+    experts: int = 0
+    pairs: int = 0
+
+
+@dataclass
+class CostMeter:
+    """Told of each layer of each forward; the first of one row and of several give the model of `Costs`."""
+
+    layers: int
+    _now: _Pass | None = None
+    _decode: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _prefill: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _between: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def layer(self, index: int, rows: int, experts: int, pairs: int, start_s: float, inside_s: float) -> None:
+        """A layer's experts ran for `inside_s` from `start_s` on, waits for copies not counted."""
+        last = self._now
+        if index == 0:
+            if last is not None and last.rows == rows == 1:
+                self._between.append(start_s - last.end_s)
+            self._now = last = _Pass(rows, start_s)
+        elif last is not None:
+            last.dense_s += start_s - last.end_s
+        if last is None:
+            return
+        last.inside_s += inside_s
+        last.experts += experts
+        last.pairs += pairs
+        last.end_s = time.perf_counter()
+        if index == self.layers - 1:
+            (self._decode if rows == 1 else self._prefill).append(last)
+
+    def costs(self) -> Costs | None:
+        """None before there was a forward of one row."""
+        if not self._decode:
+            return None
+        gaps = max(1, self.layers - 1)
+        dense_s = median(p.dense_s for p in self._decode) / gaps
+        expert_s = median(p.inside_s / p.experts for p in self._decode)
+        dense_row, expert_row = [0.0], [0.0]
+        if self._prefill:
+            dense_row = [(p.dense_s / gaps - dense_s) / (p.rows - 1) for p in self._prefill]
+            many = [p for p in self._prefill if p.pairs > p.experts]
+            expert_row = [(p.inside_s - p.experts * expert_s) / (p.pairs - p.experts) for p in many] or [0.0]
+        forward_s = median(self._between) - dense_s if self._between else 0.0
+        return Costs(
+            forward_s=max(0.0, forward_s), dense_s=dense_s, dense_row_s=max(0.0, median(dense_row)),
+            expert_s=expert_s, expert_row_s=max(0.0, median(expert_row)),
+        )  # fmt: skip
+
+
+class Capture:
+    """Writes every forward of a model that serves one request at a time. Runs on the forward's thread.
+
+    Probabilities are those of the router's linear part on the input of the layer's experts, softmaxed: what next-gate
+    prefetch uses too. Where an architecture scores experts otherwise (sigmoids, groups, biases), `ids` are its choice
+    all the same, and need not be the most probable ones.
+
+    Use as a context manager while no request is in flight; the layers are as before when it ends.
+
+    Attributes:
+        rows: forward rows written of the request that began last.
+        error: what was raised on the forward's thread; the request that it struck has failed.
+    """
+
+    def __init__(
+        self, model: Any, layers: Sequence[MoeLayer], routers: Sequence[RouterProbe], top_k: int, writer: TraceWriter
+    ) -> None:
+        self._layers, self._routers, self._top_k, self._writer = layers, routers, top_k, writer
+        self._distances = writer.header.distances
+        self._embedding = model.get_input_embeddings()
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._tokens = np.empty(0, np.int32)
+        self._prompt_tokens = 0
+        self.rows = 0
+        self.error: BaseException | None = None
+        self.costs = CostMeter(len(layers))
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The next request, before it is submitted."""
+        self._prompt_tokens, self.rows = len(prompt), 0
+        self._writer.begin(prompt)
+
+    def __enter__(self) -> Capture:
+        self._hook = self._embedding.register_forward_pre_hook(self._see_tokens)
+        for layer in self._layers:
+            layer.forward = self._watched(layer, layer.forward)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+        for layer in self._layers:
+            del layer.forward  # the class's own again
+
+    def _see_tokens(self, module: Any, args: tuple[Any, ...]) -> None:
+        self._tokens, self._parts = args[0].detach().cpu().numpy().ravel().astype(np.int32), []
+
+    def _watched(self, layer: MoeLayer, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            stats = layer.stats
+            blocked_s, start_s = stats.blocked_io_s, time.perf_counter()
+            out = forward(hidden, ids, weights)
+            end_s = time.perf_counter()
+            spent_s = end_s - start_s - (stats.blocked_io_s - blocked_s)
+            try:
+                experts = self._record(layer.index, hidden, ids, weights)
+            except BaseException as error:
+                self.error = error
+                raise
+            self.costs.layer(layer.index, hidden.shape[0], experts, ids.numel(), start_s, spent_s)
+            return out
+
+        return run
+
+    @torch.no_grad()
+    def _record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> int:
+        """Gather one layer, and write the forward after the last; the number of distinct experts."""
+        rows, experts = hidden.shape[0], self._writer.header.experts
+        next_ids = np.zeros((rows, self._distances, self._top_k), np.int64)
+        next_probabilities = np.zeros((rows, self._distances, self._top_k), np.float32)
+        for d in range(1, self._distances + 1):
+            later = self._probabilities((index + d) % len(self._layers), hidden)  # past the last: of the next forward
+            picked = np.argsort(-later, axis=1, kind="stable")[:, : self._top_k]
+            next_ids[:, d - 1], next_probabilities[:, d - 1] = picked, np.take_along_axis(later, picked, axis=1)
+        chosen = ids.cpu().numpy()
+        self._parts.append(
+            (self._probabilities(index, hidden), chosen, weights.float().cpu().numpy(), next_ids, next_probabilities)
+        )
+        if index == len(self._layers) - 1:
+            self._write()
+        return int(np.count_nonzero(np.bincount(chosen.ravel(), minlength=experts)))
+
+    def _write(self) -> None:
+        if any(len(part[0]) != len(self._tokens) for part in self._parts) or len(self._parts) != len(self._layers):
+            raise RuntimeError(f"a forward of {len(self._tokens)} tokens had other rows in a layer")
+        stacked = [np.stack(arrays, axis=1) for arrays in zip(*self._parts, strict=True)]
+        self._writer.add(Rows(self._tokens, *stacked), decode=self.rows >= self._prompt_tokens)
+        self.rows += len(self._tokens)
+
+    def _probabilities(self, layer: int, hidden: torch.Tensor) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = torch.softmax(self._routers[layer](hidden).float(), dim=-1).cpu().numpy()
+        return found
 
 
 def record(

@@ -11,8 +11,7 @@ from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,9 @@ from replica_sets import contents
 from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE
 
-from tiermoe.actors.replica_format import REPLICAS_NAME, replica_name
-from tiermoe.actors.replica_store import describe_replicas, open_replicas
+from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, replica_name
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import StoreError
 
 
@@ -79,8 +77,8 @@ def rewrite(store: Path, layer_file: str, change: Any) -> None:
     """A file with other tensors under a manifest that vouches for it."""
     from safetensors.numpy import load_file
 
-    from tiermoe.actors.replica_format import decode_replicas, encode_replicas
-    from tiermoe.cluster.jobs.prepare.write import write_tensors
+    from tiermoe.actors.store.replicas import decode_replicas, encode_replicas
+    from tiermoe.cluster.jobs.prepare.writer import write_tensors
 
     path = store / layer_file
     tensors = load_file(path)

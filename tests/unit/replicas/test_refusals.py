@@ -14,12 +14,12 @@ from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from typer.testing import CliRunner
 
-from tiermoe.actors.replica_store import describe_replicas
-from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, prepare, replica_job
+from tiermoe.actors.store.replicas import describe_replicas
+from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, prepare
+from tiermoe.cluster.jobs.prepare import quantize as replica_job
 from tiermoe.cluster.jobs.prepare.calibration import read_texts, read_windows
 from tiermoe.cluster.jobs.prepare.command import prepare_command
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import CheckpointError, ConfigError, TierMoeError, UnsupportedModelError
 
 

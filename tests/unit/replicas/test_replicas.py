@@ -14,18 +14,16 @@ import torch
 from replica_sets import TEXT, contents
 from rich.console import Console
 
-from tiermoe.actors.expert_store import ExpertStore
-from tiermoe.actors.front import fetch_front
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
-from tiermoe.actors.replica_format import REPLICAS_NAME
-from tiermoe.actors.replica_store import describe_replicas, open_replicas, read_tables
 from tiermoe.actors.settings import StoreSettings
-from tiermoe.actors.store_worker import StoreWorker
+from tiermoe.actors.store.dense import fetch_front
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, read_tables
+from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.jobs.prepare import is_store, prepare
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
-from tiermoe.cluster.jobs.prepare.quantize_layer import unpacked
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.quantize import unpacked
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import CheckpointError, StoreError
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from replica_sets import TEXT, beside, contents
 
-from tiermoe.actors.replica_format import REPLICA_STAMP_NAME, replica_name
-from tiermoe.actors.replica_store import describe_replicas, read_tables
-from tiermoe.cluster.jobs.prepare import ensure_replicas, replica_job
+from tiermoe.actors.store.replicas import REPLICA_STAMP_NAME, describe_replicas, read_tables, replica_name
+from tiermoe.cluster.jobs.prepare import ensure_replicas
+from tiermoe.cluster.jobs.prepare import quantize as replica_job
 from tiermoe.cluster.jobs.prepare.capture import open_inputs
-from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
-from tiermoe.cluster.jobs.prepare.replicas import add_replicas
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 
 
 def test_a_width_that_is_added_keeps_the_others(store: Path, checkpoint: Path, calibration: Path) -> None:

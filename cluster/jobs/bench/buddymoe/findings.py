@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ...evaluate.options import EvaluationOptions
+from ...evaluate.quality import EvaluationOptions
 from ..figures import Row, cells
 from ..metrics import Bar
 from .methods import DROP, ORIGINAL, OWN, PAPER, RANDOM

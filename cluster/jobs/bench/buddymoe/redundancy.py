@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .....actors.profile_file import read_profile
-from .....actors.store_format import read_manifest
-from ...profile.report import alikeness, size_distributions, taken
+from .....actors.store.artifacts import read_profile
+from .....actors.store.format import read_manifest
+from ...profile.command import alikeness, size_distributions, taken
 
 
 def redundancy(store: Path) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from rich.progress import Progress
 
 from .....actors.settings import EngineSettings
 from ....local import LocalWorker
-from ...evaluate.options import EvaluationOptions
-from ...evaluate.quality import Quality
+from ...evaluate.quality import EvaluationOptions, Quality
 from ..figures import Row
 
 _COUNTED = ("bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "hits", "misses", "late_prefetches")
@@ -38,7 +37,7 @@ class Scoring:
 
         `picks`: (token, expert) pairs that the routers picked; `substitutions` and `dropped` are of these.
         """
-        from ...evaluate.job import Evaluation  # torch: seconds that refused options need not pay
+        from ...evaluate.scoring import Evaluation  # torch: seconds that refused options need not pay
 
         if self._evaluation is None:
             self._evaluation = Evaluation(self._model_dir, self._options)

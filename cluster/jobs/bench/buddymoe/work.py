@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....errors import ConfigError
-from ...evaluate.options import EvaluationOptions
+from ...evaluate.quality import EvaluationOptions
 from ..compare.lists import require_budgets
 
 QUALITY = EvaluationOptions(documents=36, items=1, prefix=32, continuation=40, rows=1)

@@ -142,8 +142,8 @@ class _Evaluation:
         self._evaluation: Any = None
 
     def __call__(self, worker: Any, progress: Progress | None) -> dict[str, Any]:
-        from ...evaluate.job import Evaluation
-        from ...evaluate.options import EvaluationOptions
+        from ...evaluate.quality import EvaluationOptions
+        from ...evaluate.scoring import Evaluation
 
         if self._evaluation is None:
             options = EvaluationOptions(documents=self._sweep.quality_documents)

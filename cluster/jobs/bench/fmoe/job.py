@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from .....errors import ConfigError
 from ....config import RunConfig
-from ...prepare.predictors import add_predictors
+from ...prepare.measures import add_predictors
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.sweep import Sweep

@@ -15,9 +15,9 @@ from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.matching import MatcherLink
 from .....actors.engine.model import RouterProbe
 from .....actors.links import PeerLink
-from .....actors.map_file import MapShape
 from .....actors.settings import EngineSettings, LinkSettings, NdpSettings
-from .....actors.store_format import ExpertShape
+from .....actors.store.artifacts import MapShape
+from .....actors.store.format import ExpertShape
 from ....config import load_hardware, load_policy
 from ....worker_process import Role, WorkerProcess
 from .host_experts import HostExperts

@@ -13,7 +13,7 @@ import torch
 
 from .....actors.engine.low_bits import ReplicaWeights
 from .....actors.engine.pool import LayerWeights
-from .....actors.store_format import ExpertShape
+from .....actors.store.format import ExpertShape
 from .....errors import ConfigError
 from .....kernels.pack import PackedShape
 from .....kernels.packed_slots import packed_shapes

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from .....actors.links import Noticeboard, PeerLink, ndp_name
 from .....actors.ndp_worker import NdpWorker
-from .....actors.replica_store import ReplicaTables
 from .....actors.settings import NdpSettings
-from .....actors.store_format import ExpertShape
+from .....actors.store.format import ExpertShape
+from .....actors.store.replicas import ReplicaTables
 from .....errors import RuntimeFailure
 from .....kernels.pack import PackedShape
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .....actors.store_format import ExpertShape
+from .....actors.store.format import ExpertShape
 
 
 @dataclass(frozen=True)

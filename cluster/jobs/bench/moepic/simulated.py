@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from .....actors.budget import budget_bytes
 from .....actors.policies.cost import Link, load_s
 from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
 from .....actors.policies.split.configure import Room, configure
@@ -16,6 +15,7 @@ from .....actors.policies.split.cut import CacheCut, buffer_for
 from .....actors.policies.split.expert_split import Times
 from .....actors.policies.split.statistics import LayerStatistics, Picks, observe
 from .....actors.policy_settings import PolicySettings
+from .....actors.settings import budget_bytes
 from ....config import parse_budget
 from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import Machine, load_machine

@@ -8,13 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from .....actors.gate_file import GATES_NAME
 from .....actors.policy_settings import PolicySettings
-from .....actors.profile_file import PROFILE_NAME
-from .....actors.sensitivity_file import SENSITIVITY_NAME
+from .....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....config import RunConfig, engine_settings
-from ...prepare.gates import add_gates
-from ...prepare.sensitivity import add_sensitivity
+from ...prepare.measures import add_gates, add_sensitivity
 from ...profile.job import profile_text
 from ..serving import prepared_store
 

@@ -1,9 +1,17 @@
-"""An evaluation: the same windows and items, scored once without loss and then under any number of policies."""
+"""Two distributions at every scored token, compared: the lossless one and the policy's.
+
+The lossless run, kept for many comparisons: its distribution at every scored token, and its choices.
+
+An evaluation: the same windows and items, scored once without loss and then under any number of policies.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +24,98 @@ from ....errors import ConfigError, RuntimeFailure
 from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..bench.serving import run_config, start_worker
-from .choices import CONTEXT, TOKENS, ChoiceTokens, as_tokens
-from .choices_file import load_choices
-from .compare import compare, token_nll
-from .options import EvaluationOptions
-from .quality import SUMS, Quality
-from .reference import Distributions, Reference
-from .text import load_heldout
-from .windows import cut_windows
+from .quality import SUMS, EvaluationOptions, Quality
+from .text import CONTEXT, TOKENS, ChoiceTokens, as_tokens, cut_windows, load_choices, load_heldout
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """Of each scored token [N]: what the policy found and how it compares.
+
+    nll: -log p(token), nats. top1: the likeliest token. kl: KL(lossless || policy), nats.
+    """
+
+    nll: torch.Tensor
+    top1: torch.Tensor
+    kl: torch.Tensor
+
+
+def token_nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log p(target), nats: log_probs [..., N, V], targets [..., N] -> [..., N].
+
+    Raises:
+        RuntimeFailure: a value is not finite.
+    """
+    nll = -log_probs.gather(-1, targets[..., None])[..., 0]
+    if not bool(torch.isfinite(nll).all()):
+        raise RuntimeFailure("the model's probabilities are not finite", "check the store and its replicas")
+    return nll
+
+
+def kl_divergence(reference: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(reference || policy) of log-probabilities [N, V] -> [N], nats.
+
+    `reference` may have been rounded: it is normalised again, so that the result is never negative but for the sum's
+    own rounding, which is cut off. Rounding to fp16 adds less than 1e-5.
+    """
+    expected = torch.log_softmax(reference.float(), -1)
+    p = expected.exp()
+    terms = torch.where(p > 0, p * (expected - log_probs), 0.0)  # 0 * log(0 / q) is 0
+    return terms.sum(-1).clamp_min(0.0)
+
+
+def compare(reference: torch.Tensor, log_probs: torch.Tensor, targets: Any) -> WindowScore:
+    """Score a window: log-probabilities [N, V] of lossless and of the policy, and the tokens [N] that stand there.
+
+    Raises:
+        RuntimeFailure: a value is not finite.
+    """
+    nll = token_nll(log_probs, torch.as_tensor(targets))
+    return WindowScore(nll, log_probs.argmax(-1), kl_divergence(reference, log_probs))
+
+
+class Distributions:
+    """Log-probabilities [windows, tokens, V] in fp16, in an unnamed file that ends with the process.
+
+    In memory they would be 150000 entries x 2 bytes for every scored token of a large vocabulary.
+
+    Raises:
+        RuntimeFailure: the folder of temporary files has no room for them.
+    """
+
+    def __init__(self, windows: int, tokens: int, vocabulary: int) -> None:
+        shape = (windows, tokens, vocabulary)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * 2
+        with tempfile.TemporaryFile() as file:
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # now, for a full disk would kill the process later
+            except OSError as error:
+                what = f"no room for {nbytes} bytes of log-probabilities in '{tempfile.gettempdir()}': {error.strerror}"
+                raise RuntimeFailure(what, "score fewer windows, or set TMPDIR to a larger disk") from error
+            self._values: Any = np.memmap(file, np.float16, "r+", shape=shape)  # it stays after the file is closed
+
+    def put(self, window: int, log_probs: torch.Tensor) -> None:
+        """log_probs [tokens, V]."""
+        self._values[window] = log_probs.to(torch.float16).numpy()
+
+    def get(self, window: int) -> torch.Tensor:
+        """[tokens, V] in fp16."""
+        return torch.from_numpy(np.asarray(self._values[window]))
+
+
+@dataclass
+class Reference:
+    """What the lossless policy found.
+
+    nll, top1: of each window, [tokens]. choices: of each item, the candidate that it picks.
+    """
+
+    distributions: Distributions
+    nll: list[torch.Tensor] = field(default_factory=list)
+    top1: list[torch.Tensor] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+
 
 _T = TypeVar("_T")
 LOSSLESS = "on-demand"  # runs at any budget, and gives the unmodified model's tokens

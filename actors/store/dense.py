@@ -14,16 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError
-from ..proto.channel import Channel
-from ..proto.messages import FileReply, FileRequest
-from .expert_store import ExpertStore, StoreView
-from .links import StoreLink
-from .replica_format import REPLICAS_NAME, read_replicas
-from .settings import StoreSettings
-from .store_format import MANIFEST_NAME, FileRecord, Manifest, decode_manifest
-from .store_readers import open_store_channel
-from .verified_files import FileStamp
+from ...errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError
+from ...proto.channel import Channel
+from ...proto.messages import FileReply, FileRequest
+from ..links import StoreLink
+from ..settings import StoreSettings
+from .files import ExpertStore, FileStamp, StoreView
+from .format import MANIFEST_NAME, FileRecord, Manifest, decode_manifest
+from .remote import open_store_channel
+from .replicas import REPLICAS_NAME, read_replicas
 
 PIECE_BYTES = 8 << 20
 _MOST_MANIFEST_BYTES = 64 << 20

@@ -21,24 +21,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, StoreError
-from ..proto.channel import ChannelServer, ServerOptions
-from ..proto.limits import too_large
-from ..proto.messages import (
-    FileReply,
-    FileRequest,
-    HealthReport,
-    HealthRequest,
-    Message,
-    StoreReply,
-    StoreRequest,
-)
-from .expert_store import ExpertStore, LayerArrays, StoreView
-from .links import Directory, store_name
-from .object_refs import RefBook
-from .replica_format import REPLICAS_NAME, read_replicas
-from .store_format import MANIFEST_NAME, REBUILD, manifest_digest
-from .verified_files import check_unchanged
+from ...errors import ConfigError, StoreError
+from ...proto.channel import ChannelServer, ServerOptions
+from ...proto.limits import too_large
+from ...proto.messages import FileReply, FileRequest, HealthReport, HealthRequest, Message, StoreReply, StoreRequest
+from ..links import Directory, store_name
+from .files import ExpertStore, LayerArrays, StoreView, check_unchanged
+from .format import MANIFEST_NAME, REBUILD, manifest_digest
+from .remote import RefBook
+from .replicas import REPLICAS_NAME, read_replicas
 
 _ROOM = 64 * 1024  # of a message, for what is around the arrays
 

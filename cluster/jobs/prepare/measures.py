@@ -1,0 +1,371 @@
+"""Gates for pre-gated prefetch, trained on calibration text and kept in the store's folder.
+
+Predictors for the stride policy, trained on a trace and kept in the store's folder.
+
+How much the loss moves when a layer's output does: measured on calibration text, kept in the store's folder.
+
+For layer l with output y_l (of its routed experts) and the loss L of a text, the sum over its tokens:
+
+    F_i = mean over tokens of (dL / dy_{l,i})^2      diagonal of the (empirical) Fisher information
+    u   = mean output of a token's more important experts - that of the others, by weight: half of the K each
+    s_l = 1/2 * sum over i of F_i * mean over tokens of u_i^2
+
+Experts that carry d of a token's weight change y by about d * u when they are dropped, so L by d^2 * s_l to second
+order, for the expected gradient vanishes at a trained model. With top-2 this is AdapMoE's estimate (arXiv 2408.10284):
+the Hessian is replaced by the Fisher information's diagonal, from one backward pass over the text; no finite
+differences. Where the model does not normalise its weights u is the mean output of the less important experts.
+
+The pass is in float32. Experts are read from the store's mapped files one at a time, and again in the backward pass,
+so there is no second copy of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch.utils.checkpoint import checkpoint
+
+from ....actors.engine.model import MoeBlock, RouterProbe, build_model, find_blocks
+from ....actors.engine.sources import host_weights
+from ....actors.policies.prefetch.next_gate import picks
+from ....actors.policies.prefetch.pre_gated import PreGate
+from ....actors.store.artifacts import GATES_NAME, SENSITIVITY_NAME, encode_gates, encode_sensitivity, predictors_file
+from ....actors.store.files import ExpertStore
+from ....actors.store.format import model_fingerprint, read_manifest
+from ....errors import ConfigError, StoreError, TraceError
+from ...report.tables import progress_on
+from ...simulate.predictors import save_predictors, train_predictors
+from ...simulate.trace import Trace
+from ...simulate.trace_writer import replace_file
+from .calibration import Windows, read_windows
+from .capture import capture, load_model, open_inputs
+from .writer import disk_errors
+
+_BLOCK, _HELD_OUT = 512, 10  # of so many rows each so-manieth block is not trained on: recall is measured there
+_EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layer's gate, and of the next layer's true experts the share that it and next-gate name on held-out rows.
+
+    next_gate: NaN where the router cannot be asked.
+    """
+
+    gate: PreGate
+    recall: float
+    next_gate: float
+
+
+def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
+    """Train and write `gates.safetensors`, in place of one that is there; the console gets their recall.
+
+    The model runs the text in full precision, with the inputs of its layers in a temporary folder beside the store;
+    a tenth of the rows is not trained on.
+
+    Args:
+        model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
+        text: see `read_texts`.
+
+    Raises:
+        ConfigError: the text is none or too short, the model has one MoE layer, or the file cannot be written.
+        StoreError: the store is not one, or the disk is full. UnsupportedModelError: experts of unusual gating.
+    """
+    console = Console(stderr=True) if console is None else console
+    opened = ExpertStore(store, verify="stamp")
+    manifest, layers = opened.manifest, len(opened.manifest.layers)
+    if layers < 2:
+        raise ConfigError("the model has one MoE layer, and gates foresee the next one", "prefetch with speculative")
+    windows = read_windows(text, model_dir, console)
+    model, blocks = load_model(store, manifest, "gates")
+    with disk_errors(store.parent), tempfile.TemporaryDirectory(prefix=f".{store.name}.", dir=store.parent) as folder:
+        work = Path(folder)
+        with progress_on(console) as progress:
+            running = progress.add_task("running the calibration text", total=windows.tokens)
+            capture(model, blocks, opened.layers, windows, work, lambda n: progress.advance(running, n))
+            task = progress.add_task("training gates", total=layers - 1)
+            trained = []
+            for layer in range(layers - 1):
+                hidden, later = open_inputs(work, layer).hidden, open_inputs(work, layer + 1)
+                router = blocks[layer + 1].router
+                following = None if router is None else Following(router, later.hidden)
+                trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
+                progress.advance(task)
+    console.print(_recalls(trained))
+    path = store / GATES_NAME
+    replace_file(path, encode_gates([t.gate for t in trained], manifest, windows.tokens))
+    return path
+
+
+@dataclass(frozen=True)
+class Following:
+    """Layer l + 1 where its router can be asked: the router, and its inputs [N, H]."""
+
+    router: RouterProbe
+    hidden: NDArray[np.float32]
+
+
+def train_gate(
+    hidden: NDArray[np.float32],
+    ids: NDArray[np.integer],
+    experts: int,
+    following: Following | None = None,
+    seed: int = 0,
+) -> Trained:
+    """Fit one gate; the same rows and seed give the same weights.
+
+    Loss: cross-entropy of the scores' softmax with the probabilities that layer l + 1's router gives its own input, and
+    the gate begins with that router's weights, so at next-gate's recall. (For layers 2 and 6 of the default model
+    this names 0.86 and 0.87 of the true experts; targets of 1/K for each picked expert give 0.78 and 0.82, next-gate
+    0.80 and 0.84.) Where the router cannot be
+    asked: those targets, and zeros to begin with. torch's Adam.
+
+    Args:
+        hidden: inputs of layer l [N, H]. ids: the experts that layer l + 1's router picked [N, K].
+        seed: of the order of rows.
+
+    Raises:
+        ValueError: fewer than two rows, or as many ids rows as there are not.
+    """
+    rows, width = hidden.shape
+    if rows < 2 or len(ids) != rows:
+        raise ValueError(f"{rows} rows of hidden states and {len(ids)} of ids cannot train a gate")
+    block = min(_BLOCK, max(1, rows // _HELD_OUT))
+    kept = np.arange(rows) // block % _HELD_OUT == _HELD_OUT - 1
+    if not kept.any():
+        kept[-1] = True
+    gate = torch.nn.Linear(width, experts)
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.zero_()
+        if following is not None:
+            bias = following.router(torch.zeros(1, width)).float()[0]
+            gate.weight.copy_((following.router(torch.eye(width)).float() - bias).T)
+            gate.bias.copy_(bias)
+    optimizer = torch.optim.Adam(gate.parameters(), lr=_RATE)
+    rng, learned = np.random.default_rng(seed), np.flatnonzero(~kept)
+    for _ in range(_EPOCHS):
+        order = rng.permutation(learned)
+        for start in range(0, len(order), _BATCH):
+            at = np.sort(order[start : start + _BATCH])  # rows are in a mapped file
+            target = _target(ids[at], experts, following, at)
+            with torch.enable_grad():
+                scores = torch.log_softmax(gate(torch.from_numpy(hidden[at])), dim=-1)
+                loss = -(target * scores).sum(dim=1).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    made = PreGate(gate.weight.detach().numpy().copy(), gate.bias.detach().numpy().copy())
+    held, true = hidden[kept], ids[kept]
+    asked = float("nan")
+    if following is not None:
+        with torch.no_grad():
+            asked = recall(following.router(torch.from_numpy(held)).float().numpy(), true)
+    return Trained(made, recall(made(held), true), asked)
+
+
+@torch.no_grad()
+def _target(
+    ids: NDArray[np.integer], experts: int, following: Following | None, at: NDArray[np.int64]
+) -> torch.Tensor:
+    """The distribution over experts that the scores of these rows are to have [n, E]."""
+    if following is not None:
+        return torch.softmax(following.router(torch.from_numpy(following.hidden[at])).float(), dim=-1)
+    picked = torch.from_numpy(ids.astype(np.int64))
+    return torch.zeros(len(ids), experts).scatter_(1, picked, 1 / ids.shape[1])
+
+
+def recall(scores: NDArray[np.floating], ids: NDArray[np.integer]) -> float:
+    """Of the experts picked [N, K] the share among the K highest scores [N, E] of their row."""
+    named = picks(scores, ids.shape[1])
+    return float(np.take_along_axis(named, ids.astype(np.int64), axis=1).mean())
+
+
+def _recalls(trained: list[Trained]) -> Table:
+    table = Table("layer foreseen", "gates", "next-gate", title="recall of the true top-k on held-out rows")
+    for layer, one in enumerate(trained):
+        table.add_row(f"{layer + 1}", f"{one.recall:.3f}", f"{one.next_gate:.3f}")
+    means = np.array([(one.recall, one.next_gate) for one in trained]).mean(axis=0)
+    table.add_row("mean", f"{means[0]:.3f}", f"{means[1]:.3f}")
+    return table
+
+
+def add_predictors(store: Path, trace: Path, stride: int, requests: int | None = None) -> Path:
+    """Train and write `predictors-STRIDE.safetensors`, in place of one that is there.
+
+    Args:
+        requests: to learn from, the trace's first ones; None: all.
+
+    Raises:
+        TraceError: the trace is corrupt, of another model, or no layer is that far ahead.
+        StoreError: the store is not one. ConfigError: the file cannot be written.
+    """
+    found = Trace(trace)
+    header = found.header
+    if header.fingerprint != model_fingerprint(read_manifest(store)):
+        raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
+    with progress_on(Console(stderr=True)) as progress:
+        task = progress.add_task("training predictors", total=max(0, header.layers - stride))
+        learned = islice(found.requests(), requests)
+        trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
+    path = store / predictors_file(stride)
+    save_predictors(path, header, stride, trained)
+    return path
+
+
+IMPLEMENTATION = "tiermoe-differentiable"  # name under which transformers knows experts that a gradient passes
+MAX_TOKENS = 1 << 14  # of the text that are used
+
+
+def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
+    """Measure and write `sensitivity.safetensors`, in place of one that is there.
+
+    Args:
+        model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
+        text: see `read_texts`; the first `MAX_TOKENS` tokens are used.
+
+    Raises:
+        ConfigError: the text is none or too short, or the file cannot be written. StoreError: the store is not one, or
+            the model's gradients are not finite.
+    """
+    console = Console(stderr=True) if console is None else console
+    opened = ExpertStore(store, verify="stamp")
+    windows = read_windows(text, model_dir, console)
+    windows = Windows(windows.ids[: max(1, MAX_TOKENS // windows.ids.shape[1])])
+    model = build_model(store, opened.manifest, torch.float32, torch.device("cpu"), "auto")
+    blocks = find_blocks(model, opened.manifest)
+    with progress_on(console) as progress:
+        task = progress.add_task("measuring sensitivity", total=windows.tokens)
+        found = measure(
+            model, blocks, [layer.tensors for layer in host_weights(opened.layers)], windows,
+            lambda n: progress.advance(task, n),
+        )  # fmt: skip
+    if not all(0 <= s < float("inf") for s in found):
+        raise StoreError(f"the gradients of {opened.manifest.architecture} on '{text}' are not finite",
+                         "give other calibration text")  # fmt: skip
+    console.print("sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
+    path = store / SENSITIVITY_NAME
+    replace_file(path, encode_sensitivity(found, opened.manifest, windows.tokens))
+    return path
+
+
+def measure(
+    model: Any, blocks: Sequence[MoeBlock], tensors: Sequence[Sequence[Any]], windows: Windows, advance: Any
+) -> tuple[float, ...]:
+    """s_l of each MoE layer.
+
+    Args:
+        model: in float32, its experts on meta. tensors: of each layer's experts, as `LayerWeights` has them.
+        advance: called with the tokens just run.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+    before = model.config._experts_implementation
+    layers = [_Layer(block, held) for block, held in zip(blocks, tensors, strict=True)]
+    for block, layer in zip(blocks, layers, strict=True):
+        block.experts.tiermoe_watched = layer
+    model.set_experts_implementation(IMPLEMENTATION)
+    try:
+        with torch.enable_grad():
+            for row in windows.ids:
+                ids = torch.from_numpy(row)[None]
+                logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+                loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum")
+                loss.backward()
+                for layer in layers:
+                    layer.collect()
+                advance(len(row))
+    finally:
+        model.set_experts_implementation(before)
+        for block in blocks:
+            del block.experts.tiermoe_watched
+    return tuple(layer.sensitivity for layer in layers)
+
+
+def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return module.tiermoe_watched.forward(hidden, ids, weights)
+
+
+class _Layer:
+    """In place of an MoE layer's experts: answers in full precision, lets gradients pass and sums what s_l needs."""
+
+    def __init__(self, block: MoeBlock, tensors: Sequence[torch.Tensor]) -> None:
+        self._block, self._tensors = block, tensors
+        self._output: torch.Tensor | None = None
+        self._rows = 0
+        self._gradient: torch.Tensor | float = 0.0  # sums over rows of squares, float64 [H]
+        self._change: torch.Tensor | float = 0.0
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+        top_k = ids.shape[1]
+        flat = ids.reshape(-1)
+        y = hidden.new_zeros(len(flat), hidden.shape[1])  # [T * K, H]
+        for expert in flat.unique().tolist():
+            pairs = (flat == expert).nonzero()[:, 0]
+            rows = checkpoint(self._expert, hidden[pairs // top_k], expert, use_reentrant=False)
+            y = y.index_copy(0, pairs, rows)
+        if self._block.post is not None:
+            y = self._block.post(y)
+        y = y.view(*ids.shape, -1)  # [T, K, H]
+        self._add_change(y.detach(), weights.detach().float())
+        out = (y * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
+        if not out.requires_grad:
+            out.requires_grad_(True)  # the first layer: all that comes before is fixed
+        out.retain_grad()
+        self._output = out
+        return out
+
+    def collect(self) -> None:
+        """A backward pass has ended."""
+        if self._output is not None and self._output.grad is not None:
+            self._gradient = self._gradient + self._output.grad.double().square().sum(dim=0)
+            self._rows += len(self._output)
+        self._output = None
+
+    @property
+    def sensitivity(self) -> float:
+        """s_l so far; 0 where nothing ran."""
+        if not self._rows:
+            return 0.0
+        product = torch.as_tensor(self._gradient) * torch.as_tensor(self._change)
+        return 0.5 * float(product.sum()) / self._rows**2
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        gate_up, down, *biases = self._tensors
+        up = gate_up[expert].float()  # [I, G, H]
+        pre = x @ up.reshape(-1, up.shape[-1]).T
+        if biases:
+            pre = pre + biases[0][expert].float().reshape(-1)
+        out = self._block.gate(pre) @ down[expert].float()
+        return out + biases[1][expert].float() if biases else out
+
+    def _add_change(self, y: torch.Tensor, weights: torch.Tensor) -> None:
+        """u^2 of each token, summed [H]. y [T, K, H], weights [T, K]."""
+        top_k = weights.shape[1]
+        if top_k < 2:
+            return
+        order = weights.argsort(dim=1, descending=True, stable=True)
+        kept, dropped = order[:, : top_k - top_k // 2], order[:, top_k - top_k // 2 :]
+        change = _mean(y, weights, dropped)
+        if self._block.normalised:
+            change = _mean(y, weights, kept) - change
+        self._change = self._change + change.double().square().sum(dim=0)
+
+
+def _mean(y: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The weighted mean of some of each token's experts' outputs [T, H]; places [T, k]."""
+    chosen = weights.gather(1, places).clamp_min(1e-12)  # [T, k]
+    rows = y.gather(1, places.unsqueeze(2).expand(-1, -1, y.shape[2]))
+    return (rows * chosen.unsqueeze(2)).sum(dim=1) / chosen.sum(dim=1, keepdim=True)
