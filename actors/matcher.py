@@ -34,8 +34,8 @@ from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
 from .links import MATCHER, Directory, PeerLink
 from .peer import PeerConnection
-from .policies.prefetch.expert_map import ExpertMapPrefetch, Forecast
-from .policies.prefetch.map_store import ExpertMapStore
+from .policies.fmoe import ExpertMapPrefetch, Forecast
+from .policies.fmoe.maps import ExpertMapStore
 from .policies.sharding import shard_of
 from .settings import MatcherSettings, ShardSettings
 from .store.artifacts import MapShape, load_maps, save_maps

@@ -1,7 +1,7 @@
 """Buddy expert substitution (Algorithm 1 of BuddyMoE) on tensors: as fast as the device of the routing allows.
 
-The reference is `actors/policies/substitution.py`; the arguments are described there. All implementations give its ids,
-weights and counts to the last bit:
+The reference is `actors/policies/buddymoe/substitution.py`; the arguments are described there. All implementations
+give its ids, weights and counts to the last bit:
 
 - `substitute_arrays`: C++ on NumPy arrays, one token after another. Microseconds for a decode batch.
 - `substitute_torch.py`: vectorised torch on any device, one slot after another for all tokens at once.

@@ -18,7 +18,7 @@ from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape

@@ -11,8 +11,7 @@ import torch
 
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import Prefetching
-from tiermoe.actors.policies.prefetch.base import PrefetchPolicy
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
 
 LAYERS, EXPERTS, HIDDEN = 4, 6, 5
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.prefetch.expert_map import ExpertMapPrefetch, Forecast
-from tiermoe.actors.policies.prefetch.map_store import ExpertMapStore
+from tiermoe.actors.policies.fmoe import ExpertMapPrefetch, Forecast
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.proto.messages import Context

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiermoe.actors.policies.entropy import BINS, TEMPERATURES
-from tiermoe.actors.policies.expert_profile import ExpertProfile
+from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile
 from tiermoe.actors.store.artifacts import PROFILE_NAME, ProfileManifest, ProfileSource, encode_arrays, encode_profile
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 

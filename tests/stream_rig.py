@@ -15,9 +15,9 @@ from tiermoe.actors.engine.pool import LayerWeights, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.store.format import ExpertShape
 
 LAYERS, EXPERTS, NEURONS = 3, 4, 4  # keys 0-3 are layer 0, 4-7 layer 1, 8-11 layer 2

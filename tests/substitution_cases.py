@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach
-from tiermoe.actors.policies.substitution_gates import replaceable, token_entropy
+from tiermoe.actors.policies.buddymoe.substitution import (
+    Buddies,
+    Substituted,
+    SubstitutionOptions,
+    reach,
+    replaceable,
+    token_entropy,
+)
 from tiermoe.kernels.substitute_types import BuddyTensors, ReplacedArrays, ReplacedTensors
 
 Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]

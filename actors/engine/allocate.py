@@ -12,10 +12,10 @@ import torch
 
 from ...errors import BudgetError, ConfigError
 from ..policies.cost import Link
-from ..policies.eviction.make import make_eviction
-from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.moepic.split import CacheCut, buffer_for
+from ..policies.prefetch import PrefetchGovernor
+from ..policies.registry import make_eviction
 from ..policies.residency import Residency
-from ..policies.split.cut import CacheCut, buffer_for
 from ..policy_settings import SplitSettings
 from ..settings import EngineSettings, budget_bytes, mixed_slots
 from ..store.format import ExpertShape

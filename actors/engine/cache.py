@@ -17,10 +17,10 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from ..policies.eviction import EvictionPolicy
+from ..policies.moepic.split import CacheCut
 from ..policies.plan import LayerPlan, Load
-from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.prefetch import PrefetchGovernor
 from ..policies.residency import Residency, ResidencyError, State
-from ..policies.split.cut import CacheCut
 from .ledger import CacheLedger
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads

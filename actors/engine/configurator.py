@@ -9,9 +9,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.split.configure import Configured, Room, configure
-from ..policies.split.expert_split import Times
-from ..policies.split.statistics import LayerStatistics, Order, Picks, Priorities, observe
+from ..policies.moepic.configure import Configured, Room, Times, configure
+from ..policies.moepic.split import LayerStatistics, Order, Picks, Priorities, observe
 from ..policy_settings import SplitSettings
 from .cache import ExpertCache
 from .stats import ConfiguratorStats

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.split.configure import Configured
+from ..policies.moepic.configure import Configured
 from .cache import ExpertCache
 from .configurator import Configurator, Step
 

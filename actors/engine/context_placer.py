@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..policies.placement import HotSet, RoutingCounts
+from ..policies.context_ndp import HotSet, RoutingCounts
 from ..policies.plan import LayerPlan, LoadOnMiss
 from .cache import ExpertCache
 from .host_view import LayerView

@@ -10,12 +10,12 @@ import torch
 from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
 from ..links import PeerLink
-from ..policies.mixed_precision import MixedPrecision
-from ..policies.on_miss import MissRule
+from ..policies.baselines import Predictor
+from ..policies.buddymoe import MissRule
+from ..policies.hobbit import MixedPrecision
+from ..policies.moepic.split import Order
 from ..policies.plan import LoadOnMiss
-from ..policies.prefetch.stride import Predictor
-from ..policies.rerouting import Rerouting
-from ..policies.split.statistics import Order
+from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
 from ..store.artifacts import Calibrated

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from ..policies.plan import LayerPlan, Load
-from ..policies.prefetch.governor import PrefetchGovernor
+from ..policies.prefetch import PrefetchGovernor
 from ..policies.residency import ResidencyError
 from .loader import LoadJob
 from .slot_map import SlotMap

@@ -17,7 +17,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.pack import PackedShape
 from ...kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes, try_out
-from ..policies.mixed_precision import MixedPrecision
+from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policy_settings import PolicySettings
 from ..settings import CopySettings

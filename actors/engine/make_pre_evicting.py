@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ..policies.pre_evict import PreEviction
+from ..policies.activeevict import PreEviction
 from ..policy_settings import PolicySettings
 from .cache import ExpertCache
 from .host_view import Asked, Asker, LayerView

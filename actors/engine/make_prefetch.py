@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import ConfigError
+from ..policies.baselines import Predictor
 from ..policies.eviction import EvictionPolicy
-from ..policies.prefetch.base import PrefetchPolicy
-from ..policies.prefetch.blend import BlendPrefetch
-from ..policies.prefetch.next_gate import NextGatePrefetch
-from ..policies.prefetch.registry import PrefetchOptions, make_prefetch
-from ..policies.prefetch.stride import Predictor
+from ..policies.fmoe import BlendPrefetch
+from ..policies.prefetch import NextGatePrefetch, PrefetchPolicy
+from ..policies.registry import PrefetchOptions, make_prefetch
 from ..policy_settings import PolicySettings
 from ..store.artifacts import Calibrated
 from .map_prefetch import MatcherPrefetch

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from ...proto.messages import PrefetchCommand
 from ..policies.eviction import EvictionPolicy
-from ..policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, ranked
-from ..policies.prefetch.blend import BlendPrefetch
-from ..policies.prefetch.next_gate import NextGatePrefetch
+from ..policies.fmoe import BlendPrefetch
+from ..policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, ranked
 from .matching import MatcherLink, sequence_means, tell_eviction
 
 Relay = Callable[[PrefetchCommand, bool], PrefetchCommand]

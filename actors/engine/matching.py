@@ -27,8 +27,8 @@ from ...proto.channel import Channel, Pending
 from ...proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ..links import PeerLink
 from ..peer import PeerConnection
-from ..policies.eviction import EvictionPolicy, ExpertMapEviction
-from ..policies.prefetch.expert_map import probability_of
+from ..policies.eviction import EvictionPolicy
+from ..policies.fmoe import ExpertMapEviction, probability_of
 from ..settings import MatcherSettings
 from ..store.artifacts import MapShape
 

@@ -6,11 +6,9 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...kernels.substitute import replaceable_arrays, substitute_arrays
-from ..policies.buddies import BuddyOptions, alpha_schedule
-from ..policies.expert_profile import ExpertProfile, OutputsMissing
-from ..policies.on_miss import MissRule, RandomRule, lists_of, no_buddies
-from ..policies.substitution import Buddies, SubstitutionOptions
-from ..policies.substitution_gates import AdaptiveBeta
+from ..policies.buddymoe import MissRule, RandomRule, lists_of, no_buddies
+from ..policies.buddymoe.buddies import BuddyOptions, ExpertProfile, OutputsMissing, alpha_schedule
+from ..policies.buddymoe.substitution import AdaptiveBeta, Buddies, SubstitutionOptions
 from ..policy_settings import PolicySettings, SubstitutionSettings
 from .stats import EngineStats
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.rerouting import RerouteView
+from ..policies.routing import RerouteView
 from .held import Held, understood
 from .remote import RemoteExperts
 from .shards import Shards

@@ -9,11 +9,9 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...kernels.expert_ffn import ExpertKernel
+from ..policies.context_ndp import HotSet, Places, monde_split, prefix_split, static_hot, uniform
 from ..policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
-from ..policies.placement import HotSet, monde_split, static_hot
-from ..policies.places import Places
 from ..policies.plan import LoadOnMiss
-from ..policies.precision import prefix_split, uniform
 from ..policy_settings import PolicySettings, PrecisionSettings
 from ..settings import EngineSettings
 from ..store.format import ExpertShape

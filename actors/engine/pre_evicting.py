@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.eviction import ImportanceEviction
-from ..policies.pre_evict import PreEviction, predicted_distribution
+from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
 from ..policies.residency import State
 from .cache import ExpertCache
 

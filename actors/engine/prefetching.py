@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
+from ..policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from .cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
 from .model import MoeBlock, RouterProbe

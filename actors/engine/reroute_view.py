@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..policies.rerouting import RerouteView
 from ..policies.residency import State
+from ..policies.routing import RerouteView
 from .cache import ExpertCache
 
 

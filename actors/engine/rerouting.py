@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import ConfigError
-from ..policies.rerouting import RerouteView, Rerouting
-from ..policies.routing import AdaptiveGating
-from ..policies.routing_budget import BudgetAwareTopK
+from ..policies.activeevict import BudgetAwareTopK
+from ..policies.adapmoe import AdaptiveGating
+from ..policies.routing import RerouteView, Rerouting
 from ..policy_settings import PolicySettings
 from ..store.artifacts import Calibrated
 from .cache import ExpertCache

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
+from ..policies.moepic.split import CacheCut, Segments
 from ..policies.residency import Reservation, Residency, State
-from ..policies.split.cut import CacheCut
-from ..policies.split.segments import Segments
 from .low_bit_part import LowBitPart
 from .promise import Promise, PromisedSegment, Shared, neuron_slice
 

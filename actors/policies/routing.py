@@ -1,50 +1,80 @@
-"""How many of its experts each token really uses: adaptive gating."""
+"""Changes of a layer's routing before it is carried out: what lossy policies decide, and what they are told.
+
+    routing of the model -> Rerouting.reroute(layer, ids, weights, probabilities, view) -> Rerouted -> plan, load, run
+
+A rule is a function of the routing and of where this layer's experts are. It is pure: NumPy, deterministic, no clock,
+no device. What the model picked is what recorders and prefetch policies see; what the rule answers is what is planned,
+loaded, counted and computed.
+
+A pair (token, place) that a rule drops keeps its place: its weight becomes 0 and its id that of a kept expert of the
+same token (`drop_pairs`), so nothing is loaded for it and no kernel changes.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .rerouting import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs, drop_places
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float32]
 
 
-class AdaptiveGating(Rerouting):
-    """Sensitivity-based adaptive gating (AdapMoE, arXiv 2408.10284; its public code where the text leaves a choice).
+@dataclass(frozen=True, slots=True)
+class RerouteView:
+    """What a rule may know of the cache.
 
-    The original, for top-2: with routing weights a >= 1 - a, running only the first expert changes the layer's output
-    by (1 - a) * (E_1(x) - E_2(x)), and the loss, to second order, by (1 - a)^2 * s_l. s_l is the layer's sensitivity,
-    from the diagonal of the Fisher information. The second expert is dropped where (1 - a)^2 * s_l < threshold.
+    available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
+    or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
+    of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
+    occupies.
 
-    Here, for any top-k: a token's experts are dropped from the least weight upwards while d^2 * s_l < threshold, d the
-    sum of the weights dropped so far; the last one always stays. That is the same rule at k = 2, and the same estimate
-    at any k: where the kept weights are scaled to the old sum, the output changes by d times (mean of the kept outputs
-    - mean of the dropped ones). Where the model does not normalise its weights they stay as they are, and the change
-    is d times the mean of the dropped ones.
-
-    State: none. Threshold 0 drops nothing; what a threshold drops, a greater one drops too. Every row is treated alike,
-    those of prompts as well (the original's code leaves prompts alone). Cost: O(T K log K).
-
-    Args:
-        sensitivity: s_l of each layer, in nats per squared dropped weight (`cluster.jobs.prepare.sensitivity`).
-        threshold: the increase of a token's loss that a layer may cost by this estimate, in nats.
-        renormalise: whether the model normalises the weights of the experts that it picks.
-
-    Raises:
-        ValueError: a negative threshold or sensitivity.
+    Of several shards, the lead among them, which decides: available is of them all, each expert's of the shard that
+    computes it. shard_of: [E], that shard; 0, the lead, also for experts of a shard that is lost. filling: [G], whether
+    a shard's slots have never all been in use since it came, as far as the lead knows; of the lead `vacant` says it.
+    None: there is one shard.
     """
 
-    name: ClassVar[str] = "adaptive"
-    needs_view: ClassVar[bool] = False
+    available: NDArray[np.bool_]
+    free_slots: int
+    top_k: int
+    vacant: int = 0
+    shard_of: NDArray[np.int64] | None = None
+    filling: NDArray[np.bool_] | None = None
 
-    def __init__(self, sensitivity: Sequence[float], threshold: float, renormalise: bool = True) -> None:
-        if threshold < 0 or min(sensitivity, default=0.0) < 0:
-            raise ValueError("threshold and sensitivity of adaptive gating are not negative")
-        self._renormalise = renormalise
-        self._most = [np.sqrt(threshold / s) if s > 0 else (np.inf if threshold else 0.0) for s in sensitivity]
 
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """A layer's routing as it is to be carried out.
+
+    ids [T, K], weights [T, K]. substituted, dropped: pairs that run on another expert than the model picked, and that
+    do not run.
+    """
+
+    ids: Ids
+    weights: Weights
+    substituted: int = 0
+    dropped: int = 0
+
+
+class Rerouting(ABC):
+    """A rule that changes routing.
+
+    Attributes:
+        name: what messages call it.
+        needs_probabilities: whether it must be given those of the router, [T, E]; else it gets None.
+        needs_view: whether it goes by where experts are.
+    """
+
+    name: ClassVar[str]
+    needs_probabilities: bool = False
+    needs_view: ClassVar[bool] = True
+
+    @abstractmethod
     def reroute(
         self,
         layer: int,
@@ -53,28 +83,57 @@ class AdaptiveGating(Rerouting):
         probabilities: NDArray[np.floating] | None,
         view: RerouteView,
     ) -> Rerouted:
-        most = self._most[layer]
-        if len(weights) == 1:
-            gone = self._one(weights[0].tolist(), most)
-            return drop_places(ids, weights, gone, self._renormalise) if gone else Rerouted(ids, weights)
-        if not weights.min(initial=np.inf) < most:
-            return Rerouted(ids, weights)
-        order = np.argsort(weights, axis=1, kind="stable")  # least first; of equals the one picked first goes first
-        sums = np.cumsum(np.take_along_axis(weights, order, axis=1), axis=1, dtype=np.float64)
-        goes = sums < most
-        goes[:, -1] = False
-        dropped = np.zeros_like(goes)
-        np.put_along_axis(dropped, order, goes, axis=1)
-        return drop_pairs(ids, weights, dropped, self._renormalise)
+        """Decide one layer of one forward; the arrays given are not written to.
 
-    @staticmethod
-    def _one(weights: list[float], most: float) -> list[int]:
-        """The places of a single token that go."""
-        order = sorted(range(len(weights)), key=weights.__getitem__)
-        gone, total = list[int](), 0.0
-        for place in order[:-1]:
-            total += weights[place]
-            if not total < most:
-                break
-            gone.append(place)
-        return gone
+        Args:
+            layer: counted from 0 over MoE layers.
+            ids, weights: [T, K] as the model picked them; the ids of a token differ.
+            probabilities: softmax of the router's logits [T, E].
+        """
+
+
+def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormalise: bool) -> Rerouted:
+    """The routing without the `dropped` pairs [T, K]; every token must keep one.
+
+    The id of a dropped pair becomes that of its token's kept expert of greatest weight (the first of equals).
+
+    Args:
+        renormalise: scale each token's other weights so that their sum stays as it was, as a model does that
+            normalises over the experts it picks; else they stay as they are.
+
+    Raises:
+        ValueError: a token would keep none.
+    """
+    if not dropped.any():
+        return Rerouted(ids, weights)
+    if dropped.all(axis=1).any():
+        raise ValueError("a token keeps at least one expert")
+    kept = np.where(dropped, np.float32(0), weights)
+    heaviest = np.where(dropped, -np.inf, weights).argmax(axis=1)[:, None]  # [T, 1]
+    if renormalise:
+        whole, left = (np.cumsum(w, axis=1, dtype=np.float64)[:, -1:] for w in (weights, kept))  # [T, 1]
+        scale = np.divide(whole, left, out=np.ones_like(left), where=dropped.any(axis=1, keepdims=True) & (left != 0))
+        kept = (kept * scale).astype(np.float32)
+    ids = np.where(dropped, np.take_along_axis(ids, heaviest, axis=1), ids)
+    return Rerouted(ids, kept, dropped=int(np.count_nonzero(dropped)))
+
+
+def drop_places(ids: Ids, weights: Weights, gone: Sequence[int], renormalise: bool) -> Rerouted:
+    """`drop_pairs` of some places of a single token, to the last bit and faster: ids [1, K], weights [1, K].
+
+    Raises:
+        ValueError: the token would keep none.
+    """
+    picked, row = ids[0].tolist(), weights[0].tolist()
+    kept = [0.0 if place in gone else weight for place, weight in enumerate(row)]
+    staying = [place for place in range(len(row)) if place not in gone]
+    if not staying:
+        raise ValueError("a token keeps at least one expert")
+    left = sum(kept)
+    if renormalise and left:
+        scale = sum(row) / left
+        kept = [weight * scale for weight in kept]
+    heaviest = picked[max(staying, key=row.__getitem__)]
+    for place in gone:
+        picked[place] = heaviest
+    return Rerouted(np.array([picked], np.int64), np.array([kept], np.float32), dropped=len(gone))

@@ -44,11 +44,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
 from ...errors import StoreError, TierMoeError, TraceError
-from ..policies.entropy import BINS, TEMPERATURES
-from ..policies.expert_profile import ExpertProfile, Outputs
-from ..policies.prefetch.map_store import checked_arrays
-from ..policies.prefetch.pre_gated import PreGate
-from ..policies.prefetch.stride import Predictor
+from ..policies.baselines import Predictor, PreGate
+from ..policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
+from ..policies.fmoe.maps import checked_arrays
 from ..policy_settings import PolicySettings
 from .format import Bytes, Checksummed, Count, FileRecord, Manifest, Sha256, _Frozen, model_fingerprint
 

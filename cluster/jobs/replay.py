@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...actors.policies.eviction import EVICTION, ExpertMapEviction
-from ...actors.policies.prefetch.base import PrefetchPolicy
-from ...actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
+from ...actors.policies.fmoe import ExpertMapEviction
+from ...actors.policies.prefetch import PrefetchPolicy
+from ...actors.policies.registry import EVICTION, PREFETCH, PrefetchOptions, make_prefetch
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget

@@ -22,15 +22,14 @@ from ...actors.engine.runner import ExpertRunner
 from ...actors.engine.stats import EngineStats, LayerStats
 from ...actors.engine.timeline import Timeline
 from ...actors.engine.virtual_link import VirtualClock, VirtualLoader
+from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.eviction import EvictionPolicy
-from ...actors.policies.mixed_precision import MixedPrecision
+from ...actors.policies.hobbit import MixedPrecision
+from ...actors.policies.moepic.split import CacheCut
 from ...actors.policies.plan import LoadOnMiss
-from ...actors.policies.pre_evict import PreEviction
-from ...actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted, runs
-from ...actors.policies.prefetch.governor import PrefetchGovernor
-from ...actors.policies.rerouting import Rerouting
+from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, runs
 from ...actors.policies.residency import Residency, State
-from ...actors.policies.split.cut import CacheCut
+from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import LowBitSettings, PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
 from ...kernels.pack import PackedShape

@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.policies.eviction import LAYER_EVICTION, EvictionPolicy
+from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.registry import LAYER_EVICTION
 from .trace import Request
 from .trace_format import TraceHeader
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from ...actors.policies.eviction import LAYER_EVICTION, EvictionPolicy
-from ...actors.policies.eviction.make import make_eviction
-from ...actors.policies.pre_evict import PreEviction
-from ...actors.policies.prefetch.base import PrefetchPolicy
-from ...actors.policies.prefetch.governor import PrefetchGovernor
-from ...actors.policies.routing_budget import BudgetAwareTopK
-from ...actors.policies.split.cut import CacheCut
+from ...actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.moepic.split import CacheCut
+from ...actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
+from ...actors.policies.registry import LAYER_EVICTION, make_eviction
 from ...actors.policy_settings import PolicySettings
 from ...errors import ConfigError
 from .executor import SimulatedEngine

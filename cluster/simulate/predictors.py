@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...actors.policies.prefetch.stride import Predictor, TrainingOptions, train_predictor
+from ...actors.policies.baselines import Predictor, TrainingOptions, train_predictor
 from ...actors.store.artifacts import PredictorsOf, encode_predictors, read_predictors
 from ...errors import TraceError
 from .trace import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.policies.prefetch.base import PrefetchPolicy, Wanted
+from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from .executor import layer_seen, spans_of
 from .trace import Iteration, Request
 from .trace_format import TraceHeader

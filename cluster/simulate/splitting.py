@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from ...actors.engine.cache import ExpertCache
 from ...actors.engine.configurator import Configurator, Step
 from ...actors.engine.configuring import Recorder
-from ...actors.policies.split.configure import Configured
-from ...actors.policies.split.cut import CacheCut, buffer_for
-from ...actors.policies.split.statistics import Order
+from ...actors.policies.moepic.configure import Configured
+from ...actors.policies.moepic.split import CacheCut, Order, buffer_for
 from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes
 from ...errors import BudgetError, TraceError

@@ -1,5 +1,5 @@
 // Buddy expert substitution (Algorithm 1 of BuddyMoE with its gates) for the few tokens of a layer: what
-// actors/policies/substitution.py says, to the last bit. Doubles and floats are added, multiplied and divided in the
+// actors/policies/buddymoe/substitution.py says, to the last bit. Doubles and floats are added, multiplied and divided in the
 // same order as there, and never contracted: this file is compiled with -ffp-contract=off.
 #include "substitute.hpp"
 

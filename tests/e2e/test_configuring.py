@@ -8,7 +8,7 @@ import pytest
 from serving import greedy, prepared, serving, settings
 
 from tiermoe.actors.engine.configurator import Configurator
-from tiermoe.actors.policies.split.expert_split import Times
+from tiermoe.actors.policies.moepic.configure import Times
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.store.files import ExpertStore

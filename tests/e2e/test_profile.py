@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.buddies import BuddyOptions
+from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
 from tiermoe.actors.store.artifacts import read_profile
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir

@@ -9,7 +9,7 @@ import pytest
 from serving import greedy, serving, settings
 
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.policies.split.cut import CacheCut
+from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.actors.store.files import ExpertStore

@@ -12,9 +12,8 @@ import pytest
 import torch
 from substitution_cases import OPTIONS, Arguments, assert_same, case, on_tensors, taus
 
-from tiermoe.actors.policies import substitution
-from tiermoe.actors.policies.substitution import SubstitutionOptions, reach
-from tiermoe.actors.policies.substitution_gates import replaceable
+from tiermoe.actors.policies.buddymoe import substitution
+from tiermoe.actors.policies.buddymoe.substitution import SubstitutionOptions, reach, replaceable
 from tiermoe.kernels import substitute as kernels
 from tiermoe.kernels.substitute_torch import substitute_tensors
 

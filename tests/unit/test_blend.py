@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.prefetch.blend import GATE, MAP, BlendPrefetch
+from tiermoe.actors.policies.fmoe import GATE, MAP, BlendPrefetch
+from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 
 LAYERS, EXPERTS = 4, 4
 SPANS = (Span("a", 0, 1, True),)

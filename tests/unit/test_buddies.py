@@ -11,26 +11,27 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.buddies import (
+from tiermoe.actors.policies.buddymoe.buddies import (
+    BINS,
+    TEMPERATURES,
     BuddyOptions,
     Coactivations,
+    ExpertProfile,
+    Outputs,
+    OutputsMissing,
+    RoutingCounts,
+    activating_entropy,
     alpha_schedule,
     blended_shares,
     buddy_sizes,
     buddy_table,
     coactivation_shares,
+    entropy_counts,
+    entropy_threshold,
     output_shares,
     renormalised,
     warmup_weights,
 )
-from tiermoe.actors.policies.entropy import (
-    BINS,
-    TEMPERATURES,
-    activating_entropy,
-    entropy_counts,
-    entropy_threshold,
-)
-from tiermoe.actors.policies.expert_profile import ExpertProfile, Outputs, OutputsMissing, RoutingCounts
 
 E, K = 7, 3
 

@@ -14,8 +14,8 @@ import traces
 from tiermoe.actors.engine.configurator import Step
 from tiermoe.actors.engine.configuring import Configuring, Recorder
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
-from tiermoe.actors.policies.eviction import LAYER_EVICTION, SplitEviction
-from tiermoe.actors.policies.prefetch.registry import PrefetchOptions
+from tiermoe.actors.policies.eviction import SplitEviction
+from tiermoe.actors.policies.registry import LAYER_EVICTION, PrefetchOptions
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
 from tiermoe.cluster.report.runtime import configurator_rows

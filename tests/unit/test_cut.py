@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiermoe.actors.policies.eviction import Lcp, Lru, SplitEviction
+from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.moepic import Lcp
+from tiermoe.actors.policies.moepic.split import CacheCut, Segments, buffer_for
 from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
 from tiermoe.actors.policies.residency import Residency, ResidencyError
-from tiermoe.actors.policies.split.cut import CacheCut, buffer_for
-from tiermoe.actors.policies.split.segments import Segments
 from tiermoe.actors.policy_settings import PolicySettings, SplitSettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.errors import ConfigError

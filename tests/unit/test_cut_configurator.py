@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.split.allocation import allocate, cache_sizes, load_costs
-from tiermoe.actors.policies.split.configure import Room, configure, expected_s
-from tiermoe.actors.policies.split.cut import CacheCut
-from tiermoe.actors.policies.split.expert_split import LayerModel, Times, expected, expert_split, total_s
-from tiermoe.actors.policies.split.statistics import LayerStatistics, Picks, observe
+from tiermoe.actors.policies.moepic.configure import (
+    LayerModel,
+    Room,
+    Times,
+    allocate,
+    cache_sizes,
+    configure,
+    expected,
+    expected_s,
+    expert_split,
+    load_costs,
+    total_s,
+)
+from tiermoe.actors.policies.moepic.split import CacheCut, LayerStatistics, Picks, observe
 
 E, K, N = 6, 2, 16
 TIMES = Times(attention_s=1.0, moe_s=2.0, head_s=0.5, load_s=3.0)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import EVICTION, EvictionPolicy, ExpertMapEviction, Lfu, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy, Lfu, Lru
+from tiermoe.actors.policies.fmoe import ExpertMapEviction
+from tiermoe.actors.policies.registry import EVICTION
 
 KEYS = 6
 P = TypeVar("P", bound=EvictionPolicy)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.prefetch.expert_map import (
+from tiermoe.actors.policies.fmoe import (
     ExpertMapPrefetch,
     Forecast,
     prefetch_priority,
@@ -14,9 +14,7 @@ from tiermoe.actors.policies.prefetch.expert_map import (
     select,
     threshold,
 )
-from tiermoe.actors.policies.prefetch.map_search import MapSearch
-from tiermoe.actors.policies.prefetch.map_store import ExpertMapStore
-from tiermoe.actors.policies.prefetch.sketch import unit_rows
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, unit_rows
 
 L, J, D, K = 6, 5, 7, 2
 Floats = NDArray[np.float32]

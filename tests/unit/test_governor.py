@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
 
 
 def governor(min_useful: float = 0.5) -> PrefetchGovernor:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import LAYER_EVICTION, Lcp, Lfu, Lru, PerLayer, RandomOrder
+from tiermoe.actors.policies.eviction import Lfu, Lru, PerLayer, RandomOrder
+from tiermoe.actors.policies.moepic import Lcp
+from tiermoe.actors.policies.registry import LAYER_EVICTION
 
 EXPERTS, LAYERS = 6, 3
 

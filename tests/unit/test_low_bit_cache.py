@@ -21,10 +21,10 @@ from tiermoe.actors.engine.runner import ExpertRunner
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
-from tiermoe.actors.policies.mixed_precision import MixedPrecision
+from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.plan import LoadOnMiss
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
-from tiermoe.actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
+from tiermoe.actors.policies.registry import PrefetchOptions, make_prefetch
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PrefetchSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from map_contexts import SHAPE, TOP_K, forecasts, iteration, reference
 
-from tiermoe.actors.policies.eviction import ExpertMapEviction
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.prefetch.map_policy import ExpertMapPolicy
+from tiermoe.actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy
+from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 
 
 def _seen(layer: int, spans: list[Span], probabilities: np.ndarray | None) -> LayerSeen:

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from tiermoe.actors.engine.map_prefetch import MatcherPrefetch
 from tiermoe.actors.engine.shards import Shards
 from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
-from tiermoe.actors.policies.eviction import ExpertMapEviction, Lru
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.prefetch.blend import BlendPrefetch
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
+from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.proto.messages import PrefetchCommand

@@ -15,7 +15,7 @@ from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration
 
 from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink, shard_name
 from tiermoe.actors.matcher import Matcher
-from tiermoe.actors.policies.prefetch.expert_map import Forecast
+from tiermoe.actors.policies.fmoe import Forecast
 from tiermoe.actors.policies.sharding import shard_of
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import save_maps

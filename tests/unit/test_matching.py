@@ -16,7 +16,8 @@ from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration
 from tiermoe.actors.engine.matching import MatcherLink, sequence_means, tell_eviction, wanted_keys
 from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink
 from tiermoe.actors.matcher import Matcher
-from tiermoe.actors.policies.eviction import ExpertMapEviction, Lru
+from tiermoe.actors.policies.eviction import Lru
+from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand

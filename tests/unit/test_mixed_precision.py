@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.actors.policies.eviction import Lfu, TwoWidths
-from tiermoe.actors.policies.mixed_precision import MixedPlan, MixedPrecision, unimportance
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.prefetch.mixed_gate import MixedGatePrefetch
-from tiermoe.actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
+from tiermoe.actors.policies.hobbit import MixedGatePrefetch, MixedPlan, MixedPrecision, unimportance
+from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
+from tiermoe.actors.policies.registry import PrefetchOptions, make_prefetch
 from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PreEvictSettings, PrefetchSettings
 from tiermoe.actors.settings import mixed_slots
 from tiermoe.cluster.config import load_policy

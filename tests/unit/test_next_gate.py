@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tiermoe.actors.policies.prefetch.next_gate import predicted_experts
+from tiermoe.actors.policies.prefetch import predicted_experts
 
 
 def transcription(logits: np.ndarray, top: int) -> list[int]:

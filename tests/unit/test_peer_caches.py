@@ -9,7 +9,7 @@ import pytest
 
 from tiermoe.actors.engine.held import told, understood
 from tiermoe.actors.engine.peer_caches import PeerCaches
-from tiermoe.actors.policies.rerouting import RerouteView
+from tiermoe.actors.policies.adapmoe import RerouteView
 from tiermoe.actors.policies.residency import Residency
 
 L, E, G = 2, 6, 3

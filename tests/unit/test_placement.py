@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tiermoe.actors.policies.context_ndp import HotSet, Places, RoutingCounts, importance, monde_split, static_hot
 from tiermoe.actors.policies.cost import SplitCosts
-from tiermoe.actors.policies.placement import HotSet, RoutingCounts, importance, monde_split, static_hot
-from tiermoe.actors.policies.places import Places
 from tiermoe.actors.policies.sharding import shard_of
 
 E = 4

@@ -15,7 +15,7 @@ from serving import greedy, prepared, reference_greedy, serving, settings, struc
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.precision import prefix_split
+from tiermoe.actors.policies.context_ndp import prefix_split
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import ReplicaTables

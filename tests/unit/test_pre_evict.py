@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.eviction.importance import Hotness, ImportanceEviction
-from tiermoe.actors.policies.pre_evict import PreEviction, predicted_distribution
-from tiermoe.actors.policies.routing_budget import kept_pairs, routing_widths
+from tiermoe.actors.policies.activeevict import (
+    Hotness,
+    ImportanceEviction,
+    PreEviction,
+    kept_pairs,
+    predicted_distribution,
+    routing_widths,
+)
 
 E, K = 8, 3
 SEEDS = st.integers(0, 2**32 - 1)

@@ -24,12 +24,10 @@ from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.reroute_view import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
-from tiermoe.actors.policies.eviction import EvictionPolicy, ImportanceEviction, Lru
-from tiermoe.actors.policies.pre_evict import PreEviction
-from tiermoe.actors.policies.prefetch.base import Span
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
+from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.prefetch import PrefetchGovernor, Span
 from tiermoe.actors.policies.residency import Residency
-from tiermoe.actors.policies.routing_budget import BudgetAwareTopK
 from tiermoe.actors.policy_settings import PolicySettings, PreEvictSettings, RoutingSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape

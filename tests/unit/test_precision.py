@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.precision import prefix_split, uniform
+from tiermoe.actors.policies.context_ndp import prefix_split, uniform
 
 WIDTHS = (1, 2, 3, 4)
 LOSSES = st.lists(st.lists(st.integers(0, 50), min_size=4, max_size=4), min_size=1, max_size=8)

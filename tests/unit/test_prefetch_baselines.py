@@ -5,13 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.prefetch.activation_matrix import ActivationMatrixPrefetch, MatrixCollection
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted, ranked
-from tiermoe.actors.policies.prefetch.layerwise import LayerwisePrefetch
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
-from tiermoe.actors.policies.prefetch.popularity import PopularityPrefetch
-from tiermoe.actors.policies.prefetch.registry import PREFETCH, PrefetchOptions, make_prefetch
-from tiermoe.actors.policies.prefetch.stride import StridePrefetch, TrainingOptions, features, train_predictor
+from tiermoe.actors.policies.baselines import (
+    ActivationMatrixPrefetch,
+    MatrixCollection,
+    StridePrefetch,
+    TrainingOptions,
+    features,
+    train_predictor,
+)
+from tiermoe.actors.policies.prefetch import (
+    LayerSeen,
+    LayerwisePrefetch,
+    NextGatePrefetch,
+    PopularityPrefetch,
+    Span,
+    Wanted,
+    ranked,
+)
+from tiermoe.actors.policies.registry import PREFETCH, PrefetchOptions, make_prefetch
 
 L, E, K = 3, 4, 2
 

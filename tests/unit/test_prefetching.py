@@ -24,9 +24,15 @@ from fake_prefetching import (
 
 from tiermoe.actors.engine.prefetching import Prefetching
 from tiermoe.actors.engine.sequences import SequenceRows
-from tiermoe.actors.policies.prefetch.base import LayerSeen, PrefetchPolicy, Span, Wanted
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch, predicted_experts
+from tiermoe.actors.policies.prefetch import (
+    LayerSeen,
+    NextGatePrefetch,
+    PrefetchGovernor,
+    PrefetchPolicy,
+    Span,
+    Wanted,
+    predicted_experts,
+)
 
 
 @pytest.fixture

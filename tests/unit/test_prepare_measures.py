@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model import build_model, find_blocks
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.policies.prefetch.pre_gated import PreGate
+from tiermoe.actors.policies.baselines import PreGate
 from tiermoe.actors.store.artifacts import (
     GATES_NAME,
     SENSITIVITY_NAME,

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.model import build_model, find_blocks
 from tiermoe.actors.engine.sources import host_weights
-from tiermoe.actors.policies.buddies import BuddyOptions, renormalised
-from tiermoe.actors.policies.expert_profile import RoutingCounts
+from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions, RoutingCounts, renormalised
 from tiermoe.actors.store.artifacts import PROFILE_NAME, read_profile, read_profile_manifest
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import model_fingerprint, read_manifest

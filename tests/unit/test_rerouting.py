@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
 from tiermoe.actors.engine.stats import EngineStats
-from tiermoe.actors.policies.rerouting import Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
+from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policies.routing import AdaptiveGating
 from tiermoe.actors.policy_settings import PolicySettings, RoutingSettings
 from tiermoe.actors.store.artifacts import Calibrated
 from tiermoe.errors import ConfigError

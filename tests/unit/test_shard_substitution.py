@@ -13,7 +13,7 @@ from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.shards import owners
-from tiermoe.actors.policies.rerouting import Rerouted, RerouteView
+from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.actors.store.files import ExpertStore

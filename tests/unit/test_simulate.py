@@ -15,11 +15,8 @@ from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Cause, LoadJob
 from tiermoe.actors.engine.virtual_link import VirtualClock, VirtualLoader
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
-from tiermoe.actors.policies.prefetch.layerwise import LayerwisePrefetch
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
-from tiermoe.actors.policies.prefetch.popularity import PopularityPrefetch
-from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch
+from tiermoe.actors.policies.moepic import SpeculativePrefetch
+from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies.prefetch.sketch import Sketch, unit_rows
+from tiermoe.actors.policies.fmoe.maps import Sketch, unit_rows
 
 
 def test_narrow_embeddings_are_kept() -> None:

@@ -28,11 +28,17 @@ from hypothesis.extra.numpy import arrays
 from tiermoe.actors.engine.make_prefetch import gate_probes
 from tiermoe.actors.engine.prefetching import Prefetching
 from tiermoe.actors.engine.sequences import SequenceRows
-from tiermoe.actors.policies.prefetch.base import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch, predicted_experts
-from tiermoe.actors.policies.prefetch.pre_gated import PreGate, PreGatedPrefetch
-from tiermoe.actors.policies.prefetch.random_guess import RandomPrefetch
-from tiermoe.actors.policies.prefetch.speculative import SpeculativePrefetch, by_score
+from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
+from tiermoe.actors.policies.moepic import SpeculativePrefetch
+from tiermoe.actors.policies.prefetch import (
+    LayerSeen,
+    NextGatePrefetch,
+    RandomPrefetch,
+    Span,
+    Wanted,
+    by_score,
+    predicted_experts,
+)
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.actors.store.artifacts import Calibrated
 from tiermoe.errors import ConfigError

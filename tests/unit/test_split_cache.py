@@ -20,10 +20,9 @@ from tiermoe.actors.engine.promise import Promise, PromisedSegment, Shared
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
-from tiermoe.actors.policies.prefetch.next_gate import NextGatePrefetch
+from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
 
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.actors.policy_settings import SplitSettings
 
 SPLIT = SplitSettings(kind="fixed", theta=0.5)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.eviction import LAYER_EVICTION
-from tiermoe.actors.policies.split import statistics
-from tiermoe.actors.policies.split.statistics import LayerStatistics, Order, Picks, observe
+from tiermoe.actors.policies.moepic import split as statistics
+from tiermoe.actors.policies.moepic.split import LayerStatistics, Order, Picks, observe
+from tiermoe.actors.policies.registry import LAYER_EVICTION
 
 E, K = 7, 2
 

@@ -16,9 +16,9 @@ from tiermoe.actors.engine.low_bits import ReplicaPool
 from tiermoe.actors.engine.pool import LayerWeights
 from tiermoe.actors.engine.timeline import Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
-from tiermoe.actors.policies.prefetch.governor import PrefetchGovernor
+from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policies.split.cut import CacheCut
 from tiermoe.kernels.pack import PackedShape
 
 

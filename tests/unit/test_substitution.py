@@ -10,19 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiermoe.actors.policies.entropy import activating_entropy
-from tiermoe.actors.policies.on_miss import MissRule, RandomRule, no_buddies
-from tiermoe.actors.policies.rerouting import RerouteView
-from tiermoe.actors.policies.substitution import Buddies, Substituted, SubstitutionOptions, reach, substitute
-from tiermoe.actors.policies.substitution_gates import (
+from tiermoe.actors.policies.adapmoe import RerouteView
+from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
+from tiermoe.actors.policies.buddymoe.buddies import activating_entropy
+from tiermoe.actors.policies.buddymoe.substitution import (
     AdaptiveBeta,
+    Buddies,
+    Substituted,
+    SubstitutionOptions,
     exp,
     log,
     margin,
     missing_share,
     missing_shares,
     permitted,
+    reach,
     replaceable,
+    substitute,
     token_entropy,
 )
 from tiermoe.actors.policy_settings import PolicySettings, SubstitutionSettings

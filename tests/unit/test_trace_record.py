@@ -11,7 +11,7 @@ import serving
 import tiny_models
 import torch
 
-from tiermoe.actors.policies.eviction import EVICTION
+from tiermoe.actors.policies.registry import EVICTION
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with

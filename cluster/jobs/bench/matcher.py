@@ -16,8 +16,7 @@ import numpy as np
 from rich.progress import Progress
 
 from ....actors.engine.matching import MatcherLink
-from ....actors.policies.prefetch.map_store import ExpertMapStore
-from ....actors.policies.prefetch.sketch import WIDTH
+from ....actors.policies.fmoe.maps import WIDTH, ExpertMapStore
 from ....actors.settings import MatcherSettings
 from ....actors.store.artifacts import MapShape, save_maps
 from ....errors import RuntimeFailure

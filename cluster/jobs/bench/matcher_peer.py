@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ....actors.policies.prefetch.expert_map import ExpertMapPrefetch
-from ....actors.policies.prefetch.map_search import MapSearch
-from ....actors.policies.prefetch.map_store import ExpertMapStore
-from ....actors.policies.prefetch.sketch import Sketch, unit_rows
+from ....actors.policies.fmoe import ExpertMapPrefetch
+from ....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch, unit_rows
 
 DISTANCE = 3
 MB = 1e6

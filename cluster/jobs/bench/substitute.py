@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from ....actors.policies.on_miss import MissRule
-from ....actors.policies.rerouting import RerouteView
-from ....actors.policies.substitution import Buddies, SubstitutionOptions, substitute
+from ....actors.policies.buddymoe import MissRule
+from ....actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions, substitute
+from ....actors.policies.routing import RerouteView
 from .metrics import Bar, Case, Measures, Report, interleaved, rows_of
 
 LIMIT_US = 30.0

@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ....actors.engine.model import MoeBlock, RouterProbe, build_model, find_blocks
 from ....actors.engine.sources import host_weights
-from ....actors.policies.prefetch.next_gate import picks
-from ....actors.policies.prefetch.pre_gated import PreGate
+from ....actors.policies.baselines import PreGate
+from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import GATES_NAME, SENSITIVITY_NAME, encode_gates, encode_sensitivity, predictors_file
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import model_fingerprint, read_manifest

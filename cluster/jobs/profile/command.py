@@ -18,8 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ....actors.policies.buddies import BuddyOptions, Ranking
-from ....actors.policies.expert_profile import ExpertProfile
+from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
 from ....actors.store.artifacts import ProfileManifest, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError

@@ -33,8 +33,7 @@ from safetensors.numpy import load, save
 from ....actors.engine.model import MoeBlock
 from ....actors.engine.operator import attach, detach
 from ....actors.engine.pool import LayerWeights
-from ....actors.policies.buddies import renormalised, warmup_weights
-from ....actors.policies.expert_profile import ExpertProfile, Outputs, RoutingCounts
+from ....actors.policies.buddymoe.buddies import ExpertProfile, Outputs, RoutingCounts, renormalised, warmup_weights
 from ....actors.store.artifacts import (
     PROFILE_NAME,
     PROFILE_VERSION,

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from ....actors.engine.model import RouterProbe, find_blocks
-from ....actors.policies.buddies import BuddyOptions, BuddyTable
-from ....actors.policies.expert_profile import ExpertProfile
+from ....actors.policies.buddymoe.buddies import BuddyOptions, BuddyTable, ExpertProfile
 from ....actors.store.artifacts import read_profile
 from ....actors.store.format import Manifest, read_manifest
 from ....errors import ConfigError, UnsupportedModelError

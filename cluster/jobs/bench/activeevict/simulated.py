@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
+from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....errors import ConfigError
 from ....config import RunConfig, load_policy

@@ -12,15 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .....actors.policies.eviction import EVICTION, ExpertMapEviction
-from .....actors.policies.prefetch.base import PrefetchPolicy, most_probable
-from .....actors.policies.prefetch.expert_map import ExpertMapPrefetch
-from .....actors.policies.prefetch.governor import PrefetchGovernor
-from .....actors.policies.prefetch.map_policy import ExpertMapPolicy
-from .....actors.policies.prefetch.map_search import MapSearch
-from .....actors.policies.prefetch.map_store import ExpertMapStore
-from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
-from .....actors.policies.prefetch.sketch import Sketch
+from .....actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
+from .....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
+from .....actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy, most_probable
+from .....actors.policies.registry import EVICTION, PrefetchOptions, make_prefetch
 from ....config import load_policy
 from ....simulate.executor import SimulatedEngine
 from ....simulate.machine import load_machine

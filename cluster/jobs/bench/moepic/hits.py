@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from .....actors.policies.eviction import EvictionPolicy, Lcp
+from .....actors.policies.eviction import EvictionPolicy
+from .....actors.policies.moepic import Lcp
 from ....simulate.hit_rates import POLICIES, Ids, hit_rates, policies, token_ids
 from ..recorded import Recorded
 from .work import SHARES, Workload

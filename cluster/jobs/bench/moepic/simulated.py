@@ -9,11 +9,9 @@ import numpy as np
 from rich.progress import Progress
 
 from .....actors.policies.cost import Link, load_s
-from .....actors.policies.prefetch.registry import PrefetchOptions, make_prefetch
-from .....actors.policies.split.configure import Room, configure
-from .....actors.policies.split.cut import CacheCut, buffer_for
-from .....actors.policies.split.expert_split import Times
-from .....actors.policies.split.statistics import LayerStatistics, Picks, observe
+from .....actors.policies.moepic.configure import Room, Times, configure
+from .....actors.policies.moepic.split import CacheCut, LayerStatistics, Picks, buffer_for, observe
+from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....actors.settings import budget_bytes
 from ....config import parse_budget

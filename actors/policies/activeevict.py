@@ -1,0 +1,317 @@
+"""Eviction by importance: recent use and what the next layer's router is predicted to ask for (ActiveEvict).
+
+Pre-eviction: how many slots the next layer is going to need free (ActiveEvict, sections 3.2 and 3.3).
+
+Who gives its slot up is the eviction policy's affair: the paper's is `eviction.ImportanceEviction`.
+
+Routing width by the slots at hand: budget-aware dynamic top-k (ActiveEvict, section 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .eviction import EvictionPolicy, first_evictable
+from .prefetch import predicted_experts
+from .routing import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs
+
+Floats = NDArray[np.float64]
+
+
+class Hotness:
+    """Time-decayed use of each expert by the last tokens of its layer (ActiveEvict, equation 8), kept incrementally.
+
+    Symbols: u(e) `values`, gamma `gamma`, T `window`, I_t(e) the rows of `ids`. With t counted so that the newest token
+    is T, u(e) = sum over the last T tokens of gamma^(T-t) * I_t(e). A new token multiplies u by gamma, adds 1 to what
+    it picked and takes gamma^T from what the token that leaves the window had picked: O(E + K) per token. Rows of a
+    batch are tokens in the order of the rows.
+
+    State: u [L, E], and the picks of the window's tokens per layer.
+
+    Args:
+        layers, experts: L and E. gamma: in (0, 1]. window: tokens, at least 1.
+    """
+
+    def __init__(self, layers: int, experts: int, gamma: float, window: int) -> None:
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gamma is {gamma}, not in (0, 1]")
+        if window < 1:
+            raise ValueError(f"the window holds {window} tokens, not at least 1")
+        self._window = window
+        self._powers: Floats = gamma ** np.arange(2 * window, dtype=np.float64)  # by age; batches as long as the window
+        self.values: Floats = np.zeros((layers, experts))  # [L, E]
+        self._picked: list[NDArray[np.int64] | None] = [None] * layers  # of each a ring [T, K]
+        self._tokens = [0] * layers  # seen since the beginning
+
+    def saw(self, layer: int, ids: NDArray[np.integer]) -> None:
+        """Tokens of a layer picked these experts: ids [n, K], those of a row differ."""
+        window, values = self._window, self.values[layer]
+        ids = ids[-window:]
+        n = len(ids)
+        if n == 0:
+            return
+        ring = self._picked[layer]
+        if ring is None:
+            ring = self._picked[layer] = np.zeros((window, ids.shape[1]), np.int64)
+        seen = self._tokens[layer]
+        held = min(seen, window)
+        if n == window:
+            values[:] = 0.0
+        else:
+            values *= self._powers[n]
+            leaving = held + n - window
+            if leaving > 0:
+                places = np.arange(seen - held, seen - held + leaving) % window
+                ages = np.arange(held + n - 1, held + n - 1 - leaving, -1)
+                np.subtract.at(values, ring[places], self._powers[ages, None])
+                np.maximum(values, 0.0, out=values)  # what rounding leaves of an expert that is out of the window
+        np.add.at(values, ids, self._powers[n - 1 :: -1, None] if n > 1 else 1.0)
+        ring[np.arange(seen, seen + n) % window] = ids
+        self._tokens[layer] = seen + n
+
+
+class ImportanceEviction(EvictionPolicy):
+    """Evicts the expert of least importance (ActiveEvict, section 3.2, equations 9 and 13).
+
+    Symbols: u(e) `Hotness.values`; h(e) = u(e) / sum of u over the residents C_l of its layer; p-hat(e), the predicted
+    probability that was told last for its layer (`expect`); s(e) = alpha * h(e) + (1 - alpha) * p-hat(e), `scores`.
+    Where the residents of a layer were not used within the window, h is 0. The paper gives each layer slots of its own.
+    Where one pool serves all layers their experts compare by s, which has the same scale in each: both parts sum to
+    1 in a layer at most, so a layer that holds more gives way sooner.
+
+    State: u [L, E], p-hat [L, E], what is held, and when each was used last. Ties: least recently used first, then by
+    key. O(1) per key admitted, used or removed; the order is made anew, O(L*E + n log n) for n held, by the first
+    `victims` after a change.
+
+    Args:
+        layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
+    """
+
+    def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128) -> None:
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha is {alpha}, not in [0, 1]")
+        self._alpha = alpha
+        self.hotness = Hotness(layers, experts, gamma, window)
+        self._predicted: Floats = np.zeros((layers, experts))
+        self._held = np.zeros(layers * experts, bool)
+        self._stamp = np.zeros(layers * experts, np.int64)
+        self._clock = 0
+        self._order: list[int] | None = None  # of what is held, first to go first; None: to be made
+
+    def saw(self, layer: int, ids: NDArray[np.integer]) -> None:
+        """Tokens of a layer picked these experts: ids [n, K]."""
+        self.hotness.saw(layer, ids)
+        self._order = None
+
+    def expect(self, layer: int, probabilities: NDArray[np.floating]) -> None:
+        """p-hat of a layer's experts [E], for its next forward."""
+        self._predicted[layer] = probabilities
+        self._order = None
+
+    def scores(self) -> Floats:
+        """s of every expert, by key [L*E]; of those that are not held only the second part."""
+        return self._scores(self._held)
+
+    def admitted(self, key: int) -> None:
+        self._held[key] = True
+        self._touch(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._touch(key)
+
+    def removed(self, key: int) -> None:
+        if not self._held[key]:
+            raise KeyError(key)
+        self._held[key] = False
+        self._order = None
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if count <= 0:  # as asked wherever slots are free: no reason to make the order
+            return []
+        if self._order is None:
+            keys = self._held.nonzero()[0]
+            self._order = keys[np.lexsort((self._stamp[keys], self.scores()[keys]))].tolist()
+        return first_evictable(self._order, count, evictable)
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        """Most worth keeping first: by falling s as if these were the residents, then most recently used first."""
+        asked = np.zeros_like(self._held)
+        asked[list(keys)] = True
+        scores = self._scores(asked)
+        return sorted(keys, key=lambda key: (-scores[key], -self._stamp[key]))
+
+    def _scores(self, residents: NDArray[np.bool_]) -> Floats:
+        used = self.hotness.values * residents.reshape(self._predicted.shape)
+        sums = used.sum(axis=1, keepdims=True)
+        hot = np.divide(used, sums, out=np.zeros_like(used), where=sums > 0)
+        scores: Floats = (self._alpha * hot + (1 - self._alpha) * self._predicted).ravel()
+        return scores
+
+    def _touch(self, key: int) -> None:
+        self._clock += 1
+        self._stamp[key] = self._clock
+        self._order = None
+
+
+
+
+def predicted_distribution(logits: NDArray[np.floating]) -> Floats:
+    """p-hat of the next layer's experts [E] (equations 10 to 12): the mean over tokens of softmax(r-hat).
+
+    Args:
+        logits: r-hat, the next layer's router on this layer's hidden states [T, E], T at least 1.
+    """
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    np.exp(shifted, out=shifted)
+    shifted /= shifted.sum(axis=1, keepdims=True)
+    mean: Floats = shifted.mean(axis=0)
+    return mean
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTarget:
+    """Slots that should be free before the next layer: Delta = gap + redundancy (equation 17).
+
+    width: k, experts that the layer is expected to run. gap: k - H-hat(k), those of them without a slot (14).
+    redundancy: r_k, further ones in case the prediction errs at its boundary (16).
+    """
+
+    width: int
+    gap: int
+    redundancy: int
+
+    @property
+    def slots(self) -> int:
+        return self.gap + self.redundancy
+
+
+@dataclass(frozen=True, slots=True)
+class PreEviction:
+    """The release target of ActiveEvict (section 3.3). State: none. O(T*E + E log E) per layer.
+
+    Symbols: p_(j) the j-th greatest of p-hat, ties by number; k the width; delta_j = p_(j) - p_(j+1) (15);
+    tau `threshold`; r_max `most`. r_k counts the flat places among delta_k .. delta_(k+r_max-1), those under tau;
+    beyond the last expert there is none. The paper's k is the routing width of one token. The tokens of a batch
+    share the slots, so k is then the number of different experts that their predictions pick.
+
+    Args:
+        top_k: of the router. threshold: in probability, 0: no redundancy. most: slots of redundancy at most.
+    """
+
+    top_k: int
+    threshold: float = 0.02
+    most: int = 2
+
+    def target(self, logits: NDArray[np.floating], predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
+        """What should be free before a layer.
+
+        Args:
+            logits: as for `predicted_distribution` [T, E]. predicted: what that gave [E].
+            held: experts of the layer that have a slot [E].
+        """
+        width = self.top_k if len(logits) == 1 else len(predicted_experts(logits, self.top_k))
+        return self.target_for(width, predicted, held)
+
+    def target_for(self, width: int, predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
+        """The same for a known width k, at most E."""
+        order = np.argsort(-predicted, kind="stable")
+        gap = width - int(np.count_nonzero(held[order[:width]]))
+        boundary = predicted[order[width - 1 : width + self.most]]  # p_(k) .. p_(k + r_max)
+        redundancy = int(np.count_nonzero(boundary[:-1] - boundary[1:] < self.threshold))
+        return ReleaseTarget(width, gap, redundancy)
+
+
+def routing_widths(
+    ids: NDArray[np.integer],
+    weights: NDArray[np.floating],
+    resident: NDArray[np.bool_],
+    available: int,
+    narrowest: int = 1,
+) -> NDArray[np.int64]:
+    """k_l of each token (equations 18 to 21): the widest prefix of its experts whose misses fit.
+
+    Symbols: C_l `resident`; C_avail `available`; e_(1), e_(2), .. a row of `ids` by falling weight, ties by place;
+    k_max the K of `ids`; k_min `narrowest`. For one token k is the greatest with u(k) = |{e_(j) not in C_l, j <= k}|
+    at most C_avail. The paper says nothing of C_avail under u(k_min): the k_min are loaded all the same, and u(k) may
+    then be as much as u(k_min), for residents behind them load nothing.
+
+    The tokens of a batch share the slots, so u counts the union of their misses. It is filled rank by rank: every
+    token's first k_min experts, whether they fit or not; then second places, third places and so on, within a rank by
+    falling weight, ties by token. A token whose next expert does not fit ends there: what it keeps is a prefix.
+    Where each would fit alone, wide tokens never push out the first choices of others.
+
+    Args:
+        ids: the model's picks [T, K], those of a row differ. weights: their routing weights [T, K].
+        resident: of the layer's experts [E], here or on their way. available: slots for others.
+
+    Returns:
+        Experts that each token keeps [T], in [min(narrowest, K), K]. O(T * K log(T * K)).
+    """
+    tokens, top_k = ids.shape
+    narrowest = min(narrowest, top_k)
+    order = np.argsort(-weights, axis=1, kind="stable")
+    by_rank = np.take_along_axis(ids, order, axis=1)  # [T, K]
+    missing = ~resident[by_rank]
+    widths = np.full(tokens, top_k, np.int64)
+    if len(np.unique(by_rank[missing])) <= available:
+        return widths
+    granted = set(by_rank[:, :narrowest][missing[:, :narrowest]].tolist())
+    ranked = np.take_along_axis(weights, order, axis=1)
+    for rank in range(narrowest, top_k):
+        for token in np.argsort(-ranked[:, rank], kind="stable").tolist():
+            if widths[token] < rank or not missing[token, rank]:
+                continue
+            expert = int(by_rank[token, rank])
+            if expert in granted:
+                continue
+            if len(granted) < available:
+                granted.add(expert)
+            else:
+                widths[token] = rank
+    return widths
+
+
+def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which pairs the widths leave [T, K]: of each token those of greatest weight, ties by place."""
+    order = np.argsort(-weights, axis=1, kind="stable")
+    kept = np.zeros(weights.shape, bool)
+    np.put_along_axis(kept, order, np.arange(weights.shape[1]) < widths[:, None], axis=1)
+    return kept
+
+
+class BudgetAwareTopK(Rerouting):
+    """Each token runs as many of its experts as are here or fit into free slots (ActiveEvict, section 3.4).
+
+    Pre-eviction has freed slots for what was predicted (`pre_evict`); where more is missing, the experts of least
+    weight are left out instead of waited for. C_avail is `RerouteView.vacant`, C_l `RerouteView.available`; see
+    `routing_widths`. State: none. Rows of prompts are treated like others.
+
+    Args:
+        renormalise: whether the model normalises the weights of the experts that it picks (equation 4).
+        narrowest: k_min, experts that every token keeps.
+    """
+
+    name: ClassVar[str] = "budget-aware"
+
+    def __init__(self, renormalise: bool = True, narrowest: int = 1) -> None:
+        self._renormalise, self._narrowest = renormalise, narrowest
+
+    def reroute(
+        self,
+        layer: int,
+        ids: Ids,
+        weights: Weights,
+        probabilities: NDArray[np.floating] | None,
+        view: RerouteView,
+    ) -> Rerouted:
+        widths = routing_widths(ids, weights, view.available, view.vacant, self._narrowest)
+        if (widths == ids.shape[1]).all():
+            return Rerouted(ids, weights)
+        return drop_pairs(ids, weights, ~kept_pairs(weights, widths), self._renormalise)

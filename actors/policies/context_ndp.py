@@ -1,0 +1,400 @@
+"""How many experts each GPU keeps of every layer, where the others are computed elsewhere.
+
+Which experts a GPU keeps when the others can be computed where they lie.
+
+How many bits each expert near data gets under an average width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .cost import SplitCosts
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The GPU of each expert, and its places for each layer: what a hot set must fit into.
+
+    Every GPU has places of its own in every layer. So none is given more hot experts than it has slots, whatever is
+    important, and the hot experts of a layer, which run side by side, are spread over all GPUs.
+
+    Args:
+        owner: int [L, E], GPU 0..G-1 of each expert.
+        count: int [L, G], places of each GPU in each layer; at most as many as it owns experts there.
+    """
+
+    owner: NDArray[np.int64]
+    count: NDArray[np.int64]
+
+    @staticmethod
+    def fit(owner: ArrayLike, slots: Sequence[int], per_layer: int | None) -> Places:
+        """Places within the slots of each GPU.
+
+        Args:
+            owner: int [L, E].
+            slots: of each of G GPUs.
+            per_layer: K, places of a layer over all GPUs: dealt out one by one, in layer l beginning with GPU l mod G.
+                None: as many as fit; the slots of a GPU divided by L, rounded down.
+
+        Raises:
+            ValueError: K is outside [0, E], or a GPU has too few slots; the message says which.
+        """
+        table = np.asarray(owner, np.int64)
+        layers, experts = table.shape
+        gpus = len(slots)
+        owned = np.stack([np.bincount(row, minlength=gpus) for row in table])  # [L, G]
+        if per_layer is None:
+            return Places(table, np.minimum(owned, np.asarray(slots) // layers))
+        if not 0 <= per_layer <= experts:
+            raise ValueError(f"hot_per_layer is {per_layer}; give 0 to {experts}, the experts of a layer")
+        count = np.stack([_dealt(per_layer, row, layer % gpus) for layer, row in enumerate(owned.tolist())])
+        for gpu, (needed, there) in enumerate(zip(count.sum(axis=0).tolist(), slots, strict=True)):
+            if needed > there:
+                where = f" on GPU {gpu}" if gpus > 1 else ""
+                raise ValueError(
+                    f"{per_layer} hot experts in {layers} layers take {needed} slots{where}; the budget holds {there}"
+                )
+        return Places(table, count)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.owner)
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.owner.shape[1]
+
+    @property
+    def per_layer(self) -> int:
+        """Places of a layer over all GPUs; of the layer with the fewest."""
+        return int(self.count.sum(axis=1).min())
+
+    def first(self, layer: int, order: Sequence[int]) -> list[int]:
+        """The experts that get the places of a layer if they come in this order, in this order."""
+        left, owner = self.count[layer].tolist(), self.owner[layer].tolist()
+        out = []
+        for expert in order:
+            if left[owner[expert]]:
+                left[owner[expert]] -= 1
+                out.append(expert)
+        return out
+
+
+def _dealt(places: int, owned: Sequence[int], first: int) -> list[int]:
+    """Places of each GPU when `places` are dealt out in turn, none getting more than it owns."""
+    out, gpu = [0] * len(owned), first
+    while places:
+        if out[gpu] < owned[gpu]:
+            out[gpu] += 1
+            places -= 1
+        gpu = (gpu + 1) % len(owned)
+    return out
+
+
+class RoutingCounts:
+    """What the routers of one sequence asked for: P and W of Algorithm 1, line 11.
+
+    State: `P` int64 [L, E], how often expert e of layer l was selected, and `W` float64 [L, E], the sum of its routing
+    weights. `add` is O(T K + E).
+    """
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.P = np.zeros((layers, experts), np.int64)
+        self.W = np.zeros((layers, experts), np.float64)
+
+    def add(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
+        """Count the routing of some token rows in one layer.
+
+        Args:
+            layer: of the MoE layers.
+            ids: int [T, K], the selected experts.
+            weights: float [T, K], their routing weights.
+
+        Raises:
+            ValueError: an id is out of range, or the shapes differ; nothing is counted.
+        """
+        flat = np.asarray(ids).ravel()
+        experts = self.P.shape[1]
+        selected = np.bincount(flat, minlength=experts)
+        scores = np.bincount(flat, np.asarray(weights, np.float64).ravel(), minlength=experts)
+        if len(selected) > experts:
+            raise ValueError(f"expert {len(selected) - 1} was selected, but layer {layer} has {experts}")
+        self.P[layer] += selected
+        self.W[layer] += scores
+
+
+def importance(counts: RoutingCounts, alpha: float) -> NDArray[np.float64]:
+    """S = alpha Norm(P) + (1 - alpha) Norm(W), float64 [L, E] (section 4.1; Algorithm 1, lines 14 and 15).
+
+    Norm is the share of the layer's sum, so that a long prompt does not weigh more than a short one; a layer without
+    any selection stays zero.
+
+    Raises:
+        ValueError: alpha is outside [0, 1], or a routing weight was not finite.
+    """
+    _check_alpha(alpha)
+    if not np.isfinite(counts.W).all():
+        raise ValueError("a routing weight is not finite")
+    return alpha * _shares(counts.P) + (1.0 - alpha) * _shares(counts.W)
+
+
+class HotSet:
+    """Prefill-guided placement: the K most important experts of each layer live on the GPU (section 4.1).
+
+    State: the importance S [L, E] of every active sequence, by name, and the hot set H_l of each layer.
+
+    Rule: one migration per sequence, when its prefill has ended (`admit`). H_l follows the sum of the active sequences'
+    S: its top-K experts that are not hot enter, highest first, and the lowest of H_l leave. No more than
+    |topK(S_incoming) - H_l| of them, so a sequence that is content with what is hot moves nothing, whatever
+    older sequences have left undone. With one active sequence H_l becomes exactly topK(S). `release` moves nothing:
+    what ended sequences had is only replaced when another one comes.
+
+    Several GPUs: the rule holds for each on its own, over the experts that belong to it and with its own K (`Places`).
+    (The paper has one GPU; with one this is its rule.)
+
+    Ties go to the lower number and not to what is hot already: what is hot must not depend on sequences that have
+    ended, or a lossy preset would answer the same prompt differently after another one.
+
+    Cost: `admit` O(L E (n + G + log E)) for n active sequences; about as much state as n routing tables. The sum is
+    taken anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
+
+    Args:
+        places: K of each GPU in each layer.
+        alpha: share of activation counts in S; the paper takes 0.5.
+
+    Raises:
+        ValueError: alpha is outside [0, 1].
+    """
+
+    def __init__(self, places: Places, alpha: float) -> None:
+        _check_alpha(alpha)
+        self.places, self.alpha = places, alpha
+        self._shape = (places.layers, places.experts)
+        self._active: dict[str, NDArray[np.float64]] = {}
+        self._hot: list[frozenset[int]] = [frozenset()] * places.layers
+        self._rank()
+
+    def admit(self, name: str, counts: RoutingCounts) -> None:
+        """The prefill of `name` has ended: make it active (or replace its S, if it is) and move what that changes.
+
+        Raises:
+            ValueError: the counts are of another shape, or not finite; nothing changes.
+        """
+        if counts.P.shape != self._shape:
+            raise ValueError(f"counts are {list(counts.P.shape)}; this hot set is {list(self._shape)}")
+        incoming = importance(counts, self.alpha)
+        self._active[name] = incoming
+        self._rank()
+        self._hot = [self._moved(layer, own.tolist()) for layer, own in enumerate(_descending(incoming))]
+
+    def release(self, name: str) -> None:
+        """Sequence `name` has ended; nothing migrates. KeyError if it is not active."""
+        del self._active[name]
+        self._rank()
+
+    def hot(self, layer: int) -> frozenset[int]:
+        """H_l, the experts of this layer that are on a GPU."""
+        return self._hot[layer]
+
+    def order(self, layer: int) -> list[int]:
+        """All experts of this layer by descending importance to the active sequences, ties by number."""
+        return list(self._order[layer].tolist())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the active sequences, in order of admission."""
+        return tuple(self._active)
+
+    def _rank(self) -> None:
+        total = np.zeros(self._shape)
+        for scores in self._active.values():
+            total += scores
+        self._order = _descending(total)  # [L, E]
+
+    def _moved(self, layer: int, own: Sequence[int]) -> frozenset[int]:
+        """H_l after an admission; own: the experts by descending importance to the incoming sequence."""
+        hot, order, places = self._hot[layer], self.order(layer), self.places
+        best, wanted = places.first(layer, order), set(places.first(layer, own)) - hot
+        out = set(hot)
+        owner = places.owner[layer].tolist()
+        for gpu, count in enumerate(places.count[layer].tolist()):
+            limit = sum(owner[e] == gpu for e in wanted)
+            enters = [e for e in best if owner[e] == gpu and e not in hot][:limit]
+            here = [e for e in reversed(order) if owner[e] == gpu and e in hot]
+            out -= set(here[: max(0, len(enters) - (count - len(here)))])
+            out |= set(enters)
+        return frozenset(out)
+
+
+def static_hot(popularity: ArrayLike, places: Places) -> list[frozenset[int]]:
+    """The most popular experts of each layer, for good: what Fiddler places. Ties go to the lower number.
+
+    Args:
+        popularity: [L, E], selections counted over a calibration text.
+        places: of each GPU in each layer.
+
+    Raises:
+        ValueError: the popularity is not [L, E], or not finite.
+    """
+    table = np.asarray(popularity, np.float64)
+    if table.shape != places.owner.shape or not np.isfinite(table).all():
+        raise ValueError(f"popularity must be finite numbers {list(places.owner.shape)}, not {list(table.shape)}")
+    return [frozenset(places.first(layer, row.tolist())) for layer, row in enumerate(_descending(table))]
+
+
+def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts) -> list[bool]:
+    """Where each needed expert of a layer runs by MoNDE's rule (DAC'24): hot by load on the GPU, cold near data.
+
+    Rule: the experts with the most token rows go to the GPU, as many as minimise max(GPU time, NDP time). Absent ones
+    are loaded for it, one after the other, and run after their load; those that a cache holds already come without. So
+    two numbers are searched: how many of the resident experts and how many of the absent ones, each by descending rows.
+    Among equally fast splits: fewest loads, then fewest experts near data. (MoNDE has no cache; with no
+    expert resident this is its rule.) Equal rows go by position. O(n log n + residents x absent).
+
+    Args:
+        rows: token rows of each needed expert.
+        resident: whether its weights are on the GPU.
+        costs: seconds of each expert on either side.
+
+    Returns:
+        For each expert, True: on the GPU; False: near data.
+
+    Raises:
+        ValueError: the three do not have one entry for each expert.
+    """
+    count = len(rows)
+    if not count == len(resident) == len(costs.gpu_s):
+        raise ValueError(f"{count} row counts, {len(resident)} places and {len(costs.gpu_s)} costs; give one of each")
+    by_rows = sorted(range(count), key=lambda i: -rows[i])
+    here = [i for i in by_rows if resident[i]]
+    absent = [i for i in by_rows if not resident[i]]
+    gpu_s, ndp_s = np.asarray(costs.gpu_s, np.float64), np.asarray(costs.ndp_s, np.float64)
+    gpu = _prefix(gpu_s[absent] + costs.load_s)[:, None] + _prefix(gpu_s[here])[None, :]  # [absent + 1, residents + 1]
+    ndp = _suffix(ndp_s[absent])[:, None] + _suffix(ndp_s[here])[None, :]
+    ndp += costs.ndp_once_s
+    ndp[-1, -1] = 0.0  # nothing is sent
+    slowest = np.maximum(gpu, ndp)[:, ::-1]  # fewest loads first, then most residents: argmin takes the first
+    loads, cold = divmod(int(np.argmin(slowest)), len(here) + 1)
+    on_gpu = {*absent[:loads], *here[: len(here) - cold]}
+    return [i in on_gpu for i in range(count)]
+
+
+def _prefix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of the first 0, 1, .. n."""
+    return np.concatenate(([0.0], np.cumsum(seconds)))
+
+
+def _suffix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of all but the first 0, 1, .. n."""
+    return _prefix(seconds[::-1])[::-1]
+
+
+def _descending(table: NDArray[np.float64]) -> NDArray[np.intp]:
+    """[L, E]: the experts of each layer from the highest value to the lowest, ties by number."""
+    return np.argsort(-table, axis=1, kind="stable")
+
+
+def _shares(table: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+    total = table.sum(axis=1, keepdims=True, dtype=np.float64)
+    return np.divide(table, total, out=np.zeros(table.shape), where=total > 0)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha is {alpha}; give a share in [0, 1]")
+
+
+_LEVELS = 4  # of the search: n4, n3, n2, n1
+_ROUNDING = 1e-9  # n (average - 1) may fall this short of a whole number by float arithmetic alone
+
+
+def prefix_split(losses: ArrayLike, widths: Sequence[int], average: float) -> list[int]:
+    """PREFIXSPLIT of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 4.2.
+
+    Symbols: experts i = 1..n in descending importance; L_i(b) = `losses`; Delta_i(b) = L_i(1) - L_i(b), the gain over
+    1 bit; C_b(k) its prefix sums; n_b the number of experts at b bits; R = floor(n (average - 1)) increments.
+
+    Rule: the n4 most important experts get 4 bits, the next n3 get 3, then n2 get 2 and n1 get 1. Every n4 and n3 is
+    tried, n2 and n1 follow from 3 n4 + 2 n3 + n2 = R and n4 + n3 + n2 + n1 = n, and the largest gain
+    G = C4(n4) + [C3(n4+n3) - C3(n4)] + [C2(n4+n3+n2) - C2(n4+n3)] wins. The whole budget is spent even where more bits
+    lose more, as in the paper. Ties: the fewest at 4 bits, then the fewest at 3, so the most even assignment.
+
+    Other widths work alike if they follow each other, as (2, 3, 4): the lowest takes the place of 1 bit.
+    O(n^2), vectorised; n = 256 takes about a millisecond.
+
+    Args:
+        losses: float [n, W], the loss of each expert at each width.
+        widths: the W widths, ascending by 1; at most 4.
+        average: in bits, between the lowest and the highest width; n average need not be whole.
+
+    Returns:
+        The width of each expert, [n], never ascending.
+
+    Raises:
+        ValueError: shapes, widths, average or a value out of range.
+    """
+    _check_widths(widths, average)
+    table = np.asarray(losses, np.float64)
+    count = len(table)
+    if count == 0:
+        return []
+    if table.shape != (count, len(widths)) or not np.isfinite(table).all():
+        raise ValueError(f"losses must be finite numbers [{count}, {len(widths)}], not {list(table.shape)}")
+    gains = table[:, :1] - table  # Delta [n, W]; column 0 is zero
+    increments = math.floor(count * (average - widths[0]) + _ROUNDING)
+    counts = _search(_prefix_sums(gains), increments, len(widths))
+    above = [widths[0] + step for step in (3, 2, 1)]
+    out = [width for width, n in zip(above, counts, strict=True) for _ in range(n)]
+    return out + [widths[0]] * (count - len(out))
+
+
+def uniform(count: int, bits: int) -> list[int]:
+    """The same width for each of `count` experts."""
+    return [bits] * count
+
+
+def _search(sums: NDArray[np.float64], increments: int, widths: int) -> tuple[int, int, int]:
+    """(n4, n3, n2) of the largest gain.
+
+    Args:
+        sums: C [4, n + 1] by increments over the lowest width; rows above the highest width are not used.
+        increments: R, at most (widths - 1) n.
+        widths: how many there are; 3: none at 4 bits, 2: none at 3.
+    """
+    _, c2, c3, c4 = sums
+    count = sums.shape[1] - 1
+    most4 = min(count, increments // 3) if widths > 3 else 0
+    most3 = min(count, increments // 2) if widths > 2 else 0
+    n4 = np.arange(most4 + 1)[:, None]
+    n3 = np.arange(most3 + 1)[None, :]
+    n2 = increments - 3 * n4 - 2 * n3  # [n4, n3]
+    top3, top2 = n4 + n3, n4 + n3 + n2
+    feasible = (n2 >= 0) & (top2 <= count)  # n2 >= 0 bounds n4 + n3 as well, for n1 >= 0
+    top3, top2 = np.where(feasible, top3, 0), np.where(feasible, top2, 0)
+    gain = c4[n4] + (c3[top3] - c3[n4]) + (c2[top2] - c2[top3])
+    # argmax takes the first of equals: the smallest n4, then the smallest n3
+    best = int(np.argmax(np.where(feasible, gain, -np.inf)))
+    best4, best3 = divmod(best, most3 + 1)
+    return best4, best3, increments - 3 * best4 - 2 * best3
+
+
+def _prefix_sums(gains: NDArray[np.float64]) -> NDArray[np.float64]:
+    count, widths = gains.shape
+    sums = np.zeros((_LEVELS, count + 1))
+    np.cumsum(gains.T, axis=1, out=sums[:widths, 1:])
+    return sums
+
+
+def _check_widths(widths: Sequence[int], average: float) -> None:
+    if not 1 <= len(widths) <= _LEVELS or list(widths) != list(range(widths[0], widths[0] + len(widths))):
+        raise ValueError(f"widths are {list(widths)}; give up to four that follow each other, as 1, 2, 3, 4")
+    if not widths[0] <= average <= widths[-1]:
+        raise ValueError(f"the average width is {average}; give {widths[0]} to {widths[-1]} bits")

@@ -1,0 +1,376 @@
+"""Eviction guided by expert maps (fMoE).
+
+Prefetch guided by the expert maps of similar iterations (fMoE, sections 4.2 to 4.5).
+
+Expert maps behind the protocol of all prefetch policies: for executors that search where they run.
+
+Two sources of guesses joined by how often each was right: expert maps and the next layers' routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..eviction import Lfu
+from ..prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, predicted_experts
+from .maps import ExpertMapStore, MapSearch, Match, Sketch
+
+
+class ExpertMapEviction(Lfu):
+    """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
+
+    State: that of `Lfu`, and p, the probability that the map which was matched last for the expert's layer gives it. An
+    expert whose layer was not matched yet has the mean of the first probabilities told: with none told, this is `Lfu`.
+    The experts of a layer that are held move when their p is told, O(log n) each.
+
+    Args:
+        half_life: of a use, see `Lfu`; None: uses count for good, as in the paper.
+    """
+
+    def __init__(self, half_life: float | None = None) -> None:
+        super().__init__(half_life)
+        self._probability: dict[int, float] = {}
+        self._unknown: float | None = None
+
+    def expect(self, keys: Sequence[int], probabilities: Sequence[float]) -> None:
+        """What the matched map says of these experts, held or not: whole layers of it."""
+        first = self._unknown is None and len(keys) > 0
+        self._probability.update(zip(keys, probabilities, strict=True))
+        if first:
+            self._unknown = sum(probabilities) / len(keys)
+            self._place_again()
+            return
+        for key in keys:
+            if key in self._order:
+                self._place(key, self._order.stamp(key))
+
+    def _weight(self, key: int) -> float:
+        return self._probability.get(key, 1.0 if self._unknown is None else self._unknown)
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """What the matched maps say about later layers.
+
+    Attributes:
+        now: number of layers seen, which is the number (from 0) of the layer that runs next.
+        keys: [N] layer * J + expert: first those to prefetch, then the others of the same layers, each part by
+            descending priority, then by key.
+        priorities: [N], p / (l - l_now).
+        wanted: how many of the keys are to be prefetched; the others' priorities only say how probable they are.
+        scores: similarity of each sequence's match [S].
+        semantic: whether embeddings were compared, not trajectories.
+    """
+
+    now: int
+    keys: NDArray[np.int32]
+    priorities: NDArray[np.float32]
+    wanted: int
+    scores: NDArray[np.float64]
+    semantic: bool
+
+
+class ExpertMapPrefetch:
+    """What to prefetch in one iteration after the other.
+
+    Layers are counted from 0 here; the paper counts from 1. When n layers were seen, layer n (the paper's l = n + 1)
+    is about to run:
+
+        n = 0: the semantic match gives the maps of layers 0..d: the paper's 1..d, and its layer d + 1, for which the
+            trajectory of l = 1 is empty.
+        n > 0: the trajectory match of layers 0..n-1 gives the map of layer n + d.
+
+    So each layer gets a forecast once. Of each sequence's map, `select` takes the experts to prefetch; the union over
+    the sequences is prefetched, each expert with the highest probability that a sequence's map gives it. Priority
+    p / (l - l_now), l_now the last layer whose router has run: p / (layer + 1 - n).
+
+    Once the last layer was seen, `end` stores the iteration's maps.
+
+    Args:
+        store: searched, and extended by each whole iteration.
+        hidden: H, width of embeddings.
+        top_k: K, experts that the router picks for a token.
+        semantic: False: no forecast before the first trajectory (the paper's ablation T).
+        dynamic: False: K experts whatever the similarity (T and T+S without delta).
+        learn: False: the store stays as it is.
+    """
+
+    def __init__(
+        self,
+        store: ExpertMapStore,
+        hidden: int,
+        top_k: int,
+        semantic: bool = True,
+        dynamic: bool = True,
+        learn: bool = True,
+    ) -> None:
+        if not 1 <= top_k <= store.experts:
+            raise ValueError(f"top_k is {top_k}, a layer has {store.experts} experts")
+        self.store, self._sketch = store, Sketch(hidden, store.width)
+        if self._sketch.width != store.width:
+            raise ValueError(f"embeddings of {hidden} are kept in {self._sketch.width}, the store's in {store.width}")
+        self._top_k, self._semantic, self._dynamic, self._learn = top_k, semantic, dynamic, learn
+        self._search: MapSearch | None = None
+
+    @property
+    def sequences(self) -> int | None:
+        """S of the iteration under way; None: there is none."""
+        return None if self._search is None else self._search.sequences
+
+    def begin(self, embeddings: NDArray[np.float32]) -> Forecast | None:
+        """A new iteration with these embeddings [S, H]; one under way is forgotten.
+
+        Zero rows are sequences whose embeddings are not known: nothing is forecast for them yet.
+
+        Returns:
+            The forecast of layers 0..d; None where there is none.
+
+        Raises:
+            ValueError: the shape is wrong.
+        """
+        self._search = MapSearch(self.store, self._sketch(embeddings))
+        match = self._search.semantic() if self._semantic else None
+        known = embeddings.any(axis=1)
+        if match is not None and not known.all():  # similarity 0 would ask for everything
+            match = Match(match.entries[known], match.scores[known]) if known.any() else None
+        return self._forecast(0, match, range(min(self.store.distance + 1, self.store.layers)), True)
+
+    def observe(self, layer: int, probabilities: NDArray[np.float32]) -> Forecast | None:
+        """The router's probabilities of a layer [S, J], each sequence's averaged over its tokens.
+
+        Returns:
+            The forecast of layer `layer + 1 + d`; None where there is none.
+
+        Raises:
+            ValueError: no iteration has begun, the shape is wrong, or the layer was seen before.
+        """
+        if self._search is None:
+            raise ValueError("no iteration has begun")
+        self._search.observe(layer, probabilities)
+        now = layer + 1
+        target = now + self.store.distance
+        if target >= self.store.layers:
+            return None
+        return self._forecast(now, self._search.trajectory(), range(target, target + 1), False)
+
+    def end(self) -> int:
+        """The iteration is over: store its maps if all layers were seen; how many were stored."""
+        search, self._search = self._search, None
+        if search is None or not search.complete or not self._learn:
+            return 0
+        return len(search.commit())
+
+    def _forecast(self, now: int, match: Match | None, targets: range, semantic: bool) -> Forecast | None:
+        if match is None:
+            return None
+        store = self.store
+        maps = store.maps_of(match.entries, targets)  # [T, S, J]
+        scores = match.scores if len(targets) == 1 else np.tile(match.scores, len(targets))
+        picked = select(maps.reshape(len(scores), -1), scores, self._top_k, self._dynamic)
+        picked = picked.reshape(maps.shape).any(axis=1).ravel()  # [T * J]
+        layers = np.arange(targets.start, targets.stop)[:, None]
+        priorities = prefetch_priority(maps.max(axis=1), layers, now).ravel()
+        order = np.lexsort((-priorities, ~picked))  # stable: then by key
+        keys = order.astype(np.int32) + np.int32(targets.start * store.experts)
+        return Forecast(now, keys, priorities[order], int(picked.sum()), match.scores, semantic)
+
+
+def threshold(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """delta = clip(1 - score, 0, 1) (fMoE section 4.3)."""
+    return np.minimum(np.maximum(1.0 - scores, 0.0), 1.0)  # np.clip takes three times as long on few numbers
+
+
+def select(
+    probabilities: NDArray[np.float32], scores: NDArray[np.float64], top_k: int, dynamic: bool = True
+) -> NDArray[np.bool_]:
+    """Similarity-aware selection (fMoE equations 6 to 8): which experts to prefetch.
+
+    By descending probability (equal ones: the lowest number) experts are taken until their sum exceeds
+    delta = clip(1 - score, 0, 1) and at least K are taken, or there are no more.
+
+    Args:
+        probabilities: of one layer [S, J].
+        scores: of the matches that they come from [S].
+        top_k: K.
+        dynamic: False: just K.
+
+    Returns:
+        Whether each expert is taken [S, J].
+    """
+    sequences, experts = probabilities.shape
+    rows = np.arange(sequences)[:, None]
+    order = np.argsort(-probabilities, axis=1, kind="stable")
+    counts = np.full(sequences, min(top_k, experts))
+    if dynamic:
+        sums = probabilities[rows, order].cumsum(axis=1, dtype=np.float64)
+        counts = np.maximum(counts, (sums <= threshold(scores)[:, None]).sum(axis=1) + 1)
+    taken = np.zeros((sequences, experts), np.bool_)
+    taken[rows, order] = np.arange(experts) < counts[:, None]
+    return taken
+
+
+def prefetch_priority(
+    probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int
+) -> NDArray[np.float32]:
+    """p / (l - l_now) (fMoE section 4.5); layers from 0, `now` layers were seen, so l - l_now = layer + 1 - now."""
+    return (probabilities / (layers + 1 - now)).astype(np.float32)
+
+
+def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
+    """The probabilities that `prefetch_priority` made these of, for eviction."""
+    return (priorities * (layers + 1 - now)).astype(np.float32)
+
+
+Expect = Callable[[Sequence[int], Sequence[float]], None]
+
+
+class ExpertMapPolicy(PrefetchPolicy):
+    """`ExpertMapPrefetch` in the forward itself: what the matcher does beside it, at once and for nothing.
+
+    State: that of `ExpertMapPrefetch`. Each span of a forward is a sequence; its map is the mean over its rows, its
+    embedding the span's. After layer m the forecast is for layer m + 1 + d: d counts from the layer that runs when a
+    matcher's command would have come. Cost: a search per span and layer, O(C * J).
+
+    Args:
+        maps: store, distance and top-k.
+        hidden: H, width of embeddings.
+        expect: told the probabilities of each forecast's layers; `ExpertMapEviction.expect`.
+    """
+
+    name: ClassVar[str] = "expert-map"
+    needs_ids = False
+    needs_probabilities: ClassVar[bool] = True
+    needs_embeddings: ClassVar[bool] = True
+
+    def __init__(self, maps: ExpertMapPrefetch, hidden: int, expect: Expect | None = None) -> None:
+        self._maps, self._hidden, self._expect = maps, hidden, expect
+        self.distance = maps.store.distance
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        rows: list[NDArray[np.float32]] = [
+            np.zeros(self._hidden, np.float32) if span.embedding is None else span.embedding for span in spans
+        ]
+        return self._wanted(self._maps.begin(np.stack(rows)))
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        """Raises ValueError: the model exposes no probabilities, or no forward has begun."""
+        if seen.probabilities is None:
+            raise ValueError("expert maps need the router's probabilities, which this model does not expose")
+        means = [seen.probabilities[span.start : span.stop].mean(axis=0, dtype=np.float64) for span in seen.spans]
+        wanted = self._wanted(self._maps.observe(seen.layer, np.stack(means).astype(np.float32)))
+        if seen.layer == self._maps.store.layers - 1:
+            self._maps.end()
+        return wanted
+
+    def _wanted(self, forecast: Forecast | None) -> list[Wanted]:
+        if forecast is None:
+            return []
+        if self._expect is not None:
+            layers = forecast.keys // self._maps.store.experts
+            probabilities = probability_of(forecast.priorities, layers, forecast.now)
+            self._expect(forecast.keys.tolist(), probabilities.tolist())
+        n = forecast.wanted
+        pairs = zip(forecast.keys[:n].tolist(), forecast.priorities[:n].tolist(), strict=True)
+        return [Wanted(key, priority) for key, priority in pairs]
+
+
+MAP, GATE = "expert-map", "next-gate"
+_BOTH = "both"
+
+
+class BlendPrefetch:
+    """What several sources want of one layer, merged by their measured precision per layer and distance. Ours.
+
+    State: per source, layer and distance how many guesses were made and how many were right, both fading by `fade` at
+    each forward's guess; the guesses of maps for the layers ahead; all guesses of the forward under way, to be judged.
+
+    Rule: a source's precision at a layer and distance is (right + 1) / (guessed + 2). Of a layer ahead, an expert is
+    wanted with probability 1 - prod(1 - precision) over the sources that name it; of those the most probable are asked
+    for, as many as the more precise source names. Priority: that probability over the distance. A map's distance is
+    that at which its guess came. Cost: `distance` router runs per layer.
+
+    Args:
+        layers, experts: L and E. top: experts per token that a router picks. distance: layers ahead.
+        fade: weight of the past at each new guess, in (0, 1].
+    """
+
+    def __init__(self, layers: int, experts: int, top: int, distance: int, fade: float = 0.98) -> None:
+        self._layers, self._experts, self._top, self._fade = layers, experts, top, fade
+        self.distance = distance
+        self._right: dict[tuple[str, int, int], float] = {}
+        self._guessed: dict[tuple[str, int, int], float] = {}
+        self._mapped: dict[int, tuple[int, list[int]]] = {}  # layer -> distance and keys of the newest map's guess
+        self._open: dict[tuple[str, int, int], set[int]] = {}
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        """Forget what was guessed for a forward that is over or broke off."""
+        self._mapped, self._open = {}, {}
+        return []
+
+    def precision(self, source: str, layer: int, distance: int) -> float:
+        """Share of a source's guesses for `layer`, made `distance` before it, that were right; 0.5 while unknown."""
+        place = (source, layer, distance)
+        return (self._right.get(place, 0.0) + 1.0) / (self._guessed.get(place, 0.0) + 2.0)
+
+    def merged(self, seen: LayerSeen, mapped: Sequence[Wanted]) -> list[Wanted]:
+        """Judge the guesses for this layer, take in those of maps that have just come, and say what is wanted now.
+
+        Args:
+            mapped: most wanted first.
+        """
+        self._judge(seen)
+        for layer, keys in _by_layer(mapped, self._experts).items():
+            if layer > seen.layer:
+                self._mapped[layer] = (layer - seen.layer, keys)
+                self._open[MAP, layer, layer - seen.layer] = set(keys)
+        wanted: list[Wanted] = []
+        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
+            wanted += self._of_layer(seen, layer)
+        return sorted(wanted, key=lambda want: (-want.priority, want.key))
+
+    def _of_layer(self, seen: LayerSeen, layer: int) -> list[Wanted]:
+        ahead, base = layer - seen.layer, layer * self._experts
+        guesses: list[tuple[str, float, list[int]]] = []
+        scores = seen.lookahead(ahead)
+        if scores is not None:
+            keys = [base + e for e in predicted_experts(scores, self._top)]
+            self._open[GATE, layer, ahead] = set(keys)
+            guesses.append((GATE, self.precision(GATE, layer, ahead), keys))
+        if layer in self._mapped:
+            at, keys = self._mapped[layer]
+            guesses.append((MAP, self.precision(MAP, layer, at), keys))
+        if not guesses:
+            return []
+        missed: dict[int, float] = {}
+        sources: dict[int, str] = {}
+        for source, precision, keys in guesses:
+            for key in keys:
+                missed[key] = missed.get(key, 1.0) * (1.0 - precision)
+                sources[key] = _BOTH if key in sources else source
+        most = len(max(guesses, key=lambda guess: guess[1])[2])
+        best = sorted(missed, key=lambda key: missed[key])[:most]  # stable: a source's own order decides among equals
+        return [Wanted(key, (1.0 - missed[key]) / ahead, sources[key]) for key in best]
+
+    def _judge(self, seen: LayerSeen) -> None:
+        done = [place for place in self._open if place[1] == seen.layer]
+        if not done:
+            return
+        base = seen.layer * self._experts
+        picked = {base + e for e in np.unique(seen.ids).tolist()}
+        for place in done:
+            keys = self._open.pop(place)
+            self._right[place] = self._fade * self._right.get(place, 0.0) + len(keys & picked)
+            self._guessed[place] = self._fade * self._guessed.get(place, 0.0) + len(keys)
+        self._mapped.pop(seen.layer, None)
+
+
+def _by_layer(wanted: Sequence[Wanted], experts: int) -> dict[int, list[int]]:
+    out: dict[int, list[int]] = {}
+    for want in wanted:
+        out.setdefault(want.key // experts, []).append(want.key)
+    return out

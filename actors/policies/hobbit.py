@@ -1,0 +1,153 @@
+"""Which of a layer's missing experts are loaded in full, which as a low-bit replica, and which not at all (HOBBIT).
+
+Prefetch by later layers' routers, in full what is likely to matter and in low precision what is not (HOBBIT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .prefetch import LayerSeen, NextGatePrefetch, Wanted, predicted_experts
+from .routing import Ids, Weights, drop_pairs
+
+Here = Callable[[int], bool]  # whether an expert of the layer is resident or on its way
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPlan:
+    """A layer's routing and the experts of it that run in low precision.
+
+    ids [T, K], weights [T, K], as in `Rerouted`. low: experts of the layer, all of which the routing asks for. dropped:
+    pairs that do not run.
+    """
+
+    ids: Ids
+    weights: Weights
+    low: frozenset[int] = frozenset()
+    dropped: int = 0
+
+
+def unimportance(weights: NDArray[np.floating]) -> NDArray[np.float64]:
+    """What of a token's routing weight its more important experts have [T, K], in [0, 1).
+
+    HOBBIT, arXiv 2411.01433, section 3.2: with the token's experts in the order of falling weight,
+    s_i = sum_{j < i} w_j / sum_j w_j. The most important one has 0; of equals the first in the routing comes first. A
+    token whose weights are all 0 gets zeros.
+
+    Args:
+        weights: [T, K], none negative.
+    """
+    order = np.argsort(-weights, axis=1, kind="stable")  # [T, K]
+    falling = np.take_along_axis(weights.astype(np.float64), order, axis=1)
+    before = np.cumsum(falling, axis=1) - falling
+    total = falling.sum(axis=1, keepdims=True)
+    scores = np.zeros(weights.shape)
+    np.put_along_axis(scores, order, np.divide(before, total, out=np.zeros_like(before), where=total > 0), axis=1)
+    return scores
+
+
+class MixedPrecision:
+    """Token-level dynamic loading (HOBBIT, section 3.2), for batches.
+
+    With s the `unimportance` of a (token, expert) pair and s_e the least over an expert's pairs:
+
+        in full, resident or on its way      -> runs in full
+        s_e <= T1                            -> is loaded in full
+        low-bit, resident or on its way      -> runs in low precision: nothing is loaded
+        s_e <= T2                            -> is loaded in low precision
+        else                                 -> its pairs are dropped
+
+    One expert is loaded at one precision for all its rows, so the row to which it matters most decides; with one row
+    this is the paper's rule. The paper drops beyond T2 whatever lies in its low-precision cache; here what is there is
+    used, which costs the link nothing. State: none. Cost: O(T K log K).
+
+    Args:
+        t1, t2: T1 <= T2, in [0, 1]; the paper has 0.6 and 0.9.
+        renormalise: of tokens that lose experts, see `drop_pairs`.
+
+    Raises:
+        ValueError: thresholds out of order or range.
+    """
+
+    def __init__(self, t1: float, t2: float, renormalise: bool) -> None:
+        if not 0 <= t1 <= t2 <= 1:
+            raise ValueError(f"0 <= T1 <= T2 <= 1 does not hold for {t1} and {t2}")
+        self.t1, self.t2, self._renormalise = t1, t2, renormalise
+
+    def decide(self, ids: Ids, weights: Weights, full: Here, packed: Here) -> MixedPlan:
+        """One layer of one forward; the arrays given are not written to.
+
+        Args:
+            ids, weights: [T, K] as the model picked them; the ids of a token differ.
+            full, packed: where the layer's experts are, in full and in low precision.
+        """
+        missing = [e for e in dict.fromkeys(ids.ravel().tolist()) if not full(e)]
+        if not missing:
+            return MixedPlan(ids, weights)
+        scores = unimportance(weights)
+        low, gone = set[int](), list[int]()
+        for expert in missing:
+            score = float(scores[ids == expert].min())
+            if score <= self.t1:
+                continue
+            if score <= self.t2 or packed(expert):
+                low.add(expert)
+            else:
+                gone.append(expert)
+        if not gone:
+            return MixedPlan(ids, weights, frozenset(low))
+        # A token's first expert has a score of 0, so each keeps one.
+        found = drop_pairs(ids, weights, np.isin(ids, gone), self._renormalise)
+        return MixedPlan(found.ids, found.weights, frozenset(low), found.dropped)
+
+
+class MixedGatePrefetch(NextGatePrefetch):
+    """`NextGatePrefetch` with a precision for each guess (HOBBIT, arXiv 2411.01433, section 3.3; MoE-APEX after it).
+
+    The weights that a later router would give stand in for those that it will give: a guess whose `unimportance` is
+    at most T1 for some token is asked for in full, one up to T2 as its low-bit replica (`key + layers * experts`), and
+    one above not at all.
+
+    Args:
+        layers, experts, top, distance, synchronous: as `NextGatePrefetch`. t1, t2: as `MixedPrecision`.
+    """
+
+    name: ClassVar[str] = "mixed-gate"
+    lookahead_softmax: ClassVar[bool] = True
+
+    def __init__(
+        self, layers: int, experts: int, top: int, distance: int, synchronous: bool, t1: float, t2: float
+    ) -> None:
+        super().__init__(layers, experts, top, distance, synchronous)
+        self._t1, self._t2 = t1, t2
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        wanted: list[Wanted] = []
+        self.predicted = None
+        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
+            scores = seen.lookahead(layer - seen.layer)
+            if scores is None:
+                continue
+            if layer == seen.layer + 1:
+                self.predicted = scores
+            least = _least_unimportance(scores, self._top)
+            for expert in predicted_experts(scores, self._top):
+                if least[expert] <= self._t2:
+                    packed = self._layers if least[expert] > self._t1 else 0
+                    wanted.append(Wanted((layer + packed) * self._experts + expert, -float(len(wanted))))
+        return wanted
+
+
+def _least_unimportance(scores: NDArray[np.floating], top: int) -> NDArray[np.float64]:
+    """Of each expert [E] the least over the tokens that would pick it; inf where none would. scores: [T, E]."""
+    count = min(top, scores.shape[1])
+    picked = np.argsort(-scores, axis=1, kind="stable")[:, :count]  # [T, K]
+    weights = np.maximum(np.take_along_axis(scores, picked, axis=1).astype(np.float64), 0.0)
+    least = np.full(scores.shape[1], np.inf)
+    np.minimum.at(least, picked, unimportance(weights))
+    return least

@@ -1,0 +1,194 @@
+"""Keys in the order of a value that only rises: a change costs nothing until somebody looks.
+
+Least cache priority (MoEpic).
+
+Prefetch in descending predicted score, the first layer included (MoEpic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf, log
+from typing import ClassVar
+
+from ..eviction import EvictionPolicy
+from ..prefetch import LayerSeen, PrefetchPolicy, Wanted, by_score
+
+Entry = tuple[float, int, int]  # value, stamp, key
+_SPARE = 64  # entries of removed keys that are always allowed
+
+
+@dataclass
+class RisingOrder:
+    """Keys by rising value, then by the order in which they were added.
+
+    State: the value and stamp of each key, and a heap with one entry for each, whose value may be from before the last
+    rises: it is then too low, so the true lowest is found by renewing entries at the root until one is up to date. An
+    entry is renewed at most once for all rises since it was last looked at. Removed keys leave their entry behind until
+    it comes up, or until such entries are the most.
+
+    `raise_to` is O(1), `add` and `remove` O(log n) amortized, `first` O(log n) for each key found, passed or renewed.
+    """
+
+    _present: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _stamp: int = 0
+    # What looking changes is no part of the state.
+    _heap: list[Entry] = field(default_factory=list, compare=False)
+    looked_at: int = field(default=0, compare=False)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._present
+
+    def add(self, key: int, value: float) -> None:
+        """A key that is not there yet."""
+        self._stamp += 1
+        self._present[key] = (value, self._stamp)
+        heappush(self._heap, (value, self._stamp, key))
+        if len(self._heap) > 2 * len(self._present) + _SPARE:
+            self._heap = [(value, stamp, key) for key, (value, stamp) in self._present.items()]
+            heapify(self._heap)
+
+    def raise_to(self, key: int, value: float) -> None:
+        """A value that is not below the present one; of a key that is not there: nothing happens."""
+        found = self._present.get(key)
+        if found is not None:
+            self._present[key] = (value, found[1])
+
+    def remove(self, key: int) -> None:
+        """KeyError: there is no such key."""
+        del self._present[key]
+
+    def first(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
+        """At most `count` keys for which `wanted` holds, lowest value first."""
+        out: list[int] = []
+        if count <= 0:
+            return out
+        heap, present = self._heap, self._present
+        taken: list[Entry] = []
+        while heap:
+            self.looked_at += 1
+            entry = heap[0]
+            found = present.get(entry[2])
+            if found is None or found[1] != entry[1]:
+                heappop(heap)
+            elif found[0] != entry[0]:
+                heapreplace(heap, (*found, entry[2]))
+            else:
+                taken.append(heappop(heap))
+                if wanted(entry[2]):
+                    out.append(entry[2])
+                    if len(out) == count:
+                        break
+        for entry in taken:
+            heappush(heap, entry)
+        return out
+
+
+RHO, OMEGA = 0.25, 128
+
+
+class Lcp(EvictionPolicy):
+    """Evicts the expert with the lowest priority P = mu * rho^(nu / omega) (MoEpic section 3.3, equation 4).
+
+    State: of every expert, held or not, mu, the tokens that picked it so far, and the token of its layer at which it
+    was last picked; nu is how many tokens of its layer have passed since. All tokens of a forward are one moment.
+
+    Rule: every P falls by the same factor from token to token, so the experts are ordered by
+    log mu + last * log(1 / rho) / omega, which no token changes unless it picks the expert, and then it rises. An
+    expert that was admitted as a guess counts as picked by one token at that moment, or every guess would be the first
+    to go. Equal ones: the one that was admitted first.
+
+    All layers of a forward carry the same tokens, so one count of them serves all: a forward begins with a layer that
+    does not come after the one before it.
+
+    O(1) per expert picked, O(log n) per admission, `victims` O((victims + protected ones passed) log n) and, amortized,
+    O(log n) for each held expert picked since.
+
+    Args:
+        rho: balance between count and interval, 0 to 1. omega: tokens in which P falls by it.
+        one_layer: all experts are of one layer, of which each call of `routed` is a forward.
+    """
+
+    def __init__(self, rho: float = RHO, omega: float = OMEGA, one_layer: bool = False) -> None:
+        if not 0 < rho < 1 or omega <= 0:
+            raise ValueError(f"rho is {rho}, not between 0 and 1, or omega {omega}, not above 0")
+        self._rate = log(1 / rho) / omega
+        self._one_layer = one_layer
+        self._count: dict[int, int] = {}  # mu
+        self._value: dict[int, float] = {}
+        self._order = RisingOrder()
+        self._before, self._tokens = 0, 0  # tokens before the present forward, and with it
+        self._highest = inf  # key of the last layer routed: whatever comes first begins a forward
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        if not keys:
+            return
+        if self._one_layer or min(keys) <= self._highest:
+            self._before = self._tokens
+        self._highest = max(keys)
+        self._tokens = max(self._tokens, self._before + tokens)
+        age = self._tokens * self._rate
+        for key, count in zip(keys, counts, strict=True):
+            mu = self._count[key] = self._count.get(key, 0) + count
+            value = self._value[key] = log(mu) + age
+            self._order.raise_to(key, value)
+
+    def admitted(self, key: int) -> None:
+        guessed = self._tokens * self._rate  # log 1, now
+        self._order.add(key, max(guessed, self._value.get(key, -inf)))
+
+    def used(self, keys: Iterable[int]) -> None:
+        return None  # `routed` has told, also of what runs elsewhere
+
+    def removed(self, key: int) -> None:
+        self._order.remove(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return self._order.first(count, evictable)
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        return sorted(keys, key=lambda key: -self._value.get(key, -inf))
+
+    @property
+    def looked_at(self) -> int:
+        """Entries that `victims` has looked at since the beginning: what it costs."""
+        return self._order.looked_at
+
+
+class SpeculativePrefetch(PrefetchPolicy):
+    """MoEpic's speculative prefetcher (section 3.2).
+
+    State: none. Rule: when layer i's router has run, layer i+1's router is run on layer i's post-attention activation
+    h^i, s_pred = softmax(R^{i+1}(h^i)) (equation 3), and experts are asked for in descending s_pred (`by_score`).
+    The first layer is asked for at the last one, by the last one's activation of each sequence's last row: what the
+    paper takes from AdapMoE. Prefetch of a layer ends when its routing is known: what is queued by then and not needed
+    is cancelled (`ExpertCache.drop_stale`), what is needed is promoted. Of an expert whose top segment is cached only
+    the bottom is loaded (`ExpertCache.prefetch`).
+
+    Of a batch each row names its `top` experts; their union is ordered by the highest score that any row gives them.
+    Cost: T * H * E multiply-adds, E log E and T E comparisons per layer.
+
+    Args:
+        layers, experts: L and E.
+        top: experts per row; more than the router's top-k keep the link busy until the routing is known.
+    """
+
+    name: ClassVar[str] = "speculative"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+    needs_lookahead: ClassVar[bool] = True
+    lookahead_softmax: ClassVar[bool] = True
+    wraps: ClassVar[bool] = True
+
+    def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False) -> None:
+        self._layers, self._experts, self._top = layers, experts, top
+        self.synchronous = synchronous
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        self.predicted = seen.lookahead(1)
+        if self.predicted is None:
+            return []
+        base = (seen.layer + 1) % self._layers * self._experts
+        return [Wanted(base + e, score) for e, score in by_score(self.predicted, self._top)]

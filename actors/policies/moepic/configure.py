@@ -1,0 +1,376 @@
+"""The best cut of one layer, given its memory and the time there is to prefetch (MoEpic, equations 5 to 11).
+
+How the memory of the caches is divided among the layers: MoEpic's exchange, and AdapMoE's dynamic programming.
+
+The cache configurator: from what was counted and measured to a cut of the slot pool (MoEpic section 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .split import CacheCut, LayerStatistics, buffer_for
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What things take, in seconds.
+
+    attention_s: T_att, from the end of a layer's experts to the next layer's routing. moe_s: T_moe, a layer's experts
+    when all are resident. head_s: T_head, from the last layer's experts to the first layer's attention of the next
+    token. load_s: T_load, one whole expert over the link.
+
+    Raises:
+        ValueError: one is negative, or loading takes no time.
+    """
+
+    attention_s: float
+    moe_s: float
+    head_s: float
+    load_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.attention_s, self.moe_s, self.head_s) < 0 or self.load_s <= 0:
+            raise ValueError(f"these cannot be times: {self}")
+
+    @property
+    def first_window_s(self) -> float:
+        """T_wind of the first layer: the head of the token before, and its own attention."""
+        return self.head_s + self.attention_s
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """A cut of one layer and what it is expected to cost.
+
+    slots: C. theta: share of an expert that is its top. loaded: m, of the needed experts, how many are in memory when
+    the routing is known. hide_s: T_hide (equation 5). miss_s: T_miss. exposed_s: what loading adds (equation 6).
+    next_window_s: what the next layer has to prefetch in (equation 7).
+    """
+
+    slots: int
+    theta: float
+    loaded: float
+    hide_s: float
+    miss_s: float
+    exposed_s: float
+    next_window_s: float
+
+
+class LayerModel:
+    """One layer's statistics, made ready for many questions.
+
+    Args:
+        times: what things take. guesses: experts prefetched for a layer at most; None: as many as the window allows.
+    """
+
+    def __init__(self, statistics: LayerStatistics, times: Times, guesses: int | None = None) -> None:
+        self.experts, self.needed, self._times = statistics.experts, statistics.per_step, times
+        most = self.experts if guesses is None else min(guesses, self.experts)
+        self._hit_rate = statistics.hit_rate  # [E + 1]
+        self._accuracy = statistics.accuracy[:most] if statistics.guessed else np.zeros(0)  # [Y]
+        self._guess_hit_rate = statistics.guess_hit_rate[: len(self._accuracy)].T.copy()  # [E + 1, Y]
+
+    def best(self, budget: float, window_s: float) -> LayerSplit:
+        """The cut with the most in memory in time (equation 11), over all C; the least C of equal ones.
+
+        Args:
+            budget: V, in experts; theta = min(1, V / C). window_s: T_wind.
+        """
+        sizes = np.arange(1, self.experts + 1)
+        thetas = np.minimum(1.0, budget / sizes)
+        loaded = self._loaded(sizes, thetas, window_s)
+        at = int(loaded.argmax())
+        return self._costs(int(sizes[at]), float(thetas[at]), float(loaded[at]))
+
+    def of(self, slots: int, theta: float, window_s: float) -> LayerSplit:
+        """The same of a given cut; slots = 0: nothing is cached."""
+        loaded = self._loaded(np.array([slots]), np.array([theta]), window_s)
+        return self._costs(slots, theta, float(loaded[0]))
+
+    def _loaded(self, sizes: NDArray[np.int64], thetas: Floats, window_s: float) -> Floats:
+        """m (equation 11) for each pair of C and theta [n]."""
+        missing = 1.0 - self._guess_hit_rate[sizes] * thetas[:, None]  # [n, Y]: of the y-th guess, what is to be loaded
+        in_time = np.cumsum(missing * self._times.load_s, axis=1) <= window_s  # equation 9
+        prefetched = (missing * self._accuracy * in_time).sum(axis=1)  # equation 10
+        cached = self.needed * self._hit_rate[sizes] * thetas
+        return np.minimum(self.needed, cached + prefetched)
+
+    def _costs(self, slots: int, theta: float, loaded: float) -> LayerSplit:
+        times = self._times
+        hide_s = loaded * times.moe_s / self.needed if self.needed else 0.0
+        miss_s = (self.needed - loaded) * times.load_s
+        return LayerSplit(
+            slots, theta, loaded, hide_s, miss_s, max(0.0, miss_s - hide_s),
+            (times.moe_s - min(hide_s, miss_s)) + times.attention_s,
+        )  # fmt: skip
+
+
+def expert_split(models: Sequence[LayerModel], budgets: Sequence[float], times: Times) -> list[LayerSplit]:
+    """ExpertSplit of Algorithm 1: each layer's best cut in turn, in the window that the one before it leaves.
+
+    Args:
+        budgets: V of each layer, in experts.
+    """
+    window_s, out = times.first_window_s, []
+    for model, budget in zip(models, budgets, strict=True):
+        split = model.best(budget, window_s)
+        out.append(split)
+        window_s = split.next_window_s
+    return out
+
+
+def expected(
+    models: Sequence[LayerModel], slots: Sequence[int], thetas: Sequence[float], times: Times
+) -> list[LayerSplit]:
+    """What a given cut is expected to cost, layer by layer."""
+    window_s, out = times.first_window_s, []
+    for model, size, theta in zip(models, slots, thetas, strict=True):
+        split = model.of(size, theta, window_s)
+        out.append(split)
+        window_s = split.next_window_s
+    return out
+
+
+def total_s(splits: Sequence[LayerSplit]) -> float:
+    """Exposed latency of a token: the sum over layers, in seconds."""
+    return sum(split.exposed_s for split in splits)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory of each layer in neurons, with the best cut of each, and the exchanges that led there."""
+
+    budgets: tuple[int, ...]
+    splits: tuple[LayerSplit, ...]
+    exchanges: int
+
+
+def allocate(
+    models: Sequence[LayerModel], times: Times, budget_neurons: int, neurons: int, zeta: float
+) -> Allocation:
+    """VramAllocation of Algorithm 1 (MoEpic section 3.4.2).
+
+    From the uniform division on, zeta * V_e moves from the layer that loses least by it to the one that gains most,
+    until the total of the exposed latencies stops falling; the last exchange is undone. It falls strictly, over
+    divisions in whole steps, so this ends. A layer that could not spare a step and keep a neuron gives nothing.
+
+    Args:
+        budget_neurons: V_e, of all layers together. neurons: I, of one expert. zeta: granularity, 0 to 1.
+
+    Raises:
+        ValueError: not one neuron for each layer, or zeta is not above 0 and below 1.
+    """
+    layers = len(models)
+    if budget_neurons < layers or not 0 < zeta < 1:
+        raise ValueError(f"{budget_neurons} neurons for {layers} layers, in steps of {zeta} of them")
+
+    def solve(budgets: NDArray[np.int64]) -> list[LayerSplit]:
+        return expert_split(models, [float(b) / neurons for b in budgets], times)
+
+    each, over = divmod(budget_neurons, layers)
+    budgets = np.array([each + (layer < over) for layer in range(layers)])
+    step = max(1, round(zeta * budget_neurons))
+    now, exchanges = solve(budgets), 0
+    while layers > 1:
+        exposed = _exposed(now)
+        gains = exposed - _exposed(solve(budgets + step))
+        able = budgets > step
+        losses = np.where(able, _exposed(solve(np.maximum(budgets - step, 1))) - exposed, np.inf)
+        to = int(gains.argmax())
+        losses[to] = np.inf
+        giver = int(losses.argmin())
+        if not np.isfinite(losses[giver]):
+            break
+        moved = budgets.copy()
+        moved[to] += step
+        moved[giver] -= step
+        after = solve(moved)
+        if total_s(after) >= total_s(now):
+            break
+        budgets, now, exchanges = moved, after, exchanges + 1
+    return Allocation(tuple(budgets.tolist()), tuple(now), exchanges)
+
+
+def _exposed(splits: Sequence[LayerSplit]) -> NDArray[np.float64]:
+    return np.array([split.exposed_s for split in splits])
+
+
+def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[np.float64]:
+    """Expected loads on demand in a token, of each layer with a cache of C = 0..E whole experts [L, E + 1].
+
+    K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), where beta is the share of the needed experts that are among the
+    `guesses` first predicted ones, taken to be independent of what is cached.
+    """
+    rows = []
+    for layer in statistics:
+        found = layer.accuracy[:guesses].sum() / layer.per_step if layer.needed else 0.0
+        rows.append(layer.per_step * (1.0 - layer.hit_rate) * max(0.0, 1.0 - found))
+    return np.array(rows)
+
+
+def cache_sizes(costs: NDArray[np.float64], slots: int) -> tuple[int, ...]:
+    """Slots of each layer, at least one, so that the sum of the costs is least: dynamic programming, exact.
+
+    O(L * slots * E). Of equal divisions the one that gives the first layers less.
+
+    Args:
+        costs: of each layer by its number of slots, 0 to E [L, E + 1]. slots: in all; those that no layer has an expert
+            for stay unused.
+
+    Raises:
+        ValueError: fewer slots than layers.
+    """
+    layers, most = costs.shape[0], costs.shape[1] - 1
+    if slots < layers:
+        raise ValueError(f"{slots} slots for {layers} layers")
+    total = min(slots, layers * most)
+    best = np.full((layers + 1, total + 1), np.inf)  # best[l, t]: of the first l layers with t slots in all
+    best[0, 0] = 0.0
+    for layer in range(layers):
+        for size in range(1, min(most, total) + 1):
+            reached = best[layer, : total + 1 - size] + costs[layer, size]
+            np.minimum(best[layer + 1, size:], reached, out=best[layer + 1, size:])
+    left = int(best[layers].argmin())  # more slots never cost more, if the costs never rise
+    sizes: list[int] = []
+    for layer in reversed(range(layers)):
+        options = range(min(most, left), 0, -1)
+        size = min(options, key=lambda s: best[layer, left - s] + costs[layer, s])
+        sizes.append(size)
+        left -= size
+    return tuple(reversed(sizes))
+
+
+AllocationKind = Literal["moepic", "dynamic-programming"]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a cut divides.
+
+    neurons: I, of one expert. pool_neurons: of all slots together. top_k: experts of a token. buffer_experts: whole
+    experts' worth of memory that is the buffer's; None: what `buffer_for` says of the cut. A small pool has less.
+
+    Raises:
+        ValueError: the pool does not hold one expert.
+    """
+
+    neurons: int
+    pool_neurons: int
+    top_k: int
+    buffer_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.neurons, self.top_k, self.buffer_experts or 1) < 1 or self.pool_neurons < self.neurons:
+            raise ValueError(f"there is no room in {self}")
+
+    def buffer(self, layers: int, experts: int) -> int:
+        """Neurons of a buffer of so many whole experts, or fewer, beside `layers` caches of one neuron at least.
+
+        Raises:
+            ValueError: beside one whole expert there is no neuron for each layer.
+        """
+        kept = min(experts, (self.pool_neurons - layers) // self.neurons)
+        if kept < 1:
+            raise ValueError(f"{self.pool_neurons} neurons hold no buffer and a cache for each of {layers} layers")
+        return kept * self.neurons
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A better cut, and the exposed latency of a token that is expected of the present one and of it, in seconds."""
+
+    cut: CacheCut
+    before_s: float
+    after_s: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the exposed latency that goes away."""
+        return 1.0 - self.after_s / self.before_s if self.before_s > 0 else 0.0
+
+
+def configure(
+    statistics: Sequence[LayerStatistics],
+    times: Times,
+    room: Room,
+    present: CacheCut,
+    *,
+    zeta: float = 0.01,
+    min_gain: float = 0.01,
+    allocation: AllocationKind = "moepic",
+    guesses: int | None = None,
+) -> Configured | None:
+    """The cut to change to; None if the expected gain is under `min_gain`.
+
+    What is expected of a cut is equations 5 to 11 for whole neurons and slots, so rounding is paid for.
+
+    Args:
+        statistics: of each layer. present: the cut in use. zeta: granularity of the exchange. min_gain: share of the
+            exposed latency. allocation: moepic, or dynamic programming over whole experts. guesses: experts that are
+            prefetched for a layer at most; None: as many as there is time for, and with dynamic programming as many
+            as a step needs.
+
+    Raises:
+        ValueError: the room is too small for any cut.
+    """
+    models = [LayerModel(layer, times, guesses) for layer in statistics]
+    whole = allocation == "dynamic-programming"
+    cut = _whole(statistics, room, guesses) if whole else _split(models, times, room, zeta)
+    before_s, after_s = expected_s(models, times, present), expected_s(models, times, cut)
+    found = Configured(cut, before_s, after_s)
+    return found if cut != present and found.gain >= min_gain and after_s < before_s else None
+
+
+def expected_s(models: Sequence[LayerModel], times: Times, cut: CacheCut) -> float:
+    """Exposed latency of a token that is expected of a cut, in seconds."""
+    thetas = [top / cut.neurons for top in cut.tops]
+    return total_s(expected(models, cut.slots, thetas, times))
+
+
+def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) -> CacheCut:
+    """Algorithm 1 in the memory that the buffer leaves, which depends on how large its bottoms turn out to be."""
+    held = room.top_k if room.buffer_experts is None else room.buffer_experts
+    while True:
+        cut = _cut(models, times, room, zeta, room.buffer(len(models), held))
+        wanted = buffer_for(1 - cut.buffer_neurons / room.neurons, room.top_k)
+        if room.buffer_experts is not None or wanted <= held:
+            break
+        held = wanted  # more each time, and 2 K at most
+    if not cut.buffer_slots:  # no layer has a bottom: what was kept for them can be the caches'
+        whole = _cut(models, times, room, zeta, 0)
+        if not whole.buffer_neurons:
+            return whole
+    return cut
+
+
+def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, buffer: int) -> CacheCut:
+    """Whole neurons: V_i // C_i of each top, no more than there are; where that is none, fewer slots of one neuron."""
+    layers, neurons = len(models), room.neurons
+    found = allocate(models, times, room.pool_neurons - buffer, neurons, zeta)
+    tops, slots = [], []
+    for model, budget, split in zip(models, found.budgets, found.splits, strict=True):
+        size = min(split.slots, budget)
+        top = min(neurons, budget // size)
+        tops.append(top)
+        slots.append(min(model.experts, budget // top))
+    bottom, every = neurons - min(tops), layers * models[0].experts
+    held = min(max(buffer // bottom, 1), every) if bottom else 0
+    return CacheCut(neurons, tuple(tops), tuple(slots), held)
+
+
+def _whole(statistics: Sequence[LayerStatistics], room: Room, guesses: int | None) -> CacheCut:
+    """theta = 1 everywhere and no buffer: the caches have all of the pool, as those of AdapMoE."""
+    layers = len(statistics)
+    picked = ceil(max(layer.per_step for layer in statistics))
+    costs = load_costs(statistics, picked if guesses is None else guesses)
+    sizes = cache_sizes(costs, room.pool_neurons // room.neurons)
+    return CacheCut(room.neurons, (room.neurons,) * layers, sizes, 0)

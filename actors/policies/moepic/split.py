@@ -1,0 +1,342 @@
+"""How expert memory is divided between tops, which are cached by layer, and bottoms, which all layers share.
+
+The segments of experts under a cut: their names, their sizes, and where their slots lie.
+
+What is counted of a layer's routing to choose its cut: hits at every cache size, and how good the guesses are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, log
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import OMEGA, RHO
+
+
+@dataclass(frozen=True)
+class CacheCut:
+    """One division of expert memory (MoEpic section 4.1); sizes are neurons, in which all experts count alike.
+
+    The top of an expert of layer l is its neurons [0, n_l), its bottom the others. A layer with n_l = I has no bottoms
+    and is a plain cache; one with n_l = 0 has no tops, and all of an expert is its bottom.
+
+    Attributes:
+        neurons: I, those of one expert.
+        tops: n_l of each layer, 0 to I.
+        slots: C_l, tops of each layer that are cached; none where n_l = 0, else at least one.
+        buffer_slots: slots for bottoms, each as large as the largest of them; none where no layer has a bottom.
+
+    Raises:
+        ValueError: the numbers do not belong together.
+    """
+
+    neurons: int
+    tops: tuple[int, ...]
+    slots: tuple[int, ...]
+    buffer_slots: int
+
+    def __post_init__(self) -> None:
+        if self.neurons < 1 or not self.tops or len(self.tops) != len(self.slots):
+            raise ValueError(f"{len(self.tops)} tops and {len(self.slots)} numbers of slots, of {self.neurons} neurons")
+        for layer, (top, slots) in enumerate(zip(self.tops, self.slots, strict=True)):
+            if not 0 <= top <= self.neurons:
+                raise ValueError(f"the top of layer {layer} has {top} of {self.neurons} neurons")
+            if slots < 0 or (top == 0) != (slots == 0):
+                raise ValueError(f"layer {layer} has {slots} slots for tops of {top} neurons")
+        if self.buffer_slots < 0 or (self.buffer_neurons == 0) != (self.buffer_slots == 0):
+            raise ValueError(f"{self.buffer_slots} buffer slots for bottoms of up to {self.buffer_neurons} neurons")
+
+    @property
+    def buffer_neurons(self) -> int:
+        """Neurons of one buffer slot: of the largest bottom."""
+        return self.neurons - min(self.tops)
+
+    @property
+    def total_neurons(self) -> int:
+        """Neurons of all slots together."""
+        cached = sum(top * slots for top, slots in zip(self.tops, self.slots, strict=True))
+        return cached + self.buffer_slots * self.buffer_neurons
+
+    @staticmethod
+    def uniform(
+        layers: int, experts: int, neurons: int, budget_neurons: int, theta: float, buffer_experts: int
+    ) -> CacheCut:
+        """The fixed split: tops of round(theta * I) neurons, and as many slots in each layer as the rest buys.
+
+        The buffer gets the memory of `buffer_experts` experts, less where no layer would be left a slot. What is over
+        gives one slot more to the first layers; where all tops are cached it goes to the buffer. With theta = 0 there
+        is only the buffer, and memory beyond it is not used: nothing is kept longer than it takes to use it.
+
+        Raises:
+            ValueError: theta is not 0 to 1, or the budget does not hold one slot of each kind.
+        """
+        if not 0 <= theta <= 1 or min(layers, experts, neurons) < 1 or buffer_experts < 1:
+            raise ValueError(f"no cut of {layers} x {experts} experts by theta {theta}, buffer {buffer_experts}")
+        top = round(theta * neurons)
+        bottom, every = neurons - top, layers * experts
+        if top == 0:
+            slots = min(budget_neurons // neurons, buffer_experts, every)
+            _least(slots, neurons, budget_neurons)
+            return CacheCut(neurons, (0,) * layers, (0,) * layers, slots)
+        buffer = 0
+        if bottom:
+            spare = budget_neurons - layers * top  # beside one top of each layer
+            buffer = min(buffer_experts * neurons // bottom, spare // bottom, every)
+            _least(buffer, layers * top + bottom, budget_neurons)
+        cached = min((budget_neurons - buffer * bottom) // top, every)
+        _least(cached // layers, layers * top + bottom, budget_neurons)
+        if bottom and cached == every:
+            buffer = min((budget_neurons - every * top) // bottom, every)
+        each, over = divmod(cached, layers)
+        slots_of = tuple(each + (layer < over) for layer in range(layers))
+        return CacheCut(neurons, (top,) * layers, slots_of, buffer)
+
+
+def buffer_for(theta: float, top_k: int) -> int:
+    """Full experts of buffer that hold the bottoms of two layers' top-k, at least top-k of them.
+
+    While one layer's bottoms are in use, so that they must stay, the next layer's arrive. With the paper's K experts a
+    cut of theta < 0.5 has no room for these.
+    """
+    return max(top_k, ceil(2 * top_k * (1 - theta) - 1e-9))
+
+
+def _least(slots: int, needed: int, budget: int) -> None:
+    if slots < 1:
+        raise ValueError(f"the cut needs {needed} neurons at least, the budget holds {budget}")
+
+
+class Segments:
+    """Segments and slots of one cut.
+
+    Of N experts, those of layer l being the keys l * E to (l + 1) * E - 1, the top of expert k is segment k and its
+    bottom segment N + k. Slot classes: class l holds the tops of layer l, class L (the buffer) all bottoms. Slots are
+    numbered through, those of class 0 first, and follow each other in the pool in this order.
+
+    Attributes:
+        neurons: of each segment [2 N]; 0 where there is no such segment.
+        begins: number of its first neuron within its expert [2 N].
+        class_of: slot class of each segment [2 N].
+        slots: number of slots of each class [L + 1].
+        slot_neurons: neurons of a slot of each class [L + 1].
+        first: first neuron of each slot in the pool.
+        shown: of each expert [N] the segment that stands for it: its top, or all of it where there are no tops.
+
+    Raises:
+        ValueError: a layer has more slots than experts.
+    """
+
+    def __init__(self, cut: CacheCut, experts: int) -> None:
+        if max(cut.slots) > experts:
+            raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {experts} experts")
+        layers, whole = range(len(cut.tops)), cut.neurons
+        self.cut, self.keys = cut, len(cut.tops) * experts
+        self.neurons = [n for n in cut.tops for _ in range(experts)]
+        self.neurons += [whole - n for n in self.neurons]
+        self.begins = [0] * self.keys + self.neurons[: self.keys]
+        self.class_of = [layer for layer in layers for _ in range(experts)] + [len(cut.tops)] * self.keys
+        self.slots = [*cut.slots, cut.buffer_slots]
+        self.slot_neurons = [*cut.tops, cut.buffer_neurons]
+        sizes = [n for n, count in zip(self.slot_neurons, self.slots, strict=True) for _ in range(count)]
+        self.first = [0, *accumulate(sizes)][:-1]
+        self.shown = [key if self.neurons[key] else self.keys + key for key in range(self.keys)]
+
+    def of(self, keys: Iterable[int]) -> list[int]:
+        """The segments of these experts, each expert's together, its top first."""
+        n, neurons = self.keys, self.neurons
+        return [segment for key in keys for segment in (key, n + key) if neurons[segment]]
+
+
+Order = Literal["lcp", "lru", "lfu", "random"]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_CHUNK_BYTES = 1 << 22  # of one array [steps, E] at work: what a step costs in memory does not grow with the window
+
+
+@dataclass(frozen=True, eq=False)
+class Picks:
+    """Routing of one layer, step by step. A step is a token, or the tokens of one forward.
+
+    counts [n, E]: tokens of each step that picked each expert. tokens [n]: of each step, at least 1.
+    scores [n, E]: predicted before the routing was known, the higher the likelier; not a number in the rows of steps
+    without a prediction. None: there are no predictions.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+
+    counts: NDArray[np.integer]
+    tokens: NDArray[np.integer]
+    scores: NDArray[np.floating] | None
+
+    def __post_init__(self) -> None:
+        n = len(self.counts)
+        if self.counts.ndim != 2 or self.tokens.shape != (n,) or (n and int(self.tokens.min()) < 1):
+            raise ValueError(f"counts {self.counts.shape} and tokens {self.tokens.shape} are not of the same steps")
+        if self.scores is not None and self.scores.shape != self.counts.shape:
+            raise ValueError(f"scores {self.scores.shape} are not of counts {self.counts.shape}")
+
+    @staticmethod
+    def of_tokens(ids: NDArray[np.integer], experts: int, scores: NDArray[np.floating] | None) -> Picks:
+        """Each token a step: ids [n, K], distinct in each row; scores [n, E] or None."""
+        counts = np.zeros((len(ids), experts), np.int64)
+        np.put_along_axis(counts, ids.astype(np.int64), 1, axis=1)
+        return Picks(counts, np.ones(len(ids), np.int64), scores)
+
+
+@dataclass(frozen=True, eq=False)
+class Priorities:
+    """What orders a layer's experts before a step.
+
+    counts [E]: tokens that picked each one so far (mu of LCP). last [E]: step clock, in tokens, of its last pick; below
+    zero: never. now: tokens so far.
+    """
+
+    counts: Ints
+    last: Ints
+    now: int
+
+    @staticmethod
+    def none(experts: int) -> Priorities:
+        """Before the first token."""
+        return Priorities(np.zeros(experts, np.int64), np.full(experts, -1, np.int64), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """H(C), P(y) and PH(y, C) of one layer (MoEpic section 3.4), as counts, so that windows can be added up.
+
+    steps: observed. needed: experts needed in all of them together. hits [E + 1]: of these, how many were among the C
+    that rank highest, C = 0..E. guessed: steps with a prediction. named [E]: in how many of these the expert with
+    the y-th highest score was needed, y = 0..E-1. held [E, E + 1]: in how many it was among the C that rank highest,
+    needed or not.
+    """
+
+    steps: int
+    needed: int
+    hits: Ints
+    guessed: int
+    named: Ints
+    held: Ints
+
+    @staticmethod
+    def none(experts: int) -> LayerStatistics:
+        """Of no step."""
+        zeros = np.zeros(experts + 1, np.int64)
+        return LayerStatistics(0, 0, zeros, 0, zeros[1:], np.zeros((experts, experts + 1), np.int64))
+
+    def __add__(self, other: LayerStatistics) -> LayerStatistics:
+        return LayerStatistics(
+            self.steps + other.steps, self.needed + other.needed, self.hits + other.hits,
+            self.guessed + other.guessed, self.named + other.named, self.held + other.held,
+        )  # fmt: skip
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.named)
+
+    @property
+    def per_step(self) -> float:
+        """K: experts needed in a step, on average."""
+        return self.needed / self.steps if self.steps else 0.0
+
+    @property
+    def hit_rate(self) -> Floats:
+        """H(C): share of the needed experts that a cache of C = 0..E experts holds [E + 1]."""
+        return self.hits / max(1, self.needed)
+
+    @property
+    def accuracy(self) -> Floats:
+        """P(y): how often the expert with the (y + 1)-th highest score is needed [E]; zeros without predictions."""
+        return self.named / max(1, self.guessed)
+
+    @property
+    def guess_hit_rate(self) -> Floats:
+        """PH(y, C): how often the expert with the (y + 1)-th highest score is cached [E, E + 1]."""
+        return self.held / max(1, self.guessed)
+
+
+def observe(
+    picks: Picks,
+    order: Order,
+    before: Priorities | None = None,
+    counted: NDArray[np.bool_] | None = None,
+    rho: float = RHO,
+    omega: float = OMEGA,
+) -> tuple[LayerStatistics, Priorities]:
+    """Statistics of these steps, for every cache size in one pass, and the priorities after them.
+
+    A cache of C experts is taken to hold those that rank highest before the step, in the order of `order`: an access
+    hits at every C above the expert's rank (its stack distance). For LRU that is exactly what a cache of C holds once C
+    were picked; for LCP and LFU it is what the priorities say that it should hold; random draws ranks for each step.
+    Equal ones (never picked) rank by number.
+
+    O(n E log E).
+
+    Args:
+        before: priorities before the first step; None: nothing was ever picked. counted: steps that the statistics are
+            about [n], the others only change priorities; None: all. rho, omega: of LCP.
+    """
+    experts = picks.counts.shape[1]
+    priorities = Priorities.none(experts) if before is None else before
+    found, step = LayerStatistics.none(experts), max(1, _CHUNK_BYTES // (8 * experts))
+    for start in range(0, len(picks.counts), step):
+        part = slice(start, start + step)
+        counts, tokens = picks.counts[part].astype(np.int64), picks.tokens[part].astype(np.int64)
+        keys, priorities = _values(counts, tokens, priorities, order, rho, omega)
+        shown = slice(None) if counted is None else counted[part]
+        scores = None if picks.scores is None else picks.scores[part][shown]
+        found += _counted(counts[shown] > 0, _ranks(keys[shown]), scores)
+    return found, priorities
+
+
+def _values(
+    counts: Ints, tokens: Ints, before: Priorities, order: Order, rho: float, omega: float
+) -> tuple[Floats, Priorities]:
+    """What orders the experts before each step [n, E], higher ranks first, and the priorities after the last."""
+    clock = before.now + np.cumsum(tokens)  # [n]
+    marks = np.where(counts > 0, clock[:, None], -1)
+    last = np.maximum.accumulate(np.concatenate([before.last[None], marks]), axis=0)  # [n + 1, E]
+    total = before.counts + np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])  # [n + 1, E]
+    after = Priorities(total[-1], last[-1], int(clock[-1]))
+    if order == "lru":
+        return last[:-1].astype(np.float64), after
+    if order == "lfu":
+        return total[:-1].astype(np.float64), after
+    if order == "random":
+        return np.random.default_rng(before.now).random(counts.shape), after
+    with np.errstate(divide="ignore"):  # log 0: never picked, so last of all
+        return np.log(total[:-1]) + last[:-1] * (log(1 / rho) / omega), after
+
+
+def _ranks(values: Floats) -> Ints:
+    """Rank of each expert by falling value, equal ones by number [n, E]."""
+    places = np.argsort(-values, axis=1, kind="stable")
+    ranks = np.empty_like(places)
+    np.put_along_axis(ranks, places, np.arange(values.shape[1])[None], axis=1)
+    return ranks
+
+
+def _counted(needed: NDArray[np.bool_], ranks: Ints, scores: NDArray[np.floating] | None) -> LayerStatistics:
+    steps, experts = needed.shape
+    hits = np.zeros(experts + 1, np.int64)
+    hits[1:] = np.bincount(ranks[needed], minlength=experts).cumsum()
+    none = LayerStatistics.none(experts)
+    guessed, named, held = 0, none.named, none.held
+    rows = np.zeros(steps, bool) if scores is None else ~np.isnan(scores[:, 0])
+    if scores is not None and rows.any():
+        guessed = int(rows.sum())
+        by_score = np.argsort(-scores[rows], axis=1, kind="stable")  # [g, y]: the expert with the y-th highest score
+        named = np.take_along_axis(needed[rows], by_score, axis=1).sum(axis=0, dtype=np.int64)
+        rank_of = np.take_along_axis(ranks[rows], by_score, axis=1)  # [g, y]
+        cells = (np.arange(experts) * experts + rank_of).ravel()
+        by_rank = np.bincount(cells, minlength=experts * experts).reshape(experts, experts)
+        held = np.concatenate([np.zeros((experts, 1), np.int64), by_rank.cumsum(axis=1)], axis=1)
+    return LayerStatistics(steps, int(needed.sum()), hits, guessed, named, held)

@@ -1,0 +1,386 @@
+"""What every prefetch policy is told and what it answers: one protocol for the real, emulated and simulated executors.
+
+The calls of one forward pass, in order:
+
+    begin_forward(spans)        whose rows it carries           -> wanted in its first layers
+    observed(seen) per layer    that layer's routing            -> wanted in later layers
+    end(sequence)               a sequence is over (any time between forwards)
+
+An answer is a list of `Wanted`, most wanted first. The executor queues it behind the layer's own loads, as far as
+slots can be had, and never asks twice: a policy that wants an expert still, says so again. Policies see no cache, no
+link and no clock; that an expert is resident already is the executor's business.
+
+Prefetch that hurts turns itself off.
+
+Prefetch by running a later layer's router on this layer's post-attention hidden state.
+
+Prefetch whole layers, whatever the routing says (DeepSpeed-Inference).
+
+Prefetch what was used most so far: the yardstick that every predictor must beat.
+
+Prefetch at random: the floor under every predictor (MoEpic without its speculative prefetcher).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Lookahead = Callable[[int], NDArray[np.floating] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `start` to `stop` of a forward are of one sequence.
+
+    decode: its prefill is over. embedding: mean of the rows' input embeddings [H], where the policy needs it.
+    """
+
+    sequence: str
+    start: int
+    stop: int
+    decode: bool
+    embedding: Floats | None = None
+
+
+class LayerSeen(NamedTuple):
+    """What is known of a layer once its router has run.
+
+    layer: counted from 0 over MoE layers. spans: as given to `begin_forward`. ids: [T, K] as the model picked them.
+    probabilities: [T, E], softmax of the router's logits; None where the model exposes none. lookahead: distance ->
+    scores [T, E] of layer `layer + distance`'s router on this layer's input, None where it cannot be asked. For a
+    policy that `wraps` layers are counted on past the last one, into the next forward: there the scores are [S, E], of
+    the last row of each span.
+    """
+
+    layer: int
+    spans: Sequence[Span]
+    ids: NDArray[np.integer]
+    probabilities: NDArray[np.floating] | None
+    lookahead: Lookahead
+
+
+class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass takes three times as long
+    """An expert (`layer * E + e`) to prefetch; a greater priority goes first. Priorities compare within one policy.
+
+    source: whose guess it is, for a policy that joins several; empty: the policy's own.
+    """
+
+    key: int
+    priority: float
+    source: str = ""
+
+
+class PrefetchPolicy(ABC):
+    """Which experts of later layers to ask for. Pure: NumPy, deterministic, owns its state.
+
+    Attributes:
+        name: what counters call its guesses.
+        needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
+        stateless: it learns nothing from what it is shown, so it need not be asked while nothing would be fetched.
+        lookahead_softmax: what `lookahead` gives are probabilities, the softmax over experts.
+        needs_gates: `lookahead(1)` is answered by trained gates (`pre_gated.PreGate`) in place of routers.
+        wraps: at the last layer it asks for the first ones of the next forward.
+        predicted: scores of the next layer's experts by which `observed` answered last: [T, E], after the last layer
+            [S, E] as from `lookahead`; None where it had none, or has no such scores.
+        distance: layers ahead that it may ask for; `lookahead` is asked up to it.
+        synchronous: the forward waits until what was asked for has arrived.
+    """
+
+    name: ClassVar[str]
+    stateless: ClassVar[bool] = False
+    needs_ids: bool = True
+    needs_probabilities: ClassVar[bool] = False
+    needs_embeddings: ClassVar[bool] = False
+    needs_lookahead: ClassVar[bool] = False
+    lookahead_softmax: ClassVar[bool] = False
+    needs_gates: ClassVar[bool] = False
+    wraps: ClassVar[bool] = False
+    predicted: NDArray[np.floating] | None = None
+    distance: int = 1
+    synchronous: bool = False
+
+    @property
+    def looks_ahead(self) -> int:
+        """Up to which distance `lookahead` will probably be asked at the next layer, so that it can be made ready."""
+        return self.distance if self.needs_lookahead else 0
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        """A forward pass begins; sequences that were not seen before begin with it."""
+        return []
+
+    @abstractmethod
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        """A layer's routing is known; layers come in order, and the last one ends the forward."""
+
+    def end(self, sequence: str) -> None:
+        """A sequence is over; also for one that no forward carried."""
+        return None
+
+
+def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
+    """Neighbours of one layer and source, in order: (source, keys)."""
+    out: list[tuple[str, list[int]]] = []
+    last: tuple[int, str] | None = None
+    for key, _, source in wanted:
+        if (key // experts, source) != last:
+            last = key // experts, source
+            out.append((source, []))
+        out[-1][1].append(key)
+    return out
+
+
+def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """The union over sequences and layers: each expert once with its highest priority, highest first, then by key."""
+    best: dict[int, Wanted] = {}
+    for want in wanted:
+        held = best.get(want.key)
+        if held is None or want.priority > held.priority:
+            best[want.key] = want
+    return sorted(best.values(), key=lambda want: (-want.priority, want.key))
+
+
+def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
+    """At most `count` experts of positive score [E], greatest first, ties by number."""
+    order = np.argsort(-scores, kind="stable")[:count]
+    return [int(e) for e in order if scores[e] > 0]
+
+
+def by_sequence(seen: LayerSeen, values: NDArray[Any]) -> list[tuple[Span, NDArray[Any]]]:
+    """The rows of `values` [T, ...] that belong to each span."""
+    return [(span, values[span.start : span.stop]) for span in seen.spans]
+
+
+class PrefetchGovernor:
+    """Rests prefetching while too little of what it brings is used.
+
+    State: how many of the prefetched experts of the current window were used and how many were
+    evicted or cancelled unused. When a window of `window` outcomes closes with a used share below
+    `min_useful`, prefetch rests for `rest` layers, then a fresh window probes again. O(1) per call.
+
+    Args:
+        min_useful: share in [0, 1]; 0 never rests.
+        window: outcomes per judgement.
+        rest: layers without prefetch after a bad window.
+    """
+
+    def __init__(self, min_useful: float, window: int = 128, rest: int = 512) -> None:
+        self.min_useful, self.window, self.rest = min_useful, window, rest
+        self._used = 0
+        self._wasted = 0
+        self._resting = 0
+
+    def used(self, count: int = 1) -> None:
+        self._used += count
+
+    def wasted(self, count: int = 1) -> None:
+        self._wasted += count
+
+    @property
+    def resting(self) -> bool:
+        return self._resting > 0
+
+    def allows(self) -> bool:
+        """Whether this layer may prefetch; called once per layer, it also counts the rest down."""
+        if self._resting:
+            self._resting -= 1
+            if self._resting:
+                return False
+            self._used = self._wasted = 0  # what was prefetched before the rest is judged already
+            return True
+        outcomes = self._used + self._wasted
+        if outcomes >= self.window:
+            bad = self._used < self.min_useful * outcomes
+            self._used = self._wasted = 0
+            if bad:
+                self._resting = self.rest
+                return False
+        return True
+
+
+def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
+    """Experts that a later router would pick, most wanted first.
+
+    Each token votes for its `top` experts, ties by number; experts are ordered by votes, then by their
+    highest logit, then by number (deterministic). This is the gate look-ahead of Mixtral-Offloading,
+    AdapMoE and MoEpic (section on the speculative prefetcher), taken over all tokens of a batch.
+
+    Args:
+        logits: router logits [T, E].
+        top: experts per token, at most E.
+    """
+    tokens, experts = logits.shape
+    top = min(top, experts)
+    if tokens == 1:
+        return np.argsort(-logits[0], kind="stable")[:top].tolist()
+    votes = picks(logits, top).sum(axis=0)
+    order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
+    return order[: np.count_nonzero(votes)].tolist()
+
+
+def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
+    """Whether an expert is among the `top` greatest of its row of scores [T, E]; ties by number, lowest first.
+
+    Args:
+        top: at most E.
+    """
+    tokens, experts = scores.shape
+    last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
+    picked = scores >= last  # [T, E]
+    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
+        above = scores > last
+        tied = scores == last
+        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
+    return picked
+
+
+def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
+    """The union of each row's `top` experts with their highest scores [T, E], highest first, ties by number.
+
+    Experts without a positive score are left out.
+    """
+    if len(scores) == 1:
+        best, order = scores[0], np.argsort(-scores[0], kind="stable")[:top]
+    else:
+        named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
+        best = np.where(named, scores.max(axis=0), 0.0)
+        order = np.argsort(-best, kind="stable")
+    return [(e, score) for e, score in zip(order.tolist(), best[order].tolist(), strict=True) if score > 0]
+
+
+class NextGatePrefetch(PrefetchPolicy):
+    """Speculation by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
+
+    State: none. Rule: when layer l's router has run, the routers of layers l+1..l+distance are run on layer l's input,
+    and the experts that they would pick are asked for, nearer layers first (`predicted_experts`). The residual stream
+    changes little from layer to layer, so near guesses are good. Cost: distance * T * H * E multiply-adds per layer.
+
+    Mixtral-Offloading is this with LRU, distance 1 and `synchronous`.
+
+    Args:
+        layers, experts: L and E. top: experts per token.
+    """
+
+    name: ClassVar[str] = "next-gate"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+    needs_lookahead: ClassVar[bool] = True
+
+    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
+        self._layers, self._experts, self._top = layers, experts, top
+        self.distance, self.synchronous = distance, synchronous
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        wanted: list[Wanted] = []
+        self.predicted = None
+        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
+            scores = seen.lookahead(layer - seen.layer)
+            if scores is not None:
+                if layer == seen.layer + 1:
+                    self.predicted = scores
+                picked = predicted_experts(scores, self._top)
+                wanted += [Wanted(layer * self._experts + e, -float(len(wanted) + i)) for i, e in enumerate(picked)]
+        return wanted
+
+
+class LayerwisePrefetch(PrefetchPolicy):
+    """Expert-agnostic, layer-wise parameter offloading (ZeRO-Inference in DeepSpeed, arXiv 2207.00032, section 6).
+
+    State: none. Rule: when layer l's router has run, ask for every expert of layer l + distance, lowest number first.
+    With distance 0 these are the other experts of l itself: the layer comes whole and on demand, which is how fMoE
+    (section 6.1) runs DeepSpeed-Inference as a baseline. Cost: O(E) per layer, and E experts of traffic.
+
+    Args:
+        layers, experts: L and E.
+        distance: 0 or 1.
+        synchronous: the layer waits until all of it is there, as DeepSpeed's gather does.
+    """
+
+    name: ClassVar[str] = "layerwise"
+    stateless: ClassVar[bool] = True
+    needs_ids = False
+
+    def __init__(self, layers: int, experts: int, distance: int = 1, synchronous: bool = False) -> None:
+        if distance not in (0, 1):
+            raise ValueError(f"layer-wise prefetch is for this layer (0) or the next (1), not {distance}")
+        self._layers, self._experts = layers, experts
+        self.distance, self.synchronous = distance, synchronous
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        return self._all_of(0) if self.distance else []
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        return self._all_of(seen.layer + self.distance)
+
+    def _all_of(self, layer: int) -> list[Wanted]:
+        if layer >= self._layers:
+            return []
+        base = layer * self._experts
+        return [Wanted(base + e, 1.0 - e / self._experts) for e in range(self._experts)]
+
+
+class PopularityPrefetch(PrefetchPolicy):
+    """The most popular experts of each layer, over all requests so far.
+
+    State: counts [L, E] of (token, expert) pairs. Rule: when layer l's router has run, ask for the `top` most counted
+    experts of layers l+1..l+distance, nearer layers first; before a forward, for those of its first `distance` layers.
+    Cost: O(distance * E log E) per layer.
+
+    Args:
+        layers, experts: L and E. top: experts per layer.
+    """
+
+    name: ClassVar[str] = "popularity"
+
+    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
+        self.counts = np.zeros((layers, experts), np.int64)
+        self._experts, self._top = experts, top
+        self.distance, self.synchronous = distance, synchronous
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        return self._popular(0)
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        self.counts[seen.layer] += np.bincount(seen.ids.ravel(), minlength=self._experts)
+        return self._popular(seen.layer + 1)
+
+    def _popular(self, first: int) -> list[Wanted]:
+        wanted = []
+        for ahead, counts in enumerate(self.counts[first : first + self.distance]):
+            for place, e in enumerate(np.argsort(-counts, kind="stable")[: self._top]):
+                if counts[e]:
+                    # a nearer layer's experts all go before a farther one's
+                    wanted.append(Wanted((first + ahead) * self._experts + int(e), -float(ahead * self._top + place)))
+        return wanted
+
+
+class RandomPrefetch(PrefetchPolicy):
+    """Random experts of the next layer (MoEpic, section 5, "w/o SP").
+
+    As `SpeculativePrefetch`, the first layer at the last one included, with uniform random numbers for scores: each
+    row names `top` random experts. State: a generator, so the same forwards give the same guesses. Cost: T E.
+
+    Args:
+        layers, experts: L and E. top: experts per row. seed: of the numbers.
+    """
+
+    name: ClassVar[str] = "random"
+    stateless: ClassVar[bool] = True
+    wraps: ClassVar[bool] = True
+
+    def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False, seed: int = 0) -> None:
+        self._layers, self._experts, self._top = layers, experts, top
+        self._rng = np.random.default_rng(seed)
+        self.synchronous = synchronous
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        rows = len(seen.spans) if seen.layer == self._layers - 1 else len(seen.ids)
+        self.predicted = 1.0 - self._rng.random((rows, self._experts))  # (0, 1]
+        base = (seen.layer + 1) % self._layers * self._experts
+        return [Wanted(base + e, score) for e, score in by_score(self.predicted, self._top)]

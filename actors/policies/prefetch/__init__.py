@@ -1,1 +1,0 @@
-"""Which experts of later layers to ask for, and whether asking pays."""
