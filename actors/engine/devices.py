@@ -8,9 +8,6 @@ from ...errors import ConfigError
 from ..settings import LinkSettings
 from .activations import Activations, PlainActivations
 from .cpu_device import CpuDevice
-from .cuda.activations import PinnedActivations
-from .cuda.device import CudaDevice
-from .cuda.runtime import TorchRuntime
 from .device import Device
 
 
@@ -36,6 +33,9 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
                 "use fewer shards, or --device cpu (the CPU stands in for GPUs)",
             )
         torch.cuda.set_device(gpu)
+    from .cuda.device import CudaDevice
+    from .cuda.runtime import TorchRuntime
+
     return CudaDevice(TorchRuntime(torch.cuda.current_device()))
 
 
@@ -43,4 +43,7 @@ def activations_of(device: torch.device) -> Activations:
     """The way from and to a compute device."""
     if device.type == "cpu":
         return PlainActivations(device)
+    from .cuda.activations import PinnedActivations
+    from .cuda.runtime import TorchRuntime
+
     return PinnedActivations(TorchRuntime(device.index or 0))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from ...kernels.expert_ffn import ExpertKernel
-from ...kernels.packed_slots import PackedKernel
 from ..policies.plan import LayerPlan, LoadOnMiss, Remote
-from .activations import Activations, Outgoing
 from .cache import ExpertCache
 from .host_view import LayerView
-from .remote import RemoteCall, RemoteExperts
 from .routing import Routing
 from .runner import ExpertRunner, Spans
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...kernels.expert_ffn import ExpertKernel
+    from ...kernels.packed_slots import PackedKernel
+    from .activations import Activations, Outgoing
+    from .remote import RemoteCall, RemoteExperts
 
 
 @dataclass(slots=True)

@@ -11,17 +11,19 @@ to wait for, and a demand load need not wait for a later layer's router.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from .model import RouterProbe
+if TYPE_CHECKING:
+    import torch
+
+    from .model import RouterProbe
 
 # Tensors of any shape, without gradient, in a dtype that NumPy has -> arrays of the same shapes, after at most one
 # wait. On the CPU the arrays share the tensors' memory; on a GPU they are copies.
-Fetch = Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]
+Fetch: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]"
 
 
 class Asked(NamedTuple):
@@ -46,6 +48,8 @@ def share(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array on a device; the host does not wait for the copy, and may change the array at once on a GPU only."""
+    import torch
+
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -117,6 +121,8 @@ class LayerView:
 
 def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
     """What is asked for, on the device of hidden [T, H]."""
+    import torch
+
     if asked.rows:
         hidden = hidden[upload(np.array(asked.rows, np.int64), hidden.device)]
     found = asked.probe(hidden).float()

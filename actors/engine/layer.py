@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ...kernels.expert_ffn import ExpertKernel
 from ..policies.plan import LoadOnMiss
 from .cache import ExpertCache
 from .configuring import Configuring
 from .dispatch import Dispatcher
 from .host_view import HostViews, upload
-from .low_bits import LowBits
-from .placer import Placer
 from .pre_evicting import PreEvicting
-from .prefetching import Prefetching
 from .rerouting import Rerouter
 from .routing import Routing
-from .shards import Shards
 from .stats import LayerStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...kernels.expert_ffn import ExpertKernel
+    from .low_bits import LowBits
+    from .placer import Placer
+    from .prefetching import Prefetching
+    from .shards import Shards
 
 # (layer, ids [T, K], weights [T, K]), as the model picked them; to be copied by who keeps them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ..store.format import ExpertShape
 from .promise import Promise
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class SlotPool:
     @staticmethod
     def allocate(shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device) -> SlotPool:
         """Allocate `slots` slots of `shape` in `dtype` on `device`."""
+        import torch
 
         def empty(*dims: int) -> torch.Tensor:
             return torch.empty((slots, *dims), dtype=dtype, device=device)

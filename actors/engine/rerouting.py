@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +15,11 @@ from ..policy_settings import PolicySettings
 from ..store.artifacts import Calibrated
 from .cache import ExpertCache
 from .host_view import Asked, LayerView
-from .model import MoeBlock
-from .peer_caches import PeerCaches
 from .reroute_view import reroute_view
+
+if TYPE_CHECKING:
+    from .model import MoeBlock
+    from .peer_caches import PeerCaches
 
 _NOWHERE = np.zeros(0, np.bool_)
 

@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from .host_view import upload
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Routing:
 
     def pairs_of(self, experts: Sequence[int]) -> torch.Tensor:
         """The pairs of some of the layer's experts, in the order given [n]."""
+        import torch
+
         place = {expert: i for i, expert in enumerate(self.experts)}
         spans = [(self.starts[place[e]], self.starts[place[e] + 1]) for e in experts]
         return torch.cat([self.pairs[start:stop] for start, stop in spans])
@@ -60,4 +65,6 @@ class Routing:
 @cache
 def _in_order(top_k: int, device: torch.device) -> tuple[list[int], torch.Tensor, NDArray[np.int64]]:
     """Starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
+    import torch
+
     return list(range(top_k + 1)), torch.arange(top_k, device=device), np.arange(top_k)
