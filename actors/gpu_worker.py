@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
-from .engine.streams import Stream
+from .engine.serving.streams import Stream
 from .links import MATCHER, PeerLink, StoreLink
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
@@ -70,13 +70,13 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.compile import CompiledDense
+        from .engine.cache.device import make_device
+        from .engine.cache.low_bits import open_replica_weights
+        from .engine.cache.sources import open_sources
         from .engine.describe import describe
-        from .engine.devices import make_device
         from .engine.engine import ExpertEngine
-        from .engine.low_bits import open_replica_weights
-        from .engine.model import build_model, compute_dtype, experts_per_token, find_blocks
-        from .engine.sources import open_sources
+        from .engine.model.compile import CompiledDense
+        from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_calibrated
 
         settings, manifest = self._settings, self._view.manifest
@@ -121,7 +121,7 @@ class GpuWorker:
         return self._plan
 
     def _matcher_link(self) -> Any:
-        from .engine.matching import MatcherLink
+        from .engine.peers.matcher import MatcherLink
 
         settings, manifest = self._settings, self._view.manifest
         if self._matcher is None or not settings.policy.prefetch.uses_maps:
@@ -212,7 +212,7 @@ class GpuWorker:
         The lead's are those since the last reset, another shard's those since it started. A shard that is lost
         or late has that as its `state` and no counters.
         """
-        from .engine.shards import account
+        from .engine.peers.shards import account
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
         return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
@@ -290,8 +290,7 @@ def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:
     Raises:
         UnsupportedModelError: `kv.batching` insists on continuous and the model does not allow it.
     """
-    from .engine.batcher import ContinuousBatcher
-    from .engine.serial import SerialBatcher
+    from .engine.serving.batching import ContinuousBatcher, SerialBatcher
 
     if kv.batching == "serial":
         return SerialBatcher(model, kv, "asked for", watcher)

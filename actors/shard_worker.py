@@ -66,8 +66,8 @@ class ShardWorker:
             raise ConfigError(
                 f"there is no shard worker {index} of {settings.shards.count} shards", "the lead is shard 0"
             )
-        from .engine.shard import open_shard
-        from .engine.shards import terms
+        from .engine.peers.shard import open_shard
+        from .engine.peers.shards import terms
 
         view = view_here(store, verify, layers, stores, settings.store)
         shape = view.manifest.experts
@@ -109,7 +109,7 @@ class ShardWorker:
 
     def health(self) -> dict[str, Any]:
         """What it holds and has done since it started."""
-        from .engine.shards import account
+        from .engine.peers.shards import account
 
         engine = self.engine
         return {

@@ -54,7 +54,7 @@ class ExpertResult:
         modelled_s: seconds by the cost model of the device that the worker stands for; of a shard, by the clock of its
             link: how long that was busy with the layer's copies.
         paced_s: seconds in all, waiting for the modelled time included.
-        held: [B] what a shard's cache holds after the batch, packed as `actors/engine/held.py` says; None: it is
+        held: [B] what a shard's cache holds after the batch, packed as `engine/peers/shards.py` says; None: it is
             not told, and does not travel.
     """
 

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from run_layer import run_layer
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.device import Copied
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import Copied, CpuDevice
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State

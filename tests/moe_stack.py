@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from tiermoe.actors.engine.cpu_device import CpuDevice
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.model import MoeBlock
-from tiermoe.actors.engine.pool import LayerWeights
+from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape

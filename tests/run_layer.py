@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.policies.plan import LoadOnMiss
 
 

@@ -8,12 +8,11 @@ import torch
 from fake_gpu import FakeGpu
 from run_layer import run_layer
 
-from tiermoe.actors.engine.cache import ExpertCache
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
 from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.prefetch import PrefetchGovernor

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.cluster.simulate.trace_format import Costs, TraceHeader
+from tiermoe.cluster.simulate.trace import Costs, TraceHeader
 from tiermoe.cluster.simulate.trace_writer import Rows, TraceWriter
 
 COSTS = Costs(forward_s=1e-3, dense_s=1e-4, dense_row_s=1e-6, expert_s=2e-4, expert_row_s=1e-5)

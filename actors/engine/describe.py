@@ -6,10 +6,10 @@ from typing import Any
 
 from ..settings import EngineSettings
 from ..store.files import StoreView
-from .batcher import Batcher
-from .device import PinReport
+from .cache.device import PinReport
 from .engine import ExpertEngine
-from .shards import account, owners
+from .peers.shards import account, owners
+from .serving.batching import Batcher
 
 _REPORT_S = 5.0
 

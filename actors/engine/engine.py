@@ -21,35 +21,29 @@ from ..settings import EngineSettings, check_combination
 from ..store.artifacts import Calibrated
 from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
-from .allocate import make_cache
-from .configurator import Configurator
-from .configuring import Configuring
-from .device import Device
-from .devices import activations_of
+from .cache.allocate import make_cache
+from .cache.device import Device, activations_of
+from .cache.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_packed_kernel
+from .cache.slots import ExpertSource
+from .cache.virtual_link import SteppedKernel, VirtualClock
 from .dispatch import Dispatcher
 from .host_view import Asker, HostViews, fetch_from, share
-from .kernel_choice import Kernels
 from .layer import MoeLayer
-from .low_bits import LowBits, ReplicaPool, ReplicaWeights, make_packed_kernel
 from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
 from .make_prefetch import gate_probes, make_policy, unasked_layers
-from .matching import MatcherLink
-from .model import MoeBlock
-from .ndp_pool import NdpPool
+from .model.kernels import Kernels
+from .model.model import MoeBlock, attach, detach
 from .on_miss import make_miss_rule, meter
-from .operator import attach, detach
-from .peer_caches import PeerCaches
-from .placer import GpuPlacer, Placer
-from .placers import make_placer, refuse_unsuitable
-from .pool import ExpertSource
+from .peers.matcher import MatcherLink
+from .peers.placement import GpuPlacer, Placer, make_placer, refuse_unsuitable
+from .peers.remote import NdpPool, RemoteExperts
+from .peers.shards import PeerCaches, Shards, owners
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import Prefetching
-from .remote import RemoteExperts
 from .rerouting import Rerouter, make_rerouting
-from .sequences import SequenceRows
-from .shards import Shards, owners
+from .serving.streams import SequenceRows
+from .split import Configurator, Configuring
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
-from .virtual_link import SteppedKernel, VirtualClock
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from .model import RouterProbe
+    from .model.model import RouterProbe
 
 # Tensors of any shape, without gradient, in a dtype that NumPy has -> arrays of the same shapes, after at most one
 # wait. On the CPU the arrays share the tensors' memory; on a GPU they are copies.
@@ -163,6 +163,6 @@ def fetch_from(device: torch.device) -> Fetch:
     """How tensors of a device come to the host."""
     if device.type == "cpu":
         return share
-    from .cuda.fetch import PinnedFetch
+    from .cuda.activations import PinnedFetch
 
     return PinnedFetch(device)

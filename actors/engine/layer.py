@@ -9,23 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..policies.plan import LoadOnMiss
-from .cache import ExpertCache
-from .configuring import Configuring
-from .dispatch import Dispatcher
+from .cache.cache import ExpertCache
+from .dispatch import Dispatcher, Routing
 from .host_view import HostViews, upload
 from .pre_evicting import PreEvicting
 from .rerouting import Rerouter
-from .routing import Routing
+from .split import Configuring
 from .stats import LayerStats
 
 if TYPE_CHECKING:
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from .low_bits import LowBits
-    from .placer import Placer
+    from .cache.low_bits import LowBits
+    from .peers.placement import Placer
+    from .peers.shards import Shards
     from .prefetching import Prefetching
-    from .shards import Shards
 
 # (layer, ids [T, K], weights [T, K]), as the model picked them; to be copied by who keeps them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]

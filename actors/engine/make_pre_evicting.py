@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ..policies.activeevict import PreEviction
 from ..policy_settings import PolicySettings
-from .cache import ExpertCache
+from .cache.cache import ExpertCache
 from .host_view import Asked, Asker, LayerView
-from .model import MoeBlock
+from .model.model import MoeBlock
 from .pre_evicting import PreEvicting
 
 

@@ -14,10 +14,9 @@ from ..policies.prefetch import NextGatePrefetch, PrefetchPolicy
 from ..policies.registry import PrefetchOptions, make_prefetch
 from ..policy_settings import PolicySettings
 from ..store.artifacts import Calibrated
-from .map_prefetch import MatcherPrefetch
-from .matching import MatcherLink
-from .model import MoeBlock, RouterProbe, linear_probe
-from .shards import Shards
+from .model.model import MoeBlock, RouterProbe, linear_probe
+from .peers.matcher import MatcherLink, MatcherPrefetch
+from .peers.shards import Shards
 
 
 def make_policy(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
 from ..policies.residency import State
-from .cache import ExpertCache
+from .cache.cache import ExpertCache
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
 

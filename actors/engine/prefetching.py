@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, runs
-from .cache import ExpertCache
+from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
-from .model import MoeBlock, RouterProbe
-from .sequences import SequenceRows
-from .shards import Shards
+from .model.model import MoeBlock, RouterProbe
+from .peers.shards import Shards
+from .serving.streams import SequenceRows
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)

@@ -1,4 +1,7 @@
-"""Rerouting carried out: shows a rule the routing and the cache, and hands the layer what it answers."""
+"""What a rerouting rule is told of one layer, on every executor.
+
+Rerouting carried out: shows a rule the routing and the cache, and hands the layer what it answers.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,24 @@ import numpy as np
 from ...errors import ConfigError
 from ..policies.activeevict import BudgetAwareTopK
 from ..policies.adapmoe import AdaptiveGating
+from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
 from ..policy_settings import PolicySettings
 from ..store.artifacts import Calibrated
-from .cache import ExpertCache
+from .cache.cache import ExpertCache
 from .host_view import Asked, LayerView
-from .reroute_view import reroute_view
 
 if TYPE_CHECKING:
-    from .model import MoeBlock
-    from .peer_caches import PeerCaches
+    from .model.model import MoeBlock
+    from .peers.shards import PeerCaches
+
+def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
+    """Of a layer, as things stand."""
+    states, slots = cache.standing(layer)
+    available = np.array([state != State.ABSENT for state in states])
+    free = slots - int(np.count_nonzero(available))
+    return RerouteView(available, free, top_k, cache.vacant(layer))
+
 
 _NOWHERE = np.zeros(0, np.bool_)
 

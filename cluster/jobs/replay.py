@@ -20,14 +20,10 @@ from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget
 from ..report.tables import progress_on
-from ..simulate.machine import Machine, load_machine
-from ..simulate.of_policy import engine_of, eviction_of, replays_routing
-from ..simulate.predictors import load_predictors, train_predictors
-from ..simulate.recall import Recall, recall, split
-from ..simulate.replay import result, serve
-from ..simulate.splitting import first_cut
-from ..simulate.trace import Trace
-from ..simulate.trace_format import TraceHeader
+from ..simulate.executor import Machine, engine_of, eviction_of, first_cut, load_machine, replays_routing
+from ..simulate.hit_rates import result, serve
+from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
+from ..simulate.trace import Trace, TraceHeader
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6

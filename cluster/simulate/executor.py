@@ -1,42 +1,187 @@
-"""The simulated executor: the engine's own cache, planner and policies, on a virtual clock and a recorded routing.
+"""The machine that a replay runs on: what computing and copying take.
+
+Split experts in the simulated executor: the cut that a preset begins with, and how it adapts on a virtual clock.
+
+The simulated executor: the engine's own cache, planner and policies, on a virtual clock and a recorded routing.
 
 What is not the engine's: copies (`VirtualLoader`), kernels (time passes by the machine's costs), and the model (a
 trace). Everything that decides or counts is the code that serves.
+
+The simulated engine of a preset: everything that the preset decides, on a recorded trace.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
-from ...actors.engine.cache import ExpertCache
-from ...actors.engine.low_bit_part import LowBitPart
+from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.slots import LowBitPart
+from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
+from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
-from ...actors.engine.reroute_view import reroute_view
-from ...actors.engine.runner import ExpertRunner
-from ...actors.engine.stats import EngineStats, LayerStats
-from ...actors.engine.timeline import Timeline
-from ...actors.engine.virtual_link import VirtualClock, VirtualLoader
-from ...actors.policies.activeevict import PreEviction
+from ...actors.engine.rerouting import reroute_view
+from ...actors.engine.split import Configurator, Recorder, Step
+from ...actors.engine.stats import EngineStats, LayerStats, Timeline
+from ...actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from ...actors.policies.cost import Link
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.hobbit import MixedPrecision
-from ...actors.policies.moepic.split import CacheCut
+from ...actors.policies.moepic.configure import Configured
+from ...actors.policies.moepic.split import CacheCut, Order, buffer_for
 from ...actors.policies.plan import LoadOnMiss
 from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, runs
+from ...actors.policies.registry import LAYER_EVICTION, make_eviction
 from ...actors.policies.residency import Residency, State
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import LowBitSettings, PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
+from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
-from .machine import Machine
-from .splitting import Routed, SimulatedConfiguring
-from .trace import Iteration
-from .trace_format import TraceHeader
+from ..yaml_file import explain, read_yaml
+from .trace import Costs, Iteration, TraceHeader
+
+
+class Machine(Costs):
+    """A simulated machine: costs of computing, and the link. Fields in the order of a forward pass.
+
+    name: what reports call it. link_gbps: gigabytes (1e9) per second; none: copies take no time. link_latency_us: of
+    each copy. Experts run one after the other, so that the times of a layer add up.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    link_gbps: Annotated[float, Field(gt=0)] | None = None
+    link_latency_us: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def link(self) -> Link | None:
+        return None if self.link_gbps is None else Link(self.link_gbps, self.link_latency_us)
+
+    def dense(self, rows: int) -> float:
+        """Seconds of a layer's attention, norms and router."""
+        return self.dense_s + (rows - 1) * self.dense_row_s
+
+    def experts(self, experts: int, pairs: int) -> float:
+        """Seconds of so many experts on so many rows in all."""
+        return experts * self.expert_s + (pairs - experts) * self.expert_row_s
+
+
+def load_machine(
+    header: TraceHeader, file: Path | None, link_gbps: float | None, link_latency_us: float | None
+) -> Machine:
+    """The machine of a YAML file, or the one that the trace was recorded on; with another link if one is given.
+
+    Raises:
+        ConfigError: the file is refused, or there is none and the trace was recorded without costs.
+    """
+    given = {"link_gbps": link_gbps, "link_latency_us": link_latency_us}
+    link = {key: value for key, value in given.items() if value is not None}
+    if file is not None:
+        try:
+            values = read_yaml(file)
+            return Machine(**(values | link))
+        except ValidationError as error:
+            raise explain(error, Machine, str(file)) from error
+    if header.costs is None:
+        raise ConfigError("the trace says nothing of what computing took", "give a machine with --machine FILE")
+    try:
+        return Machine(name="recorded", **header.costs.model_dump(), **link)
+    except ValidationError as error:
+        raise explain(error, Machine, "the trace", link) from error
+
+
+_BATCH = 64  # forwards that are counted together
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A layer's routing: see `engine.routing.Routing`."""
+
+    tokens: int
+    experts: list[int]
+    starts: list[int]
+
+
+def neurons_of(header: TraceHeader) -> int:
+    """I of a trace's experts: a slot holds three numbers for each neuron and hidden dimension.
+
+    Raises:
+        TraceError: the slot's bytes are no such experts'.
+    """
+    of_one = 3 * header.hidden * (4 if header.expert_dtype == "float32" else 2)
+    neurons, rest = divmod(header.slot_bytes, of_one)
+    if rest or not neurons:
+        raise TraceError(
+            f"experts of {header.slot_bytes} bytes are not of gated neurons without biases", "replay it without a split"
+        )
+    return neurons
+
+
+def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) -> CacheCut:
+    """The cut that a preset begins with.
+
+    Raises:
+        BudgetError: the budget does not hold it. TraceError: the experts cannot be cut.
+    """
+    split, neurons, keys = policy.split, neurons_of(header), header.layers * header.experts
+    slots = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys)
+    buffer = buffer_for(split.theta, header.top_k) if split.buffer is None else split.buffer
+    try:
+        return CacheCut.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
+    except ValueError as error:
+        raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give more") from error
+
+
+class SimulatedConfiguring:
+    """`engine.configuring.Configuring` without a thread: deciding takes no time, the next forward has the new cut."""
+
+    def __init__(
+        self, header: TraceHeader, policy: PolicySettings, cache: ExpertCache, clock: Callable[[], float]
+    ) -> None:
+        ahead = policy.prefetch
+        guesses = 0 if ahead.kind == "none" else header.top_k if ahead.top is None else ahead.top
+        order = cast(Order, policy.eviction)
+        self._configurator = Configurator(
+            cache, policy.split, order, header.experts, header.top_k, guesses, header.slot_bytes
+        )
+        self._recorder = Recorder(cache, header.layers, clock)
+        self._layers, self._tau = header.layers, policy.split.tau
+        self._steps: list[Step] = []
+        self._found: Configured | None = None
+
+    def begin_forward(self) -> None:
+        """Change to the cut that was found since."""
+        found, self._found = self._found, None
+        if found is not None:
+            self._configurator.apply(found)
+
+    def routed(self, layer: int, routing: Routed) -> None:
+        """A layer's routing is known."""
+        self._recorder.routed(layer, routing)
+
+    def observed(self, layer: int, scores: NDArray[np.floating] | None) -> None:
+        """The prefetch policy has seen a layer, and foreseen the next one by these scores."""
+        if scores is not None:
+            self._recorder.predicted((layer + 1) % self._layers, scores)
+
+    def ran(self, layer: int) -> None:
+        """A layer's experts have run."""
+        step = self._recorder.ran(layer)
+        if step is None:
+            return
+        self._steps.append(step)
+        if len(self._steps) >= _BATCH or sum(s.tokens for s in self._steps) >= self._tau:
+            self._configurator.add(self._steps)
+            self._steps = []
+            if self._configurator.due:
+                self._found = self._configurator.configure()
 
 
 @dataclass(frozen=True)
@@ -354,3 +499,58 @@ def _grouped(ids: NDArray[Any], kept: NDArray[np.bool_] | None = None) -> tuple[
     counts = np.bincount(ids.ravel() if kept is None else ids[kept])
     used = counts.nonzero()[0]
     return used.tolist(), [0, *counts[used].cumsum().tolist()]
+
+
+def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
+    """The preset's, in its first state: for a cut where the preset splits experts.
+
+    Raises:
+        ConfigError: its eviction has no order for the experts of one layer, which a cut needs.
+    """
+    options = settings.pre_evict
+    if settings.split.kind != "off" and settings.eviction not in LAYER_EVICTION:
+        raise ConfigError(
+            f"eviction {settings.eviction} has no order for the experts of one layer, which split needs",
+            f"give one of {', '.join(LAYER_EVICTION)}",
+        )
+    return make_eviction(
+        settings.eviction, header.layers, header.experts, settings.split.kind != "off",
+        settings.on_miss == "low-bit", alpha=options.alpha,
+        gamma=options.gamma, window=options.window,
+    )  # fmt: skip
+
+
+def engine_of(
+    settings: PolicySettings,
+    header: TraceHeader,
+    machine: Machine,
+    budget: float | int,
+    eviction: EvictionPolicy,
+    prefetch: PrefetchPolicy | None,
+    cut: CacheCut | None = None,
+    adapts: bool = True,
+) -> SimulatedEngine:
+    """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.
+
+    Args:
+        eviction, prefetch, cut: made from the preset; a policy may be shared with who taught it.
+        adapts: whether a preset that configures its cut does so; else the cut given stays.
+
+    Raises:
+        BudgetError, ValueError: as `SimulatedEngine`.
+    """
+    options = settings.pre_evict
+    return SimulatedEngine(
+        header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
+        pre_evict=None if options.kind == "off" else PreEviction(header.top_k, options.tau, options.r_max),
+        rerouting=(
+            BudgetAwareTopK(narrowest=settings.routing.narrowest) if settings.routing.kind == "budget-aware" else None
+        ),
+        low_bit=settings.low_bit if settings.on_miss == "low-bit" else None,
+        writeback=settings.evict_writeback, adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
+    )  # fmt: skip
+
+
+def replays_routing(settings: PolicySettings) -> bool:
+    """Whether the preset changes the routing by a rule that a trace has enough for."""
+    return settings.routing.kind == "budget-aware" or settings.on_miss == "low-bit"

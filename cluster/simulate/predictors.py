@@ -1,17 +1,23 @@
-"""Predictors of the stride policy: trained on a trace, kept in a safetensors file beside the store."""
+"""Predictors of the stride policy: trained on a trace, kept in a safetensors file beside the store.
+
+How much of the true top-k a prefetch policy names, by distance: prediction alone, without cache and link.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...actors.policies.baselines import Predictor, TrainingOptions, train_predictor
+from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, encode_predictors, read_predictors
 from ...errors import TraceError
-from .trace import Request
-from .trace_format import TraceHeader
+from .executor import layer_seen, spans_of
+from .trace import Iteration, Request, TraceHeader
 from .trace_writer import replace_file
 
 
@@ -73,3 +79,95 @@ def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predic
 
 def _of(header: TraceHeader, stride: int) -> PredictorsOf:
     return PredictorsOf(header.fingerprint, header.layers, header.experts, stride)
+
+
+MakePolicy = Callable[[int], PrefetchPolicy | None]  # distance -> a fresh policy that asks that far ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Recall:
+    """Of one source at one distance d.
+
+    source: name. per_layer: share of layer l's true experts among the first K that were asked for when layer l - d was
+    observed [L]; not a number where there was no such layer. overall: over all predictions, zero where nothing was
+    asked for. predictions: (token, layer) pairs that count.
+    """
+
+    source: str
+    distance: int
+    overall: float
+    per_layer: tuple[float, ...]
+    predictions: int
+
+
+def split(requests: Sequence[Request], share: float) -> tuple[list[Request], list[Request]]:
+    """The first `share` of the requests, to learn from, and the rest, to measure on."""
+    cut = int(len(requests) * share + 0.5)
+    return list(requests[:cut]), list(requests[cut:])
+
+
+def recall(
+    header: TraceHeader,
+    sources: Mapping[str, MakePolicy],
+    distances: Iterable[int],
+    learn: Sequence[Request],
+    measure: Sequence[Request],
+    advanced: Callable[[], None] | None = None,
+) -> list[Recall]:
+    """Recall of each source at each distance, on the decode iterations of `measure` (one token each).
+
+    Policies see all of `learn` first, then go on learning from what they are measured on, as they would when serving.
+
+    Args:
+        sources: None for a distance that a source does not have.
+        advanced: called after each source and distance.
+    """
+    table = []
+    for name, make in sources.items():
+        for distance in distances:
+            policy = make(distance)
+            if policy is not None:
+                found, asked = _measure(header, policy, distance, learn, measure)
+                table.append(_recall(name, distance, found, asked, header.top_k))
+            if advanced is not None:
+                advanced()
+    return table
+
+
+def shown(
+    policy: PrefetchPolicy, request: Request, header: TraceHeader
+) -> Iterator[tuple[Iteration, int, Sequence[Wanted]]]:
+    """Show a policy a request as it is served: each iteration and layer, with what the policy asked for there."""
+    name = f"trace-{request.number}"
+    for step in request.iterations:
+        parts = [(name, step)]
+        spans = spans_of(parts)
+        policy.begin_forward(spans)
+        for layer in range(header.layers):
+            yield step, layer, policy.observed(layer_seen(layer, spans, step.ids[:, layer], parts))
+    policy.end(name)
+
+
+def _measure(
+    header: TraceHeader, policy: PrefetchPolicy, distance: int, learn: Sequence[Request], measure: Sequence[Request]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Experts found [L] and predictions made [L]."""
+    experts, top = header.experts, header.top_k
+    found, asked = np.zeros(header.layers, np.int64), np.zeros(header.layers, np.int64)
+    for request in [*learn, *measure]:
+        counted = request.number >= measure[0].number if measure else False
+        for step, layer, wanted in shown(policy, request, header):
+            target = layer + distance
+            if not (counted and step.decode and target < header.layers):
+                continue
+            first = [want.key % experts for want in wanted if want.key // experts == target][:top]
+            found[target] += len(set(first) & set(step.ids[0, target].tolist()))
+            asked[target] += 1
+    return found, asked
+
+
+def _recall(name: str, distance: int, found: NDArray[np.int64], asked: NDArray[np.int64], top: int) -> Recall:
+    per_layer = [float(f) / (top * a) if a else float("nan") for f, a in zip(found, asked, strict=True)]
+    predictions = int(asked.sum())
+    overall = float(found.sum()) / (top * predictions) if predictions else 0.0
+    return Recall(name, distance, overall, tuple(per_layer), predictions)

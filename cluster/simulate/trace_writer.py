@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from ...errors import ConfigError, TraceError
-from .trace import read_header
-from .trace_format import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader
+from .trace import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader, read_header
 
 CHUNK_BYTES = 16 << 20
 Embed = Callable[[NDArray[np.int32]], NDArray[np.floating]]  # tokens [n] -> input embeddings [n, H]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.sources import RemoteStores
+from tiermoe.actors.engine.cache.sources import RemoteStores
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.files import ExpertStore

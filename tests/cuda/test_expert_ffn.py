@@ -7,10 +7,9 @@ import torch
 from expert_cases import ACTIVATIONS, assert_near, exact, gate_for, groups_of, pool_of, rows_for
 from torch import nn
 
-from tiermoe.actors.engine.kernel_choice import Kernels
-from tiermoe.actors.engine.kernel_times import expert_kernel_times
-from tiermoe.actors.engine.model import MoeBlock
-from tiermoe.actors.engine.pool import SlotPool
+from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
+from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
 from tiermoe.kernels.grouped_mm import GroupedMmKernel
 from tiermoe.kernels.row_class import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, RowClass

@@ -10,7 +10,7 @@ import torch
 from serving import greedy, policy, prepared, serving
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.host_profile import Calls, device_calls
+from tiermoe.actors.engine.model.profile import Calls, device_calls
 from tiermoe.actors.settings import EngineSettings, KvSettings
 
 PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]

@@ -13,10 +13,9 @@ from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.activations import PlainActivations
+from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.runtime import TorchRuntime
-from tiermoe.actors.engine.devices import activations_of
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import NdpSettings

@@ -12,10 +12,9 @@ import torch
 from serving import prepared, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine import shard as shard_module
-from tiermoe.actors.engine.activations import PlainActivations
+from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
-from tiermoe.actors.engine.devices import activations_of
+from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.settings import EngineSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker

@@ -11,9 +11,8 @@ import torch
 from serving import greedy, logits, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.compile import GRAPH_ROWS, CompiledDense
-from tiermoe.actors.engine.model import find_blocks
-from tiermoe.actors.engine.operator import UNSAFE_IN_GRAPHS
+from tiermoe.actors.engine.model.compile import GRAPH_ROWS, CompiledDense
+from tiermoe.actors.engine.model.model import UNSAFE_IN_GRAPHS, find_blocks
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.files import ExpertStore

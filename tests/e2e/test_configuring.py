@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from serving import greedy, prepared, serving, settings
 
-from tiermoe.actors.engine.configurator import Configurator
+from tiermoe.actors.engine.split import Configurator
 from tiermoe.actors.policies.moepic.configure import Times
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity

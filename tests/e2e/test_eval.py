@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.scoring import score_with
+from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
 

@@ -11,9 +11,9 @@ import torch
 from fake_gpu import FakeGpu
 from serving import greedy, prepared, serving, settings
 
-from tiermoe.actors.engine import devices
+from tiermoe.actors.engine.cache import device as devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.scoring import score_with
+from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings

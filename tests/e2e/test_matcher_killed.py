@@ -14,7 +14,7 @@ import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, iteration
 from numpy.typing import NDArray
 
-from tiermoe.actors.engine.matching import MatcherLink
+from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from serving import greedy, serving, settings
 
-from tiermoe.actors.engine.scoring import score_with
+from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.actors.settings import LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_policy

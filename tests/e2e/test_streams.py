@@ -6,7 +6,7 @@ import pytest
 from fake_gpu import FakeGpu
 from serving import greedy, serving, settings
 
-from tiermoe.actors.engine import devices
+from tiermoe.actors.engine.cache import device as devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.settings import CopySettings, KvSettings

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tiermoe.actors.engine import operator
-from tiermoe.actors.engine.operator import attach, detach
+from tiermoe.actors.engine.model import model as operator
+from tiermoe.actors.engine.model.model import attach, detach
 
 HIDDEN, TOKENS, TOP_K = 8, 3, 2
 

@@ -27,7 +27,7 @@ from tiermoe.cluster.jobs.bench.compare.measures import counters
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
 from tiermoe.cluster.jobs.bench.prompt_split import Split
 from tiermoe.cluster.jobs.bench.serving import run_config
-from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.executor import Machine
 from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure
 
 _DOCS = Path(__file__).parents[2] / "docs" / "results"

@@ -14,7 +14,7 @@ from tiermoe.cluster.jobs.bench.activeevict.page import page, write_page
 from tiermoe.cluster.jobs.bench.activeevict.simulated import link_gbps
 from tiermoe.cluster.jobs.bench.activeevict.work import Workload
 from tiermoe.cluster.jobs.bench.metrics import Report
-from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.executor import Machine
 from tiermoe.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiermoe.actors.engine.allocate import make_cache
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.allocate import make_cache
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape

@@ -15,8 +15,8 @@ from serving import prepared, reference_greedy, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.batcher import Batcher
-from tiermoe.actors.engine.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.serving.batching import Batcher
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings

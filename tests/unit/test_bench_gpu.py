@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiermoe.actors.engine.kernel_choice import KernelPlan
-from tiermoe.actors.engine.kernel_times import KernelTime
+from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
 from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
 from tiermoe.cluster.jobs.bench.gpu.build import extensions
 from tiermoe.cluster.jobs.bench.gpu.host_time import record_kernels

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.jobs.bench.transfer import Model, _write_store, check_bytes
 from tiermoe.errors import RuntimeFailure

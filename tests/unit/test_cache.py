@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cache_rig import LAYERS, SLOT_BYTES, TIMEOUT_S, Make, caches
 
-from tiermoe.actors.engine.stats import LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.stats import LayerStats, Timeline
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import ResidencyError, State
 

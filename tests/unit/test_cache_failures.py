@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cache_rig import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
 
-from tiermoe.actors.engine.device import Copied
+from tiermoe.actors.engine.cache.device import Copied
 from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.residency import State
 from tiermoe.errors import RuntimeFailure

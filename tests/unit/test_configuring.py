@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import traces
 
-from tiermoe.actors.engine.configurator import Step
-from tiermoe.actors.engine.configuring import Configuring, Recorder
+from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
 from tiermoe.actors.policies.eviction import SplitEviction
 from tiermoe.actors.policies.registry import LAYER_EVICTION, PrefetchOptions
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
 from tiermoe.cluster.report.runtime import configurator_rows
-from tiermoe.cluster.simulate.executor import SimulatedEngine
-from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.replay import serve
-from tiermoe.cluster.simulate.splitting import Routed, first_cut, neurons_of
+from tiermoe.cluster.simulate.executor import Machine, Routed, SimulatedEngine, first_cut, neurons_of
+from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError, TraceError
 

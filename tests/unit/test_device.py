@@ -8,10 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tiermoe.actors.engine import cpu_device
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.device import Copied
-from tiermoe.actors.engine.devices import make_device
+from tiermoe.actors.engine.cache import device as cpu_device
+from tiermoe.actors.engine.cache.device import Copied, CpuDevice, make_device
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.errors import ConfigError
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_case
 from torch import nn
 
-from tiermoe.actors.engine import operator
-from tiermoe.actors.engine.cpu_device import CpuDevice
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.link_queue import LinkQueue
-from tiermoe.actors.engine.model import MoeBlock
+from tiermoe.actors.engine.model import model as operator
+from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policies.plan import Load
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings

@@ -16,7 +16,7 @@ from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.scoring import score, score_continuations_with, score_with
+from tiermoe.actors.engine.serving.scoring import score, score_continuations_with, score_with
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings

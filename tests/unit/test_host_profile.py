@@ -7,7 +7,7 @@ import torch
 from moe_stack import HIDDEN, engine_for, make_case
 
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.host_profile import PARTS, Calls, count_calls, device_calls, host_passes
+from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 

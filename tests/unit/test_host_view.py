@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine import host_view
-from tiermoe.actors.engine.cuda.fetch import PinnedFetch
+from tiermoe.actors.engine.cuda.activations import PinnedFetch
+from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
-from tiermoe.actors.engine.routing import Routing
-from tiermoe.actors.engine.sequences import SequenceRows
+from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policy_settings import PreEvictSettings, RoutingSettings, SubstitutionSettings
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -196,9 +196,8 @@ def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:
     """Of what the test above cannot run: placers, shards' planning, commands of a matcher."""
     engine = Path(host_view.__file__).parent
     files = [
-        "layer.py", "routing.py", "prefetching.py", "rerouting.py", "reroute_view.py", "pre_evicting.py",
-        "make_pre_evicting.py", "placer.py", "context_placer.py", "map_prefetch.py", "matching.py", "configuring.py",
-        "dispatch.py", "runner.py", "cache.py", "shards.py", "operator.py",
+        "layer.py", "prefetching.py", "rerouting.py", "pre_evicting.py", "make_pre_evicting.py", "dispatch.py",
+        "split.py", "peers/placement.py", "peers/matcher.py", "peers/shards.py", "cache/cache.py", "model/model.py",
     ]  # fmt: skip
     found = [
         f"{name}:{node.lineno} .{node.func.attr}()"
@@ -212,7 +211,7 @@ def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:
 
 def _of_arrays(name: str, node: ast.Call) -> bool:
     """`counts.nonzero()` of the routing is NumPy's."""
-    return name == "routing.py" and ast.unparse(node.func) == "counts.nonzero"
+    return name == "dispatch.py" and ast.unparse(node.func) == "counts.nonzero"
 
 
 @pytest.mark.parametrize("ids", [[[5, 1]], [[5, 5]], [[5, 1], [1, 3], [0, 5]]])

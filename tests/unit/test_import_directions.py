@@ -20,7 +20,7 @@ _RAY_LIFE_CYCLE = {"init", "shutdown", "kill", "remote", "placement_group", "rem
 
 
 def _module(path: Path) -> str:
-    """`actors.engine.cache` for actors/engine/cache.py; a package is its own name."""
+    """`actors.engine.cache` for actors/engine/cache/cache.py; a package is its own name."""
     parts = path.relative_to(_ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

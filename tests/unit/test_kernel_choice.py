@@ -7,11 +7,19 @@ import torch
 from expert_cases import assert_near, exact, gate_for, groups_of, rows_for
 from torch import nn
 
-from tiermoe.actors.engine import kernel_choice, kernel_times
-from tiermoe.actors.engine.kernel_choice import Kernels, fastest, kernel_for
-from tiermoe.actors.engine.kernel_times import KernelTime, expert_kernel_times, fill_slots, problem_of
-from tiermoe.actors.engine.model import MoeBlock
-from tiermoe.actors.engine.pool import SlotPool
+from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.model import kernels as kernel_choice
+from tiermoe.actors.engine.model import kernels as kernel_times
+from tiermoe.actors.engine.model.kernels import (
+    Kernels,
+    KernelTime,
+    expert_kernel_times,
+    fastest,
+    fill_slots,
+    kernel_for,
+    problem_of,
+)
+from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.cpu_ffn import CpuKernel

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
-from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Loader, LoadJob
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
+from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tiermoe.actors.engine.device import Copied
-from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Loader, LoadJob
+from tiermoe.actors.engine.cache.device import Copied
+from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.errors import RuntimeFailure
 

@@ -12,7 +12,7 @@ from serving import prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.logprobs import PromptRows, prompt_rows, token_logprob
+from tiermoe.actors.engine.serving.sampling import PromptRows, prompt_rows, token_logprob
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from tiermoe.actors.settings import KvSettings

@@ -11,15 +11,14 @@ import pytest
 import torch
 import traces
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.cpu_device import CpuDevice
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import copy_queue
+from tiermoe.actors.engine.cache.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_part
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.dispatch import ExpertRunner
 from tiermoe.actors.engine.host_view import LayerView, share
-from tiermoe.actors.engine.link_queue import copy_queue
-from tiermoe.actors.engine.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_part
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.runner import ExpertRunner
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.plan import LoadOnMiss
@@ -29,10 +28,8 @@ from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PrefetchSettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import replica_bytes
-from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.of_policy import engine_of, eviction_of
-from tiermoe.cluster.simulate.replay import serve
+from tiermoe.cluster.simulate.executor import Machine, engine_of, eviction_of, replica_bytes
+from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel

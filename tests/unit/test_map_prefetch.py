@@ -11,8 +11,8 @@ import pytest
 from map_contexts import SHAPE
 from numpy.typing import NDArray
 
-from tiermoe.actors.engine.map_prefetch import MatcherPrefetch
-from tiermoe.actors.engine.shards import Shards
+from tiermoe.actors.engine.peers.matcher import MatcherPrefetch
+from tiermoe.actors.engine.peers.shards import Shards
 from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction

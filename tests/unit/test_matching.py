@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.engine.matching import MatcherLink, sequence_means, tell_eviction, wanted_keys
+from tiermoe.actors.engine.peers.matcher import MatcherLink, sequence_means, tell_eviction, wanted_keys
 from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.eviction import Lru

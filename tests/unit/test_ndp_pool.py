@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving import prepared
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.ndp_pool import NdpPool
+from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.settings import NdpSettings

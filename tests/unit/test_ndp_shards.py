@@ -13,7 +13,7 @@ from serving import greedy, prepared, reference_greedy, settings, struck_greedy
 from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.shards import owners
+from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings

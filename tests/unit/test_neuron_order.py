@@ -23,9 +23,9 @@ from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tiermoe.actors.engine.model import MoeBlock, build_model, find_blocks
-from tiermoe.actors.engine.pool import LayerWeights
-from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.cache.sources import host_weights
+from tiermoe.actors.engine.model.model import MoeBlock, build_model, find_blocks
 from tiermoe.actors.store.files import ExpertStore, LayerArrays
 from tiermoe.actors.store.format import MANIFEST_NAME, ExpertShape, encode_manifest, read_manifest
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas

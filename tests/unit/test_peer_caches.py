@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiermoe.actors.engine.held import told, understood
-from tiermoe.actors.engine.peer_caches import PeerCaches
+from tiermoe.actors.engine.peers.shards import PeerCaches, told, understood
 from tiermoe.actors.policies.adapmoe import RerouteView
 from tiermoe.actors.policies.residency import Residency
 

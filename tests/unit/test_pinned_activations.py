@@ -17,12 +17,10 @@ from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.activations import PlainActivations
-from tiermoe.actors.engine.cuda.activations import PinnedActivations
-from tiermoe.actors.engine.cuda.pinned_pool import PinnedPool
-from tiermoe.actors.engine.devices import activations_of
-from tiermoe.actors.engine.remote import RemoteCall, RemoteExperts
-from tiermoe.actors.engine.routing import Routing
+from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
+from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedPool
+from tiermoe.actors.engine.dispatch import Routing
+from tiermoe.actors.engine.peers.remote import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard, PeerLink

@@ -15,15 +15,14 @@ from pydantic import ValidationError
 from run_layer import run_layer
 from serving import policy
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.link_queue import LinkQueue
-from tiermoe.actors.engine.loader import CopyQueue
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.cache.loader import CopyQueue
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
-from tiermoe.actors.engine.reroute_view import reroute_view
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.rerouting import reroute_view
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.prefetch import PrefetchGovernor, Span
@@ -32,10 +31,8 @@ from tiermoe.actors.policy_settings import PolicySettings, PreEvictSettings, Rou
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.simulate.executor import SimulatedEngine
-from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.of_policy import engine_of, eviction_of
-from tiermoe.cluster.simulate.replay import serve
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, engine_of, eviction_of
+from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
 

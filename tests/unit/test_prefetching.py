@@ -23,7 +23,7 @@ from fake_prefetching import (
 )
 
 from tiermoe.actors.engine.prefetching import Prefetching
-from tiermoe.actors.engine.sequences import SequenceRows
+from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.prefetch import (
     LayerSeen,
     NextGatePrefetch,

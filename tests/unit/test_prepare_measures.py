@@ -13,8 +13,8 @@ from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tiermoe.actors.engine.model import build_model, find_blocks
-from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.engine.cache.sources import host_weights
+from tiermoe.actors.engine.model.model import build_model, find_blocks
 from tiermoe.actors.policies.baselines import PreGate
 from tiermoe.actors.store.artifacts import (
     GATES_NAME,

@@ -16,8 +16,8 @@ from traces import header, write
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tiermoe.actors.engine.model import build_model, find_blocks
-from tiermoe.actors.engine.sources import host_weights
+from tiermoe.actors.engine.cache.sources import host_weights
+from tiermoe.actors.engine.model.model import build_model, find_blocks
 from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions, RoutingCounts, renormalised
 from tiermoe.actors.store.artifacts import PROFILE_NAME, read_profile, read_profile_manifest
 from tiermoe.actors.store.files import ExpertStore

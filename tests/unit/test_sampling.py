@@ -15,7 +15,7 @@ from serving import prepared, serving
 from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
-from tiermoe.actors.engine.sampling import RequestSampler, draw, request_sampling
+from tiermoe.actors.engine.serving.sampling import RequestSampler, draw, request_sampling
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 

@@ -13,9 +13,9 @@ from serving import greedy, prepared, settings
 from sharded import serving_group
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine import shard as shard_module
-from tiermoe.actors.engine.activations import PlainActivations
+from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
+from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker

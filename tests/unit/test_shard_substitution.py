@@ -12,7 +12,7 @@ from serving import greedy, prepared, settings
 from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.shards import owners
+from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination

@@ -16,10 +16,10 @@ from serving import greedy, policy, prepared, reference_greedy, settings
 from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine import shard as shard_module
+from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.link_queue import LinkQueue
-from tiermoe.actors.engine.shards import owners
+from tiermoe.actors.engine.peers import shard as shard_module
+from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
@@ -304,7 +304,7 @@ def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> No
 
 
 def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.actors.engine.shards._START_S", 0.5)
+    monkeypatch.setattr("tiermoe.actors.engine.peers.shards._START_S", 0.5)
     config = _settings(2)
     group = Group(_settings(3), olmoe.store.describe().path)
     shard = group.start_shard(1)

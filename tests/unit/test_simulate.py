@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import traces
 
-from tiermoe.actors.engine.loader import DEMAND, PREFETCH, Cause, LoadJob
-from tiermoe.actors.engine.virtual_link import VirtualClock, VirtualLoader
+from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Cause, LoadJob
+from tiermoe.actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
@@ -20,11 +20,9 @@ from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.simulate.executor import SimulatedEngine, layer_seen, spans_of
-from tiermoe.cluster.simulate.machine import Machine, load_machine
-from tiermoe.cluster.simulate.predictors import load_predictors, save_predictors, train_predictors
-from tiermoe.cluster.simulate.recall import recall, split
-from tiermoe.cluster.simulate.replay import result, serve
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, layer_seen, load_machine, spans_of
+from tiermoe.cluster.simulate.hit_rates import result, serve
+from tiermoe.cluster.simulate.predictors import load_predictors, recall, save_predictors, split, train_predictors
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.errors import BudgetError, ConfigError, TraceError

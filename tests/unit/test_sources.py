@@ -13,10 +13,10 @@ import pytest
 import torch
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.loader import DEMAND, Loader, LoadJob
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.sources import RemoteStores, host_weights, open_sources
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
 from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings, StoreSettings

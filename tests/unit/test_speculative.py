@@ -27,7 +27,7 @@ from hypothesis.extra.numpy import arrays
 
 from tiermoe.actors.engine.make_prefetch import gate_probes
 from tiermoe.actors.engine.prefetching import Prefetching
-from tiermoe.actors.engine.sequences import SequenceRows
+from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import (

@@ -13,12 +13,10 @@ import traces
 from moe_stack import engine_for, make_case
 from run_layer import run_layer
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.promise import Promise, PromisedSegment, Shared
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.slots import LayerWeights, Promise, PromisedSegment, Shared, SlotPool
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
 from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
@@ -26,8 +24,7 @@ from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import SimulatedEngine
-from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from tiermoe.actors.engine.cpu_device import CpuDevice
-from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.cuda.registration import fill_pages, page_ranges
-from tiermoe.actors.engine.cuda.staging import Staging
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
+from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.sources import Sources
+from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages, page_ranges
+from tiermoe.actors.engine.cuda.lane import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
-from tiermoe.actors.engine.link_queue import LinkQueue, copy_queue
-from tiermoe.actors.engine.low_bits import ReplicaWeights
-from tiermoe.actors.engine.pool import LayerWeights, SlotPool
-from tiermoe.actors.engine.sources import Sources
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.kernels.pack import PackedShape

@@ -10,11 +10,10 @@ import torch
 from run_layer import run_layer
 from stream_rig import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, Rig
 
-from tiermoe.actors.engine.cache import ExpertCache
-from tiermoe.actors.engine.low_bit_part import LowBitPart
-from tiermoe.actors.engine.low_bits import ReplicaPool
-from tiermoe.actors.engine.pool import LayerWeights
-from tiermoe.actors.engine.timeline import Timeline
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.low_bits import ReplicaPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
+from tiermoe.actors.engine.stats import Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
 from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.prefetch import PrefetchGovernor

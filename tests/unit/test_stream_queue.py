@@ -8,7 +8,7 @@ import pytest
 from fake_gpu import Hazard
 from stream_rig import CARRIED, EXPERTS, KEYS, LAYERS, RATE, Rig
 
-from tiermoe.actors.engine.loader import DEMAND
+from tiermoe.actors.engine.cache.loader import DEMAND
 from tiermoe.actors.engine.stats import LayerStats
 from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.residency import State

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiermoe.actors.engine import streams as streams_module
-from tiermoe.actors.engine.streams import Streams
+from tiermoe.actors.engine.serving import streams as streams_module
+from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, told
 

@@ -10,8 +10,7 @@ import pytest
 import traces
 from safetensors.numpy import load, save
 
-from tiermoe.cluster.simulate.trace import Trace, check_chunk, read_chunk
-from tiermoe.cluster.simulate.trace_format import TraceHeader
+from tiermoe.cluster.simulate.trace import Trace, TraceHeader, check_chunk, read_chunk
 from tiermoe.cluster.simulate.trace_writer import TraceWriter, merge_traces
 from tiermoe.errors import ConfigError, TraceError
 

@@ -15,9 +15,8 @@ from tiermoe.actors.policies.registry import EVICTION
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with
-from tiermoe.cluster.simulate.executor import SimulatedEngine
-from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.replay import result, serve
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
+from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.trace import Trace
 
 PROMPTS = [list(range(3, 40)), [5, 9, 70], list(range(60, 20, -1))]
@@ -88,7 +87,7 @@ def test_recorded_routing_is_the_model_s_own(recorded: tuple[Path, Path, dict]) 
 
             layer.forward = run
         serving.logits(worker, PROMPTS[0], "eager")
-        from tiermoe.actors.engine.model import find_blocks
+        from tiermoe.actors.engine.model.model import find_blocks
 
         routers = [block.router for block in find_blocks(worker.model, read_manifest(store))]
         for layer in range(len(blocks)):

@@ -1,4 +1,14 @@
-"""Rows to the peers and sums back through pinned memory: nothing on the way waits but the host, for what it sends.
+"""Pinned host memory that is used for moments: by a message on its way, or by a copy.
+
+    lease (bytes) -> a NumPy array -> views of it anywhere -> nothing refers to it any more -> leased again
+
+Memory is not given back by a call, which whoever fails would forget: an array, every view of it and every message that
+holds one keep it, and the last that goes returns it. What the GPU still reads or writes is kept besides until the
+event after that copy is done.
+
+Tensors of a GPU to the host: copies into pinned memory, and one wait for all of them.
+
+Rows to the peers and sums back through pinned memory: nothing on the way waits but the host, for what it sends.
 
     begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute: of a few rows all, at once
              (the host then reads the layer's routing, whose copy is enqueued after these: one wait is for both)
@@ -19,14 +29,231 @@ where the peer can still write.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..activations import Outgoing
-from .pinned_pool import PinnedPool
+from ..cache.device import Outgoing
+
+_SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
+_REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
+_DTYPES = {
+    np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16, np.dtype(np.uint8): torch.uint8,
+}  # fmt: skip
+
+
+class PinnedRuntime(Protocol):
+    """What the pool needs of a GPU; `cuda.runtime.GpuRuntime` has it."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory [nbytes], uint8."""
+        ...
+
+    def query(self, event: Any) -> bool:
+        """Whether an event is done."""
+        ...
+
+
+class _Block(NamedTuple):
+    address: int
+    memory: torch.Tensor  # uint8
+
+
+class _Lease:
+    """The base of the arrays that use a block."""
+
+    def __init__(self, block: _Block, home: deque[_Block], nbytes: int) -> None:
+        self._block, self._home = block, home
+        self.__array_interface__ = {"data": (block.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        self._home.append(self._block)  # no lock: Python may come here from anywhere
+
+
+class PinnedPool:
+    """Blocks of pinned memory, allocated when they are first needed and kept.
+
+    `lease` may be called by any thread.
+
+    Args:
+        runtime: allocates, and knows which events are done.
+        most_bytes: of all blocks together.
+
+    Attributes:
+        nbytes: of all blocks.
+        refused: leases for which there was no room.
+        problem: why it has less memory than it may; None: nothing was refused by the driver.
+    """
+
+    def __init__(self, runtime: PinnedRuntime, most_bytes: int) -> None:
+        self._runtime, self._most = runtime, most_bytes
+        self._free: dict[int, deque[_Block]] = {}
+        size = _SMALLEST
+        while size <= most_bytes:
+            self._free[size] = deque()
+            size *= 2
+        self._lock = threading.Lock()
+        self._blocks: tuple[_Block, ...] = ()  # by address
+        self._tensors: dict[tuple[int, np.dtype[Any], tuple[int, ...]], torch.Tensor] = {}
+        self._under_way: deque[tuple[Any, object]] = deque()
+        self._sweeping = threading.Lock()
+        self.nbytes = self.refused = 0
+        self.problem: str | None = None
+
+    def lease(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory [nbytes] at a multiple of 64, with anything in it; None: there is no room now."""
+        self._sweep()
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 1 else _SMALLEST
+        while size in self._free:
+            try:
+                block = self._free[size].pop()
+            except IndexError:
+                found = self._allocate(size)
+                if found is None:
+                    size *= 2  # a larger one may lie idle
+                    continue
+                block = found
+            return np.asarray(_Lease(block, self._free[size], nbytes))
+        self.refused += 1
+        return None
+
+    def keep(self, event: Any, held: object) -> None:
+        """Hold memory until the event is done. Events follow each other, as on one stream."""
+        self._under_way.append((event, held))
+
+    def tensor(self, array: NDArray[Any]) -> torch.Tensor | None:
+        """The pinned tensor over an array; None where that lies elsewhere, has gaps or is of no type known here."""
+        if not array.flags.c_contiguous:
+            return None
+        address: int = array.__array_interface__["data"][0]
+        key = (address, array.dtype, array.shape)
+        known = self._tensors.get(key)  # a decode step's are where the last one's were
+        if known is not None:
+            return known
+        blocks = self._blocks
+        place = bisect_right(blocks, address, key=_address) - 1
+        if place < 0:
+            return None
+        block = blocks[place]
+        begin = address - block.address
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None or begin + array.nbytes > block.memory.nbytes:
+            return None
+        with torch.inference_mode(False):  # as below
+            found = block.memory[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        if len(self._tensors) >= _REMEMBERED:
+            self._tensors.clear()
+        self._tensors[key] = found
+        return found
+
+    @property
+    def under_way(self) -> int:
+        """Copies that were not seen done yet."""
+        self._sweep()
+        return len(self._under_way)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of blocks that nothing uses."""
+        self._sweep()
+        return sum(size * len(blocks) for size, blocks in self._free.items())
+
+    def _allocate(self, size: int) -> _Block | None:
+        with self._lock:
+            if self.nbytes + size > self._most:
+                return None
+            self.nbytes += size
+        try:
+            with torch.inference_mode(False):  # else only a forward in that mode could write into it
+                memory = self._runtime.pinned(size)
+        except RuntimeError as error:  # the driver has no more: make do with what is there
+            with self._lock:
+                self.nbytes -= size
+                self._most, self.problem = self.nbytes, str(error).partition("\n")[0]
+            return None
+        block = _Block(memory.data_ptr(), memory)
+        with self._lock:
+            self._blocks = tuple(sorted((*self._blocks, block), key=_address))
+        return block
+
+    def _sweep(self) -> None:
+        if not self._under_way or not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            while self._under_way and self._runtime.query(self._under_way[0][0]):
+                self._under_way.popleft()
+        finally:
+            self._sweeping.release()
+
+
+def _address(block: _Block) -> int:
+    return block.address
+
+
+_ALIGNED = 16  # bytes, a multiple of every item's size
+_FIRST_BYTES = 1 << 16
+_KEPT = 64  # layouts that are remembered; decode has few
+
+_Layout = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class PinnedFetch:
+    """The `Fetch` of one GPU; for one thread. Waits for the current stream, once per call.
+
+    The copies go to one pinned buffer, which the next call uses again; so what is returned is copied out of it.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copied = torch.cuda.Event()
+        self._buffer = torch.empty(_FIRST_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._views: dict[_Layout, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        layout = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        known = self._views.get(layout)
+        if known is None:
+            with torch.inference_mode(False):  # else only a forward in that mode could write into what it makes
+                known = self._lay_out(layout)
+        places, arrays = known
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(self._device))
+        self.wait()
+        return [np.array(array) for array in arrays]
+
+    def wait(self) -> None:
+        """Until the copies of this call are done: what the host waits for the device, apart for who measures it."""
+        self._copied.synchronize()
+
+    def _lay_out(self, layout: _Layout) -> tuple[list[torch.Tensor], list[NDArray[Any]]]:
+        """Where tensors of these shapes and dtypes land in the buffer, which grows if they do not fit."""
+        starts, end = [], 0
+        for shape, dtype in layout:
+            starts.append(end)
+            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+        if end > self._buffer.numel():
+            self._views.clear()
+            self._buffer = torch.empty(1 << (end - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+        elif len(self._views) >= _KEPT:
+            self._views.clear()
+        places = [
+            self._buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for start, (shape, dtype) in zip(starts, layout, strict=True)
+        ]
+        found = self._views[layout] = places, [place.numpy() for place in places]
+        return found
+
 
 _AT_ONCE = 256 * 1024  # bytes of rows that go to the host before anybody knows which are needed: 10 us of a slow link
 _MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro

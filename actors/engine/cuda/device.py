@@ -1,21 +1,141 @@
-"""The GPU as the cache and the loader see it (`engine.device.Device`)."""
+"""Pin the store's pages: fill them, then `cudaHostRegister`, layer by layer up to a limit; what is left is staged.
+
+The GPU as the cache and the loader see it (`engine.device.Device`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from ...settings import CopySettings
-from ..device import Copied, PinReport, Tensors
-from .registration import pin_layers
+from ..cache.device import Copied, PinReport, Tensors
+from ..cache.slots import LayerWeights
+from .lane import Staging
 from .runtime import GpuRuntime
-from .staging import Staging
 
 if TYPE_CHECKING:
-    from ..pool import LayerWeights
+    from ..cache.slots import LayerWeights
+
+_log = logging.getLogger(__name__)
+_SAY_EVERY_S = 5.0
+_TOUCH_BYTES = 256 << 20  # pages filled between two looks at the clock
+
+
+class Registrar(Protocol):
+    """Who registers host memory; `cuda.device.CudaDevice`."""
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Pin these whole pages. None: done; else why it could not be."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+    def is_pinned(self, tensors: Tensors) -> bool: ...
+
+
+def pin_layers(
+    device: Registrar, layers: Sequence[LayerWeights], settings: CopySettings
+) -> tuple[list[LayerWeights], PinReport]:
+    """Have these layers in pinned memory as far as the settings and the driver allow.
+
+    A layer that is pinned already is left alone. A file's mapping is registered with the read-only flag, which some
+    drivers refuse, or whose file system does; then the setting `unpinned` says whether the layer stays as it is, or is
+    copied to pinned memory of this process. One refusal does not end it: files can lie on several file systems.
+
+    Returns:
+        The layers, those replaced that were copied; and what became of their bytes.
+    """
+    limit = None if settings.pinned_gib is None else int(settings.pinned_gib * (1 << 30))
+    total, said_s, began_s = sum(_nbytes(layer.tensors) for layer in layers), time.monotonic(), time.monotonic()
+    out, problem = list[LayerWeights](), None
+    registered = copied = staged = 0
+    for layer in layers:
+        nbytes, kept = _nbytes(layer.tensors), layer
+        if device.is_pinned(layer.tensors):
+            registered += nbytes
+        elif limit is not None and registered + copied + nbytes > limit:
+            staged += nbytes
+            problem = problem or "the limit that copies.pinned_gib sets is reached"
+        elif (refusal := _register(device, layer.tensors)) is None:
+            registered += nbytes
+        else:
+            problem = problem or refusal
+            copy = _pinned_copy(device, layer.tensors) if settings.unpinned == "copy" else None
+            if copy is not None:
+                kept = LayerWeights(copy)
+                copied += nbytes
+            else:
+                staged += nbytes
+        out.append(kept)
+        if time.monotonic() - said_s > _SAY_EVERY_S:
+            said_s = time.monotonic()
+            _log.info("pinned %.1f of %.1f GiB", (registered + copied) / (1 << 30), total / (1 << 30))
+    return out, PinReport(registered, copied, staged, problem, time.monotonic() - began_s)
+
+
+def page_ranges(tensors: Iterable[torch.Tensor], page: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
+    """The whole pages that these tensors lie in, as (address, bytes); a page that two share is in one range."""
+    spans = sorted((t.data_ptr() // page * page, -(-(t.data_ptr() + t.nbytes) // page) * page) for t in tensors)
+    out: list[tuple[int, int]] = []
+    for first, last in spans:
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(last, out[-1][1]))
+        else:
+            out.append((first, last))
+    return [(first, last - first) for first, last in out]
+
+
+def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
+    """Read one byte of every page, so that all of them are in memory; the sum of what was read."""
+    flat, total = tensor.view(-1).view(torch.uint8).numpy(), 0
+    for first in range(0, len(flat), _TOUCH_BYTES):
+        total += int(np.sum(flat[first : first + _TOUCH_BYTES : page], dtype=np.int64))
+    return total
+
+
+def _register(device: Registrar, tensors: Tensors) -> str | None:
+    for tensor in tensors:
+        fill_pages(tensor)
+    done: list[int] = []
+    for address, nbytes in page_ranges(tensors):
+        if (problem := device.register(address, nbytes)) is not None:
+            for other in done:  # the layer is staged or copied as a whole: do not pin a part of it for nothing
+                device.unregister(other)
+            return problem
+        done.append(address)
+    return None
+
+
+def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
+    """A layer in memory of this process's own, registered; None where there is none, or that is refused, too.
+
+    Not torch's pinned memory, which rounds sizes up to powers of two.
+    """
+    sizes = [-(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for t in tensors]
+    try:
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no room for it a second time
+        return None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    out, first = list[torch.Tensor](), 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=first)
+        out.append(flat.view(tensor.shape).copy_(tensor))
+        first += size
+    return tuple(out) if device.register(out[0].data_ptr(), sum(sizes)) is None else None
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(t.nbytes for t in tensors)
 
 
 class CudaDevice:

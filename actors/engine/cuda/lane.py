@@ -1,4 +1,7 @@
-"""One copy stream of a GPU: copies and parts of copies, enqueued back to back, and which of them have ended, when."""
+"""Copies of host memory that is not pinned, through two pinned buffers; for a loader's thread.
+
+One copy stream of a GPU: copies and parts of copies, enqueued back to back, and which of them have ended, when.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,120 @@ from typing import Any
 
 import torch
 
-from ..device import Copied
-from ..loader import LoadJob
-from .event_clock import EventClock
-from .runtime import GpuRuntime
-from .staging import DeviceSide, chunks
+from ..cache.device import Copied, Tensors
+from ..cache.loader import LoadJob
+from .runtime import EventClock, GpuRuntime
+
+
+class Staging:
+    """Two pinned buffers on a stream of their own: while one is copied to the device, the host fills the other.
+
+    What is to be widened or narrowed arrives in the store's dtype in a third buffer, on the device, and is cast there:
+    the link carries the store's bytes. `copy` returns when the bytes have arrived, so that one thread's copies take
+    turns and demand overtakes what is queued.
+
+    Args:
+        nbytes: of each buffer.
+    """
+
+    def __init__(self, runtime: GpuRuntime, nbytes: int) -> None:
+        self._runtime, self._stream = runtime, runtime.stream()
+        self._nbytes = nbytes
+        self._buffers = [runtime.pinned(nbytes) for _ in range(2)]
+        self._free: list[Any] = [None, None]  # done when the device has read the buffer
+        self._turn = 0
+        self._device_side = DeviceSide(runtime, nbytes)
+
+    def copy(self, dst: Tensors, src: Tensors, after: Any) -> None:
+        """dst <- src, after the event `after` (None: at once); either side may be the host's. The host waits."""
+        runtime, stream = self._runtime, self._stream
+        if after is not None:
+            runtime.wait_event(stream, after)
+        for d, s in zip(dst, src, strict=True):
+            to_host = s.device == runtime.device and d.device != runtime.device
+            for d_part, s_part in chunks(d, s, self._nbytes):
+                if to_host:
+                    self._down(d_part, s_part)
+                else:
+                    self._up(d_part, s_part)
+        done = runtime.event(timing=False)
+        runtime.record(done, stream)
+        runtime.synchronize(done)
+
+    def _up(self, d: torch.Tensor, s: torch.Tensor) -> None:
+        runtime = self._runtime
+        staged = self._next(s)
+        staged.copy_(s)
+        with runtime.on(self._stream):
+            self._device_side.copy(d, staged)
+        self._sent()
+
+    def _down(self, d: torch.Tensor, s: torch.Tensor) -> None:
+        runtime = self._runtime
+        staged = self._next(s)
+        with runtime.on(self._stream):
+            runtime.copy(staged, s)
+        runtime.synchronize(self._sent())
+        d.copy_(staged)
+
+    def _next(self, like: torch.Tensor) -> torch.Tensor:
+        """The part of the next buffer that such a tensor takes, once the device has read what was in it."""
+        self._turn ^= 1
+        if (free := self._free[self._turn]) is not None:
+            self._runtime.synchronize(free)
+        return self._buffers[self._turn][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _sent(self) -> Any:
+        event = self._free[self._turn] or self._runtime.event(timing=False)
+        self._runtime.record(event, self._stream)
+        self._free[self._turn] = event
+        return event
+
+
+class DeviceSide:
+    """Copies on the stream that is entered; casts, where dtypes differ, on the device.
+
+    There is one cast buffer for each stream. It lives as long as this does and operations of one stream run in order,
+    so a chunk is cast before the next one overwrites it.
+
+    Args:
+        nbytes: of the cast buffer, made with the first copy that needs one.
+    """
+
+    def __init__(self, runtime: GpuRuntime, nbytes: int) -> None:
+        self._runtime, self._nbytes = runtime, nbytes
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that it holds."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def reserve(self) -> None:
+        """Make the cast buffer now, since copies will need it."""
+        if self._buffer is None:
+            self._buffer = self._runtime.buffer(self._nbytes)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """dst (device) <- src (pinned); both contiguous, of one shape."""
+        if dst.dtype == src.dtype:
+            self._runtime.copy(dst, src)
+            return
+        self.reserve()
+        assert self._buffer is not None
+        for d, s in chunks(dst, src, self._nbytes):
+            landed = self._buffer[: s.nbytes].view(s.dtype)
+            self._runtime.copy(landed, s)
+            self._runtime.copy(d, landed)
+
+
+def chunks(dst: torch.Tensor, src: torch.Tensor, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Both as flat parts of at most `nbytes` of the source; contiguous tensors of one shape."""
+    if dst.shape != src.shape:
+        raise ValueError(f"a copy of {tuple(src.shape)} to {tuple(dst.shape)}")
+    step = max(1, nbytes // src.element_size())
+    return list(zip(dst.view(-1).split(step), src.view(-1).split(step), strict=True))
+
 
 _CAST_BYTES = 16 << 20  # of each stream's buffer for experts that are kept in another dtype than the store's
 

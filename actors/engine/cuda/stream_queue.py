@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....errors import RuntimeFailure
-from ..device import Copied
-from ..loader import DEMAND, Books, Loader, LoadJob
+from ..cache.device import Copied
+from ..cache.loader import DEMAND, Books, Loader, LoadJob
 from .device import CudaDevice
-from .event_clock import EventClock
 from .lane import Lane, Part, Pieces, StreamCopy
+from .runtime import EventClock
 
 
 class StreamDone:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from ....actors.engine.matching import MatcherLink
+from ....actors.engine.peers.matcher import MatcherLink
 from ....actors.policies.fmoe.maps import WIDTH, ExpertMapStore
 from ....actors.settings import MatcherSettings
 from ....actors.store.artifacts import MapShape, save_maps

@@ -12,7 +12,7 @@ import numpy as np
 from rich.progress import Progress
 
 from ....actors.engine.layer import Observer
-from ....actors.engine.scoring import score_with
+from ....actors.engine.serving.scoring import score_with
 from ....actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
 from ....actors.settings import EngineSettings
 from ...config import RunConfig, engine_settings

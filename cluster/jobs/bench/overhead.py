@@ -61,7 +61,7 @@ def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[s
     Args:
         run: sends requests and waits for them.
     """
-    from ....actors.engine.host_profile import PARTS, device_calls, host_passes
+    from ....actors.engine.model.profile import PARTS, device_calls, host_passes
 
     with host_passes(engine) as passes:
         run()
@@ -98,7 +98,7 @@ def _host_rows(worker: Any, prompts: list[tuple[int, ...]]) -> list[dict[str, An
 
     Parts are of a run of their own, which timing them makes slower.
     """
-    from ....actors.engine.profile import layer_passes
+    from ....actors.engine.model.profile import layer_passes
 
     rows = []
     for batch in BATCHES:

@@ -84,7 +84,7 @@ def _measure(
     """Losses [L * E] by quantizer and width, the mean square of the outputs [L * E], and the tokens run."""
     import torch
 
-    from ....actors.engine.sources import host_weights
+    from ....actors.engine.cache.sources import host_weights
     from ....actors.store.files import ExpertStore
     from ....actors.store.replicas import describe_replicas, open_replicas
     from ..prepare.calibration import read_windows

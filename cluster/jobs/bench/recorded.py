@@ -13,8 +13,7 @@ from rich.progress import Progress
 from ....actors.requests import SamplingParams
 from ....actors.settings import LinkSettings
 from ...config import RunConfig, engine_settings
-from ...simulate.trace import Request, Trace
-from ...simulate.trace_format import TraceHeader
+from ...simulate.trace import Request, Trace, TraceHeader
 from ..record.job import record
 from .prompt_split import Split
 from .serving import prepared_store

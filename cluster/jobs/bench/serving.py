@@ -65,7 +65,7 @@ def start_reference(config: RunConfig, experts: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ....actors.engine.batcher import ContinuousBatcher
+    from ....actors.engine.serving.batching import ContinuousBatcher
 
     torch.set_num_threads(config.worker_threads)
     model = AutoModelForCausalLM.from_pretrained(config.model_dir, dtype=torch.float32, attn_implementation="sdpa")

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from ....actors.engine.device import Tensors
-from ....actors.engine.sources import RemoteStores, host_weights
+from ....actors.engine.cache.device import Tensors
+from ....actors.engine.cache.sources import RemoteStores, host_weights
 from ....actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from ....actors.settings import StoreSettings
 from ....actors.store.files import ExpertStore

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from ....actors.engine.scoring import score_continuations_with, score_with
+from ....actors.engine.serving.scoring import score_continuations_with, score_with
 from ....errors import ConfigError, RuntimeFailure
 from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....actors.engine.model import MoeBlock, build_model, find_blocks
-from ....actors.engine.operator import attach, detach
-from ....actors.engine.pool import LayerWeights
-from ....actors.engine.sources import host_weights
+from ....actors.engine.cache.slots import LayerWeights
+from ....actors.engine.cache.sources import host_weights
+from ....actors.engine.model.model import MoeBlock, attach, build_model, detach, find_blocks
 from ....actors.store.files import LayerArrays, hash_files
 from ....actors.store.format import FileRecord, Manifest, build_header, read_header
 from ....errors import StoreError, UnsupportedModelError

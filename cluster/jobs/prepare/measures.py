@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from ....actors.engine.model import MoeBlock, RouterProbe, build_model, find_blocks
-from ....actors.engine.sources import host_weights
+from ....actors.engine.cache.sources import host_weights
+from ....actors.engine.model.model import MoeBlock, RouterProbe, build_model, find_blocks
 from ....actors.policies.baselines import PreGate
 from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import GATES_NAME, SENSITIVITY_NAME, encode_gates, encode_sensitivity, predictors_file

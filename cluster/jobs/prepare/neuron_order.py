@@ -27,10 +27,9 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from ....actors.engine.model import MoeBlock, build_model, find_blocks
-from ....actors.engine.operator import attach, detach
-from ....actors.engine.pool import LayerWeights
-from ....actors.engine.sources import host_weights
+from ....actors.engine.cache.slots import LayerWeights
+from ....actors.engine.cache.sources import host_weights
+from ....actors.engine.model.model import MoeBlock, attach, build_model, detach, find_blocks
 from ....actors.store.files import ExpertStore, LayerArrays
 from ....actors.store.format import (
     MANIFEST_NAME,

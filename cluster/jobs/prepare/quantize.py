@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import functional
 
-from ....actors.engine.sources import host_weights
+from ....actors.engine.cache.sources import host_weights
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import FileRecord, SourceFile
 from ....actors.store.replicas import (

@@ -30,9 +30,8 @@ from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ....actors.engine.model import MoeBlock
-from ....actors.engine.operator import attach, detach
-from ....actors.engine.pool import LayerWeights
+from ....actors.engine.cache.slots import LayerWeights
+from ....actors.engine.model.model import MoeBlock, attach, detach
 from ....actors.policies.buddymoe.buddies import ExpertProfile, Outputs, RoutingCounts, renormalised, warmup_weights
 from ....actors.store.artifacts import (
     PROFILE_NAME,
@@ -49,8 +48,7 @@ from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import StoreError, TraceError
 from ....kernels.expert_ffn import Operands, TorchKernel
 from ...report.tables import progress_on
-from ...simulate.trace import Trace
-from ...simulate.trace_format import HEADER_NAME
+from ...simulate.trace import HEADER_NAME, Trace
 from ..prepare.calibration import Windows, read_windows
 from ..prepare.job import beside, discard, locked
 from ..prepare.writer import disk_errors, write_file
@@ -319,8 +317,8 @@ def profile_text(
             return present
         import torch
 
-        from ....actors.engine.model import build_model, experts_per_token, find_blocks  # torch: seconds
-        from ....actors.engine.sources import host_weights
+        from ....actors.engine.cache.sources import host_weights
+        from ....actors.engine.model.model import build_model, experts_per_token, find_blocks  # torch: seconds
 
         opened = ExpertStore(store, verify="stamp")
         model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")

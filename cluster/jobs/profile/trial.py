@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from ....actors.engine.model import RouterProbe, find_blocks
+from ....actors.engine.model.model import RouterProbe, find_blocks
 from ....actors.policies.buddymoe.buddies import BuddyOptions, BuddyTable, ExpertProfile
 from ....actors.store.artifacts import read_profile
 from ....actors.store.format import Manifest, read_manifest

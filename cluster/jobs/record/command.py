@@ -17,7 +17,7 @@ from ....errors import ConfigError, RequestError
 from ...config import check_model_dir, engine_settings
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from ...report.tables import progress_on
-from ...simulate.trace_format import MAX_DISTANCE, TraceHeader
+from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import merge_traces
 from ..bench.serving import run_config
 

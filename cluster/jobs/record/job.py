@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from ....actors.engine.layer import MoeLayer
-from ....actors.engine.model import RouterProbe, find_blocks
+from ....actors.engine.model.model import RouterProbe, find_blocks
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import RuntimeFailure, UnsupportedModelError
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
-from ...simulate.trace_format import Costs, TraceHeader
+from ...simulate.trace import Costs, TraceHeader
 from ...simulate.trace_writer import CHUNK_BYTES, Rows, TraceWriter
 from ..bench.serving import prepared_store
 

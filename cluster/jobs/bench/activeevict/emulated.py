@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from .....actors.settings import LinkSettings
 from ....config import RunConfig, engine_settings, load_policy
-from ....simulate.machine import Machine, load_machine
+from ....simulate.executor import Machine, load_machine
 from ..compare.kept import Kept
 from ..compare.report import compare
 from ..compare.running import Start

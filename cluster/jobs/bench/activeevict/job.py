@@ -14,7 +14,7 @@ from rich.progress import Progress
 from .....errors import ConfigError
 from ....config import RunConfig
 from ....host import has_gpu
-from ....simulate.machine import Machine
+from ....simulate.executor import Machine
 from ..compare.kept import Kept
 from ..compare.sweep import digest, surroundings
 from ..metrics import Report

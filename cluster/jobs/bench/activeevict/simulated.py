@@ -14,9 +14,8 @@ from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....errors import ConfigError
 from ....config import RunConfig, load_policy
-from ....simulate.machine import Machine, load_machine
-from ....simulate.of_policy import engine_of, eviction_of
-from ....simulate.replay import result, serve
+from ....simulate.executor import Machine, engine_of, eviction_of, load_machine
+from ....simulate.hit_rates import result, serve
 from ..prompt_split import Split
 from ..recorded import Recorded, read_split, record_split
 from .measures import transfers

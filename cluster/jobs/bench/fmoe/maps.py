@@ -17,13 +17,10 @@ from .....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
 from .....actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy, most_probable
 from .....actors.policies.registry import EVICTION, PrefetchOptions, make_prefetch
 from ....config import load_policy
-from ....simulate.executor import SimulatedEngine
-from ....simulate.machine import load_machine
-from ....simulate.predictors import train_predictors
-from ....simulate.recall import Recall, recall, shown
-from ....simulate.replay import serve
-from ....simulate.trace import Iteration, Request
-from ....simulate.trace_format import TraceHeader
+from ....simulate.executor import SimulatedEngine, load_machine
+from ....simulate.hit_rates import serve
+from ....simulate.predictors import Recall, recall, shown, train_predictors
+from ....simulate.trace import Iteration, Request, TraceHeader
 from ..recorded import Recorded
 
 DISTANCES = (1, 2, 3, 4, 5, 6)

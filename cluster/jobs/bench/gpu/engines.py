@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .....actors.engine.devices import make_device
+from .....actors.engine.cache.device import make_device
 from .....actors.engine.engine import ExpertEngine
-from .....actors.engine.matching import MatcherLink
-from .....actors.engine.model import RouterProbe
+from .....actors.engine.model.model import RouterProbe
+from .....actors.engine.peers.matcher import MatcherLink
 from .....actors.links import PeerLink
 from .....actors.settings import EngineSettings, LinkSettings, NdpSettings
 from .....actors.store.artifacts import MapShape

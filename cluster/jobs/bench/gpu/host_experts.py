@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .....actors.engine.low_bits import ReplicaWeights
-from .....actors.engine.pool import LayerWeights
+from .....actors.engine.cache.low_bits import ReplicaWeights
+from .....actors.engine.cache.slots import LayerWeights
 from .....actors.store.format import ExpertShape
 from .....errors import ConfigError
 from .....kernels.pack import PackedShape

@@ -12,10 +12,10 @@ from statistics import median
 
 import torch
 
-from .....actors.engine.compile import CompiledDense
 from .....actors.engine.engine import ExpertEngine
-from .....actors.engine.host_profile import PARTS, device_calls, host_passes
-from .....actors.engine.kernel_choice import KernelPlan
+from .....actors.engine.model.compile import CompiledDense
+from .....actors.engine.model.kernels import KernelPlan
+from .....actors.engine.model.profile import PARTS, device_calls, host_passes
 from .....actors.settings import CompileMode
 from .....errors import TierMoeError
 from .engines import NearData, engine_of, free_memory

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .....actors.engine.allocate import make_cache
-from .....actors.engine.devices import make_device
-from .....actors.engine.pool import LayerWeights
+from .....actors.engine.cache.allocate import make_cache
+from .....actors.engine.cache.device import make_device
+from .....actors.engine.cache.slots import LayerWeights
 from .....actors.settings import EngineSettings, LinkSettings
 from ....config import load_policy
 from .host_experts import HostExperts

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .....actors.engine.model import MoeBlock, assign_dense, attention_for, blocks_at
-from .....actors.engine.operator import register_implementation
+from .....actors.engine.model.model import MoeBlock, assign_dense, attention_for, blocks_at, register_implementation
 from .....errors import UnsupportedModelError
 from .recording import experts_modules
 from .shapes import RealShape

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .....actors.engine.model import blocks_at
+from .....actors.engine.model.model import blocks_at
 from .....errors import CheckpointError
 from ....config import default_model_dir
 from ..serving import heldout_prompts

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from .....actors.engine.model import RouterProbe
-from .....actors.engine.operator import ExpertLayer, attach, detach
+from .....actors.engine.model.model import ExpertLayer, RouterProbe, attach, detach
 from .locality import RoutingTrace, foreseen
 
 _OWN = 1e-4  # of the router's own logits: a product that is computed and changes no order

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .....actors.engine.sequences import SequenceRows
+from .....actors.engine.serving.streams import SequenceRows
 from .options import Context
 from .replay import Replay
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from rich.progress import Progress
 
-from .....actors.engine.profile import layer_passes
+from .....actors.engine.model.profile import layer_passes
 from .....actors.policies.cost import Link, load_s
 from .....actors.settings import LinkSettings
 from .....errors import ConfigError

@@ -15,12 +15,9 @@ from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....actors.settings import budget_bytes
 from ....config import parse_budget
-from ....simulate.executor import SimulatedEngine
-from ....simulate.machine import Machine, load_machine
-from ....simulate.of_policy import engine_of, eviction_of
-from ....simulate.replay import serve
-from ....simulate.trace import Request
-from ....simulate.trace_format import TraceHeader
+from ....simulate.executor import Machine, SimulatedEngine, engine_of, eviction_of, load_machine
+from ....simulate.hit_rates import serve
+from ....simulate.trace import Request, TraceHeader
 from ..compare.sweep import Sweep
 from ..recorded import Recorded
 from .findings import BASELINES, OWN

@@ -1,0 +1,167 @@
+"""The expert cache of one device, from its settings: what a lead and a shard allocate alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ....errors import BudgetError, ConfigError
+from ...policies.cost import Link
+from ...policies.moepic.split import CacheCut, buffer_for
+from ...policies.prefetch import PrefetchGovernor
+from ...policies.registry import make_eviction
+from ...policies.residency import Residency
+from ...policy_settings import SplitSettings
+from ...settings import EngineSettings, budget_bytes, mixed_slots
+from ...store.format import ExpertShape
+from ..stats import EngineStats, LayerStats, Timeline
+from .cache import ExpertCache
+from .device import Device
+from .link_queue import copy_queue
+from .loader import CopyQueue
+from .low_bits import ReplicaWeights, make_part
+from .slots import ExpertSource, LayerWeights, SlotPool
+from .virtual_link import VirtualClock, VirtualLoader, copy_now
+
+
+def make_cache(
+    settings: EngineSettings,
+    shape: ExpertShape,
+    weights: Sequence[ExpertSource],
+    device: Device,
+    dtype: torch.dtype,
+    owned: int,
+    top_k: int = 1,
+    clock: VirtualClock | None = None,
+    replicas: ReplicaWeights | None = None,
+) -> ExpertCache:
+    """A cache within the budget of one device, with counters of its own.
+
+    Args:
+        owned: experts in all layers that belong to this device; it gets no more slots than that.
+        top_k: experts per token, for the buffer of split experts.
+        clock: of a stepped link; None: the wall's.
+        replicas: which get slots of their own within the budget; None where the policy loads none.
+
+    Raises:
+        BudgetError: not one slot fits, or with split experts or replicas not one of each kind; or the device has less
+            memory than the budget. ConfigError: the policy keeps all experts resident, and they do not fit; or it
+            splits experts that have biases.
+    """
+    policy, layers, keys = settings.policy, len(weights), len(weights) * shape.num_experts
+    slot_bytes = shape.nbytes(dtype.itemsize)
+    bought = _divide(settings, shape, layers, slot_bytes, owned, top_k, replicas)
+    stats = EngineStats(
+        layers=[LayerStats() for _ in range(layers)],
+        expert_budget_bytes=bought.budget,
+        slots=bought.slots,
+        experts=keys,
+        executor=device.executor,
+    )
+    with _within_memory(bought.budget):
+        part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
+        pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
+    replica_layers: Sequence[LayerWeights] = () if replicas is None else replicas.layers
+    cache = ExpertCache(
+        pool,
+        weights,
+        device,
+        Residency(keys, bought.slots, slot_bytes),
+        make_eviction(
+            policy.eviction, layers, shape.num_experts, bought.cut is not None, replicas is not None,
+            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+        ),
+        PrefetchGovernor(policy.prefetch.min_useful),
+        stats,
+        Timeline(settings.trace),
+        _queue(settings, device, pool, weights, replica_layers, clock, lambda key: cache.bytes_of(key)),
+        time.perf_counter if clock is None else clock,
+        bought.cut,
+        policy.evict_writeback,
+        part,
+    )
+    return cache
+
+
+def _queue(
+    settings: EngineSettings, device: Device, pool: SlotPool, weights: Sequence[ExpertSource],
+    replicas: Sequence[LayerWeights], clock: VirtualClock | None, bytes_of: Callable[[int], int],
+) -> CopyQueue:  # fmt: skip
+    """What makes the cache's copies; on a stepped link's clock (None: the wall's) they take what the link says."""
+    if clock is None or settings.link.gbps is None:
+        return copy_queue(device, pool, weights, settings.copies, replicas)
+    return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), bytes_of, copy_now)
+
+
+@dataclass(frozen=True)
+class _Bought:
+    """What a budget of bytes buys on one device: slots of whole experts, how they are cut, slots of replicas."""
+
+    budget: int
+    slots: int
+    cut: CacheCut | None
+    replica_slots: int
+
+
+def _divide(
+    settings: EngineSettings, shape: ExpertShape, layers: int, slot_bytes: int, owned: int, top_k: int,
+    replicas: ReplicaWeights | None,
+) -> _Bought:  # fmt: skip
+    """The budget of a device by the policy; raises as `make_cache`."""
+    policy, keys = settings.policy, layers * shape.num_experts
+    budget = budget_bytes(settings.budget, slot_bytes, keys)
+    slots, replica_slots = min(budget // slot_bytes, owned), 0
+    if replicas is not None:
+        slots, replica_slots = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
+    if policy.preload == "all" and slots < owned:
+        raise ConfigError(
+            f"policy {policy.name} keeps all {owned} experts resident, the budget holds {slots}",
+            f"use --budget {math.ceil(1e4 * owned / keys) / 1e4} or another policy",
+        )
+    cut = None
+    if policy.split.kind != "off":
+        cut = first_cut(policy.split, shape, layers, slots, top_k)
+        if policy.split.kind == "fixed":  # nothing will ever use more
+            slots = math.ceil(cut.total_neurons / shape.intermediate)
+    return _Bought(budget, slots, cut, replica_slots)
+
+
+@contextmanager
+def _within_memory(budget: int) -> Iterator[None]:
+    """The GPU may have less memory left than the budget allows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the GPU has no room for an expert cache of {budget} bytes beside what is on it: "
+            f"{'. '.join(str(error).split('. ')[:3])}",
+            "give a smaller budget, or end what else uses the GPU",
+        ) from error
+
+
+def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:
+    """The division that a split begins with: every layer alike.
+
+    Args:
+        slots: whole experts that the memory holds.
+
+    Raises:
+        BudgetError: it does not hold a top of each layer and a bottom. ConfigError: the experts have biases.
+    """
+    if shape.has_bias:
+        raise ConfigError("experts with biases cannot be split", "use a policy without split")
+    buffer = settings.buffer if settings.buffer is not None else buffer_for(settings.theta, top_k)
+    try:
+        return CacheCut.uniform(
+            layers, shape.num_experts, shape.intermediate, slots * shape.intermediate, settings.theta, buffer
+        )
+    except ValueError as error:
+        raise BudgetError(
+            f"the budget of {slots} experts does not hold a part of one of each of {layers} layers: {error}",
+            "give a larger budget, or use a policy without split",
+        ) from error

@@ -1,0 +1,292 @@
+"""The expert cache: residency, slot tensors and loads, joined. Their life cycle is in `loads`, what became of them in
+`ledger`.
+
+An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
+one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
+
+All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
+So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
+On a GPU an expert is resident once the compute's stream waits for its copy: what is enqueued from then on finds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
+
+from ...policies.eviction import EvictionPolicy
+from ...policies.moepic.split import CacheCut
+from ...policies.plan import LayerPlan, Load
+from ...policies.prefetch import PrefetchGovernor
+from ...policies.residency import Residency, ResidencyError, State
+from ..stats import EngineStats, Timeline
+from .counting import CacheLedger
+from .loader import DEMAND, PREFETCH, CopyQueue, Loader
+from .loads import Loads
+from .slots import LowBitPart, SlotMap
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .slots import ExpertSource, SlotPool
+
+class ExpertCache:
+    """Slots for experts of all layers on one device.
+
+    Args:
+        pool: the slot tensors; `pool.bytes` is the whole expert memory, allocated once.
+        weights: where the experts of each MoE layer come from.
+        device: copies and waits.
+        residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
+        eviction: order of leaving; with a cut one that has an order for each slot class (`SplitEviction`).
+        governor: told which prefetches were used.
+        stats: counters, one `LayerStats` per MoE layer.
+        loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
+            The simulator gives both.
+        writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
+            for comparison, since nothing here ever changes a weight. Low-bit replicas are not.
+        cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
+            with a cut can be cut anew.
+        low_bit: further slots, for low-bit replicas, within the same budget; not beside a cut. None: there are none.
+
+    Raises:
+        ValueError: the cut is none of this pool.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        weights: Sequence[ExpertSource],
+        device: Device,
+        residency: Residency,
+        eviction: EvictionPolicy,
+        governor: PrefetchGovernor,
+        stats: EngineStats,
+        timeline: Timeline,
+        loader: CopyQueue | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        cut: CacheCut | None = None,
+        writeback: bool = False,
+        low_bit: LowBitPart | None = None,
+    ) -> None:
+        self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
+        self.decode_only = False  # whether the present forward is known to hold no row of any prompt
+        self._map = SlotMap(pool, weights, residency)
+        self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
+        self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
+        self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
+        stats.expert_bytes_peak = pool.bytes
+        self.divided = cut is not None  # whether experts are cut in two; stays so
+        self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided, low_bit is not None)
+        self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.ledger.uses
+        self._queue: CopyQueue = Loader(device) if loader is None else loader
+        self.loads = Loads(self._queue, device, residency, eviction, self._map, self.ledger, clock, writeback)
+        self._under_way = self.loads.under_way
+        if cut is not None:
+            self._map.divide(cut)
+        self.low_bit = low_bit
+        if low_bit is not None:
+            self._map.add_low_bit(low_bit)
+            stats.expert_bytes_peak += low_bit.pool.bytes
+            stats.low_bit_slots = low_bit.slots
+
+    # -- experts and their segments ----------------------------------------------------------------------
+
+    @property
+    def cut(self) -> CacheCut | None:
+        """The present division of the slots; None where a slot is a whole expert."""
+        return self._map.cut
+
+    def replica_slot(self, segment: int, layer: int) -> int:
+        """As `await_expert` of a pinned replica: its slot among those of replicas."""
+        return self.await_expert(segment, layer) - self._map.whole_slots
+
+    def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
+        """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
+
+        Args:
+            fill: experts whose tops are loaded at once, most urgent first, as many as their layers have slots. Demand
+                loads overtake these.
+
+        Raises:
+            ValueError: the cut is none of this pool; then nothing has changed.
+        """
+        if not self.divided:
+            raise ValueError("a cache of whole experts cannot be cut")
+        self._map.check(cut)
+        self.loads.drop(self._under_way)
+        self.flush()
+        self._map.divide(cut)
+        room, loads = list(self.residency.class_slots), list[int]()
+        for key in dict.fromkeys(fill):
+            layer = self._layer_of(key)
+            if room[layer]:
+                room[layer] -= 1
+                loads.append(key)
+        self._queue.submit(self.loads.reserve(loads, "migration"), PREFETCH)
+
+    # -- what the forward does, in the order of a layer ------------------------------------------------
+
+    def poll(self) -> None:
+        """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
+        self._queue.poll()
+        if self._under_way:
+            self.loads.land_ended()
+
+    def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
+        """The routing of `layer` is known: forget its queued prefetches that guessed wrong."""
+        if self._under_way:
+            jobs = self._under_way.items()
+            self.loads.drop([k for k, job in jobs if job.layer == layer and job.prefetch and k not in needed])
+
+    def begin(self, layer: int, plan: LayerPlan) -> None:
+        """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
+        self.ledger.begin(layer, plan)
+        for key in plan.run[: plan.resident + plan.arriving]:
+            self.residency.pin(key)
+        if not plan.arriving:
+            return
+        arriving = plan.run[plan.resident : plan.resident + plan.arriving]
+        self.ledger.arriving(layer, arriving, self._under_way)
+        for key in arriving:
+            job = self._under_way[key]
+            if job.prefetch or (self.divided and job.cause == "migration"):  # a new cut's loads come after demand, too
+                self._queue.promote(job)
+
+    def issue(self, loads: Sequence[Load]) -> None:
+        """Evict, reserve and queue these demand loads; each key is pinned."""
+        for load in loads:
+            if load.evict is not None:
+                self.loads.evict(load.evict, self._layer_of(load.key))
+        jobs = self.loads.reserve([load.key for load in loads], "demand")
+        for load in loads:
+            self.residency.pin(load.key)
+        if self.decode_only and loads:
+            self.ledger.demanded(loads)
+        self._queue.submit(jobs, DEMAND)
+
+    def await_expert(self, key: int, layer: int) -> int:
+        """The slot of a pinned expert, after waiting for its copy if it is still on its way.
+
+        Raises:
+            RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
+            StoreError: no node has the expert now.
+        """
+        job = self._under_way.get(key)
+        if job is not None:
+            self.loads.land_needed(job, layer)
+        return self.residency.slot(key)
+
+    def ran(self, keys: Sequence[int]) -> None:
+        """These experts of the present layer have run: unpin them and tell the eviction policy."""
+        for key in keys:
+            self.residency.unpin(key)
+        self.ledger.ran(self._map.experts_of(keys))
+        self.eviction.used(keys)
+
+    def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
+        """Queue loads of absent experts, most wanted first; the number queued. A replica's key stands for the replica
+        (`LowBitPart`), which is not wanted where its expert is there in full.
+
+        Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
+        (what nearer layers want), so a pool as small as the working set is left to demand. `source` says whose guess
+        they are, for the counters.
+        """
+        residency, experts = self.residency, self._map.keys
+        if self.low_bit is not None:
+            keys = [k for k in keys if k < experts or residency.state(k - experts) == State.ABSENT]
+        absent = [k for k in self.segments(keys) if residency.state(k) == State.ABSENT]
+        if not absent:
+            return 0
+        keep = keep | set(keys)
+
+        def may_go(k: int) -> bool:
+            if k % experts in keep or k in keep:
+                return False
+            return residency.state(k) == State.RESIDENT and not residency.pinned(k)
+
+        absent = self.loads.make_room(absent, may_go)
+        self.ledger.guessed(absent, source)
+        self._queue.submit(self.loads.reserve(absent, "prefetch"), PREFETCH)
+        return len(absent)
+
+    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
+        """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
+        for segment in self.segments(keys):
+            self.loads.land_guess(segment, layer)
+
+    def vacate(self, slots: int, layer: int) -> None:
+        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
+
+        For a cache of whole experts, whose slots serve all layers.
+        """
+        residency = self.residency
+        victims = self.eviction.victims(
+            slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
+        )
+        for victim in victims:
+            self.loads.evict(victim, layer)
+        self.ledger.vacated(layer, victims)
+
+    # -- around forwards ---------------------------------------------------------------------------------
+
+    def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
+        """Make these experts the cache's content; those that are absent are loaded in this order.
+
+        Args:
+            keys: what to hold, most urgent first; at most as many as there are slots are loaded.
+            keep_others: let other residents stay where there is room, for a prefill that is using them.
+        """
+        residency, segments = self.residency, self.segments(keys)
+        wanted = set(segments)
+        absent = [k for k in segments if residency.state(k) == State.ABSENT]
+
+        def may_go(k: int) -> bool:
+            return k not in wanted and not residency.pinned(k)
+
+        if not keep_others:
+            for victim in self.eviction.victims(residency.slots, may_go):
+                self.loads.evict(victim, self._layer_of(victim))
+        self._queue.submit(self.loads.reserve(self.loads.make_room(absent, may_go), "migration"), DEMAND)
+
+    def preload(self, keys: Sequence[int]) -> None:
+        """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
+        fit = self.loads.make_room(self.segments(keys), lambda k: False)
+        self.ledger.preloaded(self.loads.preload(fit))
+
+    def flush(self) -> None:
+        """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
+        self.loads.land_all()
+        self.settle_times()
+        for key in list(self.residency.held()):
+            self.loads.evict(key, self._layer_of(key))
+
+    def settle_times(self) -> None:
+        """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late.
+
+        Not between a layer's two looks at its counters: what comes late is counted for the forward's way here.
+        """
+        self._queue.tell(self.ledger)
+
+    def abandon(self) -> None:
+        """The forward under way failed: what it pinned may go. Its loads still arrive."""
+        self.residency.unpin_all()
+
+    def check_integrity(self) -> None:
+        """Raise ResidencyError unless slots, jobs and policy agree."""
+        residency = self.residency
+        residency.check_integrity()
+        self.loads.check_integrity()
+        held = set(residency.held())
+        if held != set(self.eviction.victims(residency.slots, lambda key: True)):
+            raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
+        self.ledger.check_integrity(held)
+
+    @property
+    def loads_in_flight(self) -> int:
+        return self._queue.pending
+
+    def close(self) -> None:
+        """Stop the loader. Safe to call twice."""
+        self._queue.close()

@@ -1,0 +1,245 @@
+"""The loader: one thread that copies experts into slots, demand loads always first."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ....errors import RuntimeFailure
+from ...policies.residency import Reservation
+from .slots import Promise
+
+if TYPE_CHECKING:
+    from .device import Copied, Device, Tensors
+
+DEMAND, PREFETCH = 0, 1
+_LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; how many it does is its own affair
+Cause = Literal["demand", "prefetch", "migration"]
+
+
+class Done(Protocol):
+    """Set once a copy has ended, one way or the other: a `threading.Event`, or its like on a virtual clock."""
+
+    def is_set(self) -> bool: ...
+    def wait(self) -> object: ...
+    def set(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class LoadJob:
+    """One expert on its way into one slot.
+
+    `copied` is set by the loader's thread before `done`; `error` instead of it when the copy raised. On a GPU's streams
+    it is set once the copy is enqueued, without times.
+    """
+
+    reservation: Reservation
+    dst: Tensors
+    src: Tensors | Promise
+    after: Any
+    layer: int
+    cause: Cause  # why it was asked for; stays so when demand overtakes it
+    done: Done = field(default_factory=threading.Event)
+    copied: Copied | None = None
+    error: BaseException | None = None
+    started: bool = False
+    cancelled: bool = False
+    writeback: bool = False  # the expert that was in the slot is copied back to the host first
+    moved_share: float = 0.0  # of its bytes, where it was dropped on its way: what had been moved by then, for nothing
+
+    @property
+    def prefetch(self) -> bool:
+        return self.cause == "prefetch"
+
+
+class Books(Protocol):
+    """Who is told what copies took, where that is known only after their experts are in use."""
+
+    def timed(self, job: LoadJob, copied: Copied) -> None:
+        """A copy has ended, whose expert may be long evicted."""
+        ...
+
+    def held(self, layer: int, start_s: float, end_s: float) -> None:
+        """The compute of `layer` waited for a copy, on the device."""
+        ...
+
+
+class CopyQueue(Protocol):
+    """What the cache asks of a loader.
+
+    A copy is over at the latest when its `done` is set. Where the device has streams, the compute can go on before: it
+    waits for the copy itself (`join`), and a later copy into the same slot does (`overtake`).
+    """
+
+    def event(self) -> Done: ...
+    def submit(self, jobs: list[LoadJob], priority: int) -> None: ...
+    def promote(self, job: LoadJob) -> None: ...
+    def cancel(self, job: LoadJob) -> bool: ...
+    def close(self) -> None: ...
+
+    def join(self, job: LoadJob, layer: int) -> bool:
+        """Have the compute of `layer` that is enqueued from now on see the bytes. True: the host has waited for them.
+
+        After that `copied` is set, or the copy failed or was dropped.
+        """
+        ...
+
+    def overtake(self, job: LoadJob) -> bool:
+        """Have copies that are submitted from now on come after this one, which nobody needs. As `join` else."""
+        ...
+
+    def poll(self) -> None:
+        """A layer begins: go on with what waits, and follow the compute to the stream that it is on now."""
+        ...
+
+    def tell(self, books: Books) -> None:
+        """Say what copies and waits took that have ended by now, each once."""
+        ...
+
+    @property
+    def pending(self) -> int: ...
+
+
+class HostWaits:
+    """The part of a `CopyQueue` whose copies the host waits for, and whose jobs tell what they took when they end."""
+
+    def join(self, job: LoadJob, layer: int) -> bool:
+        job.done.wait()
+        return True
+
+    def overtake(self, job: LoadJob) -> bool:
+        job.done.wait()
+        return True
+
+    def poll(self) -> None:
+        return None
+
+    def tell(self, books: Books) -> None:
+        return None
+
+
+class Loader(HostWaits):
+    """A priority queue of copies in front of one device link.
+
+    Order: demand before prefetch, then first come first served. A copy that has started is never
+    interrupted. `close` drops what is queued and joins the thread.
+
+    A source may be a promise (`Promise`): this thread asks for its bytes, and for those of the promises behind it,
+    before it waits for them and again before it copies them, so that some travel while others are copied.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._heap: list[tuple[int, int, LoadJob]] = []
+        self._sequence = 0
+        self._wake = threading.Condition()
+        self._closed = False
+        self._busy = False
+        self._scratch: Tensors | None = None  # of one expert, on the host
+        self._thread = threading.Thread(target=self._run, name="tiermoe-loader", daemon=True)
+        self._thread.start()
+
+    def event(self) -> Done:
+        """For a new job's `done`."""
+        return threading.Event()
+
+    def submit(self, jobs: list[LoadJob], priority: int) -> None:
+        """Queue copies in this order. Raises RuntimeFailure after `close`."""
+        with self._wake:
+            if self._closed:
+                for job in jobs:
+                    job.cancelled = True
+                    job.done.set()
+                raise RuntimeFailure("the expert cache is closed", "start a new worker")
+            for job in jobs:
+                heapq.heappush(self._heap, (priority, self._sequence, job))
+                self._sequence += 1
+            self._wake.notify()
+
+    def promote(self, job: LoadJob) -> None:
+        """Give a queued prefetch the priority of a demand load; nothing if it has started."""
+        with self._wake:
+            if job.started or job.cancelled:
+                return
+            self._heap = [entry for entry in self._heap if entry[2] is not job]
+            heapq.heapify(self._heap)
+            heapq.heappush(self._heap, (DEMAND, self._sequence, job))
+            self._sequence += 1
+
+    def cancel(self, job: LoadJob) -> bool:
+        """Drop a copy that has not started. False if it has: then wait for `done`."""
+        with self._wake:
+            if job.started:
+                return False
+            job.cancelled = True
+            self._heap = [entry for entry in self._heap if entry[2] is not job]
+            heapq.heapify(self._heap)
+            job.done.set()
+            return True
+
+    @property
+    def pending(self) -> int:
+        """Copies queued or under way."""
+        with self._wake:
+            return len(self._heap) + self._busy
+
+    def close(self) -> None:
+        """Stop after the copy under way; queued copies are dropped. Safe to call twice."""
+        with self._wake:
+            self._closed = True
+            for _, _, job in self._heap:
+                job.cancelled = True
+                job.done.set()
+            self._heap.clear()
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                src = self._fetch(job.src) if isinstance(job.src, Promise) else job.src
+                written = self._write_back(job) if job.writeback else None
+                job.copied = _joined(written, self._device.copy(job.dst, src, job.after))
+            except BaseException as error:  # handed to the cache, which drops a guess and fails a forward that waits
+                job.error = error
+            job.done.set()
+
+    def _write_back(self, job: LoadJob) -> Copied:
+        """Copy what is in the slot to host memory, where nobody needs it: only what it takes matters."""
+        if self._scratch is None:
+            self._scratch = tuple(t.cpu().clone() for t in job.dst)
+        return self._device.copy(self._scratch, job.dst, job.after)
+
+    def _fetch(self, promise: Promise) -> Tensors:
+        promise.ask(self._promises())
+        tensors = promise.tensors()
+        if behind := self._promises():
+            behind[0].ask(behind[1:])
+        return tensors
+
+    def _promises(self) -> list[Promise]:
+        """Those queued, in the order in which they will be copied."""
+        with self._wake:
+            jobs = [job for _, _, job in heapq.nsmallest(_LOOK_AHEAD, self._heap)]
+        return [job.src for job in jobs if isinstance(job.src, Promise)]
+
+    def _next(self) -> LoadJob | None:
+        with self._wake:
+            self._busy = False
+            while not self._heap and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return None
+            _, _, job = heapq.heappop(self._heap)
+            job.started = True
+            self._busy = True
+            return job
+
+
+def _joined(first: Copied | None, then: Copied) -> Copied:
+    """Two copies, one after the other, as one."""
+    if first is None:
+        return then
+    return replace(then, start_s=first.start_s, link_s=first.link_s + then.link_s)

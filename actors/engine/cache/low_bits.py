@@ -1,0 +1,189 @@
+"""Mixed precision on a miss: low-bit replicas in slots beside those for experts in full, and who runs on one.
+
+    open_replica_weights -> make_part (slots within the budget) -> LowBits.layer: which of a layer's experts run on one
+
+The rest is the cache's own: replicas are reserved, copied over the same link, pinned, run and evicted as experts are
+(`LowBitPart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ....errors import ConfigError
+from ....kernels.pack import PackedShape
+from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes, try_out
+from ...policies.hobbit import MixedPrecision
+from ...policies.residency import State
+from ...policy_settings import PolicySettings
+from ...settings import CopySettings
+from ...store.format import ExpertShape
+from ...store.replicas import ReplicaView, open_replicas
+from ..host_view import LayerView
+from ..model.model import MoeBlock
+from .cache import ExpertCache
+from .device import Device, PinReport
+from .slots import LayerWeights, LowBitPart
+from .sources import host_tensor
+
+
+@dataclass(frozen=True)
+class ReplicaWeights:
+    """The replicas of one width in host memory, mapped read-only.
+
+    shape: of one. layers: of each MoE layer the tensors of `PackedShape.tensors()` with the experts in front.
+    """
+
+    shape: PackedShape
+    layers: list[LayerWeights]
+
+    def pinned_by(
+        self, device: Device, settings: CopySettings, experts: PinReport | None
+    ) -> tuple[ReplicaWeights, PinReport | None]:
+        """The same, in memory that the device copies from without the host, as far as that can be had.
+
+        Args:
+            experts: what became of those in full, which come first where the settings limit pinned memory.
+
+        Returns:
+            Beside the replicas, what became of both together.
+        """
+        if experts is not None and settings.pinned_gib is not None:
+            left = settings.pinned_gib - (experts.registered + experts.copied) / (1 << 30)
+            settings = settings.model_copy(update={"pinned_gib": max(0.0, left)})
+        layers, mine = device.pin(self.layers, settings)
+        return replace(self, layers=list(layers)), mine if experts is None or mine is None else experts.beside(mine)
+
+
+@dataclass(frozen=True)
+class ReplicaPool:
+    """Slots of replicas on a device; `tensors` are in the order of `PackedShape.tensors()`, with the slots in front."""
+
+    shape: PackedShape
+    tensors: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def allocate(shape: PackedShape, slots: int, device: torch.device) -> ReplicaPool:
+        """So many slots, uninitialised."""
+        kinds = packed_shapes(shape)
+        return ReplicaPool(
+            shape, tuple(torch.empty((slots, *dims), dtype=dtype, device=device) for dtype, dims in kinds)
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def slot(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *, fetched: bool) -> ReplicaWeights:
+    """Map what a policy with `on_miss: low-bit` loads.
+
+    Args:
+        replicas: of the store; None where it has none. fetched: this node has the front of the store only.
+
+    Raises:
+        ConfigError: there are no replicas of that width here. StoreError: a file changed since it was verified.
+    """
+    bits = policy.low_bit.bits
+    if fetched:
+        raise ConfigError(
+            f"policy '{policy.name}' loads replicas, which are read from this node's files; its store is elsewhere",
+            "copy the store to this node, or choose a policy without on_miss low-bit, such as next-gate",
+        )
+    if replicas is None or bits not in replicas.widths:
+        have = "has none" if replicas is None else f"has those of {', '.join(map(str, replicas.widths))} bits"
+        raise ConfigError(
+            f"policy '{policy.name}' needs replicas of {bits} bits, the store {have}",
+            f"run `tiermoe prepare MODEL OUT --bits {bits}`",
+        )
+    shape = replicas.shape(bits)
+    dtypes = [dtype for dtype, _ in packed_shapes(shape)]
+    layers = [
+        LayerWeights(tuple(host_tensor(arrays[name], t) for name, t in zip(shape.tensors(), dtypes, strict=True)))
+        for arrays in open_replicas(replicas)[bits]
+    ]
+    return ReplicaWeights(shape, layers)
+
+
+def make_part(weights: ReplicaWeights, slots: int, device: torch.device) -> LowBitPart:
+    """Slots for replicas, allocated."""
+    pool = ReplicaPool.allocate(weights.shape, slots, device)
+    return LowBitPart(pool, weights.layers, slots, pool.bytes // slots)
+
+
+def make_packed_kernel(
+    policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], dtype: torch.dtype,
+    threads: int, notes: list[str],
+) -> PackedKernel:  # fmt: skip
+    """What runs replicas on the pool's device: the C++ kernel on the CPU, Triton's on a GPU, which is compiled now.
+
+    Where Triton is missing or fails, torch does, slower and the same up to rounding; `notes` is told.
+
+    Raises:
+        ConfigError: the model's experts have biases, no gate, or an activation that the kernels do not build in.
+    """
+    activations = {block.activation for block in blocks}
+    activation = next(iter(activations)) if len(activations) == 1 else None
+    if activation is None or shape.gates != 2 or shape.has_bias:
+        raise ConfigError(
+            f"policy '{policy.name}' runs packed experts, which are plain gated ones without biases",
+            "choose a policy without on_miss low-bit, such as next-gate",
+        )
+    device = pool.tensors[0].device
+    if device.type == "cpu":
+        return CpuPackedKernel(pool.tensors, pool.shape, activation, threads)
+    try:
+        from ....kernels.triton.packed_ffn import TritonPackedKernel
+
+        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation)
+        try_out(kernel, shape.hidden, dtype, device)
+    except Exception as error:  # whatever a compiler or driver raises: torch can do it
+        notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])
+        return TorchPackedKernel(pool.tensors, pool.shape, activation)
+    return kernel
+
+
+class LowBits:
+    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
+
+    Args:
+        rule: decides. cache: has a `LowBitPart`; its counters are filled. experts: of a layer.
+    """
+
+    def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
+        self.rule, self._cache, self._experts = rule, cache, experts
+        self._keys = len(cache.uses)
+
+    def layer(self, index: int, view: LayerView) -> tuple[frozenset[int], bool]:
+        """The keys of experts that run on a replica, and whether the view has another routing now.
+
+        A place that no token uses any more is left out, so ids and weights may become [T, K'], 1 <= K' <= K.
+        """
+        residency, base, keys = self._cache.residency, index * self._experts, self._keys
+
+        def full(expert: int) -> bool:
+            return residency.state(base + expert) != State.ABSENT
+
+        picked = view.ids
+        if all(map(full, set(picked.ravel().tolist()))):
+            return frozenset(), False
+        found = self.rule.decide(
+            picked, view.weights, full, lambda e: residency.state(keys + base + e) != State.ABSENT
+        )  # fmt: skip
+        if found.low:
+            pairs = int(sum((found.ids == expert).sum() for expert in found.low))
+            self._cache.stats.layers[index].low_bit_pairs += pairs
+        low = frozenset(base + expert for expert in found.low)
+        if not found.dropped:
+            return low, False
+        self._cache.stats.dropped += found.dropped
+        used = (found.weights != 0).any(axis=0).nonzero()[0]  # places; one at least, since weight was dropped by share
+        view.reroute(np.ascontiguousarray(found.ids[:, used]), np.ascontiguousarray(found.weights[:, used]))
+        return low, True

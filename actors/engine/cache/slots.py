@@ -1,0 +1,319 @@
+"""What stands for an expert whose bytes are not here yet; apart from the pool, so that the loader needs no torch.
+
+A promise is of a whole expert. Where a segment is to be loaded, it is cut from what the promise gives.
+
+The slot pool: the tensors that experts are copied into, and that kernels read in place.
+
+The part of a cache's memory that holds low-bit replicas, beside the slots for experts in full.
+
+Where experts lie in the pool, whole or cut in two, which bytes go there, and which are there now.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ...policies.moepic.split import CacheCut, Segments
+from ...policies.residency import Reservation, Residency, State
+from ...store.format import ExpertShape
+
+if TYPE_CHECKING:
+    import torch
+
+    from .device import Tensors
+
+@runtime_checkable
+class Promise(Protocol):
+    """An expert that is not in this node's memory yet; used by the loader's thread only."""
+
+    def ask(self, behind: Sequence[Any]) -> None:
+        """Ask for its bytes, and for those of the promises behind it in the queue; returns at once."""
+        ...
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the expert, in the order of `SlotPool.tensors`; waits for them.
+
+        Raises:
+            TierMoeError: they cannot be had.
+        """
+        ...
+
+
+class Shared:
+    """One promised expert for the copies of both its segments: it is fetched once, and kept until both have it."""
+
+    __slots__ = ("__weakref__", "_tensors", "whole")
+
+    def __init__(self, whole: Promise) -> None:
+        self.whole = whole
+        self._tensors: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def fetched(self) -> bool:
+        return self._tensors is not None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        if self._tensors is None:
+            self._tensors = self.whole.tensors()
+        return self._tensors
+
+
+class PromisedSegment:
+    """A `Promise` of the neurons [begin, end) of an expert; those of one expert ask for it once."""
+
+    __slots__ = ("_begin", "_end", "_shared")
+
+    def __init__(self, shared: Shared, begin: int, end: int) -> None:
+        self._shared, self._begin, self._end = shared, begin, end
+
+    def ask(self, behind: Sequence[Any]) -> None:
+        """As `Promise.ask`; those behind are segments, too."""
+        wanted = dict.fromkeys(segment._shared for segment in (self, *behind) if not segment._shared.fetched)
+        if wanted:
+            first, *others = [shared.whole for shared in wanted]
+            first.ask(others)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return neuron_slice(self._shared.tensors(), self._begin, self._end)
+
+
+def neuron_slice(tensors: tuple[torch.Tensor, ...], begin: int, end: int) -> tuple[torch.Tensor, ...]:
+    """The neurons [begin, end) of an expert without biases: gate_up [I, G, H], down [I, H]."""
+    return tuple(t[begin:end] for t in tensors)
+
+
+@dataclass(frozen=True)
+class SlotPool:
+    """One contiguous allocation per tensor kind, made once; slot s of each is one whole expert.
+
+    Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None
+    (neuron-major: neuron j of an expert is gate_up[s, j] and down[s, j]). So the same tensors are a row of S*I neurons,
+    which slots of any other sizes can share (`neuron_range`).
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    @staticmethod
+    def allocate(shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device) -> SlotPool:
+        """Allocate `slots` slots of `shape` in `dtype` on `device`."""
+        import torch
+
+        def empty(*dims: int) -> torch.Tensor:
+            return torch.empty((slots, *dims), dtype=dtype, device=device)
+
+        i, g, h = shape.intermediate, shape.gates, shape.hidden
+        return SlotPool(
+            gate_up=empty(i, g, h),
+            down=empty(i, h),
+            gate_up_bias=empty(i, g) if shape.has_bias else None,
+            down_bias=empty(h) if shape.has_bias else None,
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in (self.gate_up, self.down, self.gate_up_bias, self.down_bias) if t is not None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def neurons(self) -> int:
+        """Of one slot: I."""
+        return self.gate_up.shape[1]
+
+    @property
+    def total_neurons(self) -> int:
+        """Of all slots: S*I."""
+        return self.gate_up.shape[0] * self.gate_up.shape[1]
+
+    def slot(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one slot, in the order of `tensors`."""
+        return tuple(t[index] for t in self.tensors)
+
+    def neuron_range(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; of a pool without biases."""
+        return tuple(t.flatten(0, 1)[first : first + count] for t in (self.gate_up, self.down))
+
+
+class ExpertSource(Protocol):
+    """Where the experts of one MoE layer come from."""
+
+    def expert(self, index: int) -> tuple[torch.Tensor, ...] | Promise:
+        """One expert: what a device copies, or a promise of it. Returns at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One MoE layer's experts in host memory, mapped read-only in the checkpoint's dtype.
+
+    Shapes as in `SlotPool`, with experts in place of slots.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def expert(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of one expert, in the order of `SlotPool.tensors`."""
+        return tuple(t[index] for t in self.tensors)
+
+
+class ReplicaSlots(Protocol):
+    """Slots of equal size in one allocation."""
+
+    @property
+    def bytes(self) -> int: ...
+    def slot(self, index: int) -> tuple[torch.Tensor, ...]: ...
+
+
+@dataclass(frozen=True)
+class LowBitPart:
+    """Slots of replicas and where their bytes come from.
+
+    In a cache with such a part the replica of expert `key` goes by `key + keys`, keys being the number of experts of
+    all layers, and is reserved, copied, pinned, run and evicted as experts in full are, in slots of class 1.
+
+    pool: the slot tensors. weights: where the replicas of each MoE layer come from. slots: their number.
+    slot_bytes: of one replica, scales and filling included.
+    """
+
+    pool: ReplicaSlots
+    weights: Sequence[ExpertSource]
+    slots: int
+    slot_bytes: int
+
+
+class SlotMap:
+    """Segments of experts, their slots' places in the pool, and their sources.
+
+    Without a cut an expert is one segment, which has its key, and slot s is the s-th expert of the pool. With slots for
+    low-bit replicas (`add_low_bit`) a replica is a segment, too, which stands in for its expert's.
+
+    Args:
+        pool: the slot tensors. weights: where the experts of each MoE layer come from.
+        residency: laid out anew by `divide`; as given it has a slot class for whole experts.
+    """
+
+    def __init__(self, pool: SlotPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
+        self.pool, self._weights, self._residency = pool, weights, residency
+        self.keys, self.experts = residency.keys, residency.keys // len(weights)
+        self._expert_bytes = residency.slot_bytes
+        self._neurons = pool.neurons
+        self._segments: Segments | None = None
+        self._low_bit: LowBitPart | None = None
+        self.whole_slots = residency.slots  # before those of replicas
+        self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
+
+    @property
+    def cut(self) -> CacheCut | None:
+        """The present division of the slots; None where a slot is a whole expert."""
+        return None if self._segments is None else self._segments.cut
+
+    def check(self, cut: CacheCut) -> None:
+        """Raise ValueError unless the pool can be divided so."""
+        if cut.neurons != self._neurons or len(cut.tops) != len(self._weights):
+            raise ValueError(
+                f"a cut of {len(cut.tops)} layers and experts of {cut.neurons} neurons; "
+                f"there are {len(self._weights)} layers and {self._neurons} neurons"
+            )
+        if cut.total_neurons > self.pool.total_neurons:
+            raise ValueError(f"a cut of {cut.total_neurons} neurons, the pool has {self.pool.total_neurons}")
+        if max(cut.slots) > self.experts:
+            raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
+
+    def divide(self, cut: CacheCut) -> None:
+        """Lay out the slots by a cut, while nothing is held.
+
+        Raises:
+            ValueError: the pool cannot be divided so; nothing has changed.
+        """
+        self.check(cut)
+        segments = Segments(cut, self.experts)
+        sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
+        self._residency.divide(segments.class_of, segments.slots, sizes)
+        self._segments = segments
+
+    def add_low_bit(self, part: LowBitPart) -> None:
+        """Further slots, for replicas, while nothing is held and there is no cut."""
+        self._residency.divide(
+            [0] * self.keys + [1] * self.keys, [self.whole_slots, part.slots], [self._expert_bytes, part.slot_bytes]
+        )
+        self._low_bit = part
+
+    def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
+        """The segments of these experts, each expert's together; of those in `low` their replicas."""
+        if low:
+            return [key + self.keys if key in low else key for key in keys]
+        return keys if self._segments is None else self._segments.of(keys)
+
+    def layer_of(self, segment: int) -> int:
+        return segment % self.keys // self.experts
+
+    def experts_of(self, segments: Sequence[int]) -> Iterable[int]:
+        """The experts of which all or, under a cut, the segment that stands for them is among these."""
+        keys = self.keys
+        if self._segments is None:
+            return segments if self._low_bit is None else [segment % keys for segment in segments]
+        shown = self._segments.shown
+        return [segment % keys for segment in segments if shown[segment % keys] == segment]
+
+    def shown(self) -> Sequence[int] | None:
+        """The segment that stands for each expert; None where each stands for itself."""
+        return None if self._segments is None else self._segments.shown
+
+    def states(self) -> list[State]:
+        """Of all experts at one moment, from any thread; under a cut those of their tops."""
+        shown, states = self.shown(), self._residency.states()
+        return states[: self.keys] if shown is None else [states[segment] for segment in shown]
+
+    def standing(self, layer: int) -> tuple[list[State], int]:
+        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
+        shown, residency, base = self.shown(), self._residency, layer * self.experts
+        keys = range(base, base + self.experts)
+        segments = keys if shown is None else shown[base : base + self.experts]
+        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
+
+    def vacant(self, layer: int) -> int:
+        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
+        shown, residency, key = self.shown(), self._residency, layer * self.experts
+        return residency.free_of(residency.class_of(key if shown is None else shown[key]))
+
+    def bytes_of(self, segment: int) -> int:
+        """Bytes that its load moves."""
+        if self._segments is None:
+            low_bit = self._low_bit
+            return self._expert_bytes if low_bit is None or segment < self.keys else low_bit.slot_bytes
+        return self._segments.neurons[segment] * self._expert_bytes // self._neurons
+
+    def place(self, segment: int, slot: int) -> tuple[int, int]:
+        """Where it, no replica, lies while it has this slot: its first neuron in the pool, and how many."""
+        if self._segments is None:
+            return slot * self._neurons, self._neurons
+        return self._segments.first[slot], self._segments.neurons[segment]
+
+    def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | Promise]:
+        """Where a load goes, and where from."""
+        segments, segment = self._segments, reservation.key
+        key = segment % self.keys
+        low_bit = self._low_bit
+        if low_bit is not None and segment >= self.keys:
+            source = low_bit.weights[key // self.experts].expert(key % self.experts)
+            return low_bit.pool.slot(reservation.slot - self.whole_slots), source
+        whole = self._weights[key // self.experts].expert(key % self.experts)
+        if segments is None:
+            return self.pool.slot(reservation.slot), whole
+        begin, count = segments.begins[segment], segments.neurons[segment]
+        dst = self.pool.neuron_range(segments.first[reservation.slot], count)
+        if isinstance(whole, tuple):  # asking whether it is a `Promise` takes longer than the rest
+            return dst, neuron_slice(whole, begin, begin + count)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = Shared(whole)
+        return dst, PromisedSegment(shared, begin, begin + count)

@@ -1,0 +1,382 @@
+"""Where a worker's experts come from: its own node's files by mapping, another node's store for the rest.
+
+    open_sources -> per layer: LayerWeights (mapped tensors) | RemoteLayer (an expert is a promise of tensors)
+    loader's thread: ask(this expert, those behind it in the queue) -> tensors() -> device copy
+
+The thread of the forward never fetches: it hands promises to the loader, as it hands mapped tensors.
+
+Which store. Of the stores that hold a layer, layer l takes the first living one, counted from place l, so that layers
+spread over replicas. One that is lost or fails is passed over for the next; its connection is made again in the
+background. While nobody has the layer the loader waits, but no longer than `deadline_s` after the fetch began, nor
+after the last of its stores was lost: one outage is waited for once, and what comes later fails at once until a store
+is back.
+
+Pipelining. Experts of one layer that stand behind each other in the loader's queue share a request of up to
+`PART_BYTES`; two requests are under way, so that a store prepares one answer while the one before travels and is
+copied. No more, since a demand load queues behind what is under way.
+
+Transport "auto" is our channel, over gRPC between hosts. `tiermoe bench transfer` (two cores, loopback) gives, for it
+and for Ray's objects put on demand: one expert of 0.19 MiB 2.1 and 9.1 ms, sixteen 7.5 and 37 ms, one of 16.5 MiB 22
+and 25 ms, one of 112 MiB 120 and 114 ms: the large ones are alike. Besides, Ray's way needs room for them in two object
+stores, and it notices a dead node late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
+from ...kept import Kept
+from ...links import StoreLink
+from ...settings import CopySettings, StoreSettings
+from ...store.files import LayerArrays, StoreView, open_views
+from ...store.format import Manifest
+from ...store.remote import PART_BYTES, Answer, ChannelReader, RefReader, connect_store
+from ..model.model import DTYPES
+from .device import Device, PinReport, Tensors
+from .slots import ExpertSource, LayerWeights
+
+_UNDER_WAY = 2  # requests
+_START_S = 30.0  # seconds to reach a store of each layer, which are started before the lead
+
+Reader = ChannelReader | RefReader
+
+
+def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A read-only array as a tensor on the same memory, which lives as long as the tensor does."""
+    with warnings.catch_warnings():  # torch has no read-only tensors: nothing writes to these
+        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+        return torch.frombuffer(array.data.cast("B"), dtype=dtype).view(array.shape)
+
+
+def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
+    """Mapped arrays as torch tensors in the store's dtype, without a copy."""
+    out = []
+    for layer in arrays:
+        dtype = DTYPES[layer.dtype]
+        kinds = (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        out.append(LayerWeights(tuple(host_tensor(a, dtype) for a in kinds if a is not None)))
+    return out
+
+
+class RemoteExpert:
+    """The promise of one expert; used by the loader's thread only."""
+
+    __slots__ = ("__weakref__", "expert", "fetch", "layer", "stores")
+
+    def __init__(self, stores: RemoteStores, layer: int, expert: int) -> None:
+        self.stores, self.layer, self.expert = stores, layer, expert
+        self.fetch: _Fetch | None = None
+
+    def ask(self, behind: Sequence[RemoteExpert]) -> None:
+        """Ask for it, and for those that are wanted next."""
+        self.stores.ask([self, *behind])
+
+    def tensors(self) -> Tensors:
+        """Its tensors in host memory, in the order of `SlotPool.tensors`; waits.
+
+        Raises:
+            StoreError: no store gave it in time.
+        """
+        return self.stores.take(self)
+
+
+class RemoteLayer:
+    """One MoE layer in other nodes' host memory."""
+
+    def __init__(self, stores: RemoteStores, layer: int) -> None:
+        self._stores, self._layer = stores, layer
+
+    def expert(self, index: int) -> RemoteExpert:
+        """The promise of an expert; nothing is asked for yet."""
+        return RemoteExpert(self._stores, self._layer, index)
+
+
+class _Fetch:
+    """One request: experts of one layer under way from one store."""
+
+    def __init__(self, holder: Kept[Reader], reader: Reader, answer: Answer, experts: Sequence[int]) -> None:
+        self.holder, self.reader, self._answer = holder, reader, answer
+        self._experts = list(experts)
+        self._arrived: dict[int, tuple[NDArray[Any], ...]] | None = None
+        self.failed = False
+
+    def result(self, expert: int) -> tuple[NDArray[Any], ...]:
+        """Its arrays; the first call waits for those of all."""
+        if self._arrived is None:
+            self._arrived = dict(zip(self._experts, self._answer(), strict=True))
+        return self._arrived.pop(expert)
+
+
+class RemoteStores:
+    """The stores of other nodes, and which of them is asked.
+
+    Args:
+        manifest: of the model. layers: those to be read here.
+        links: of the stores. settings: transport and deadline.
+
+    `ask` and `take` are for the loader's thread; there is one.
+
+    Raises:
+        StoreError: no link holds one of the layers.
+    """
+
+    def __init__(
+        self, manifest: Manifest, layers: Sequence[int], links: Sequence[StoreLink], settings: StoreSettings
+    ) -> None:
+        missing = [layer for layer in layers if not any(layer in link.layers for link in links)]
+        if missing:
+            raise StoreError(
+                f"no store holds MoE {_named(missing)}", "give a store these layers, or copy their files to this node"
+            )
+        self._manifest, self._settings = manifest, settings
+        self._dtype = DTYPES[manifest.dtype]
+        self._per_request = max(1, PART_BYTES // manifest.expert_nbytes())
+        self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
+        self._changed, self._closed = threading.Condition(), False
+        used = [link for link in links if set(link.layers) & set(layers)]
+        self._holders = {
+            link.name: Kept(link.name, self._connector(link), _hang_up, _ended, self._changed) for link in used
+        }
+        self._of_layer = {
+            layer: _turned([self._holders[link.name] for link in used if layer in link.layers], layer)
+            for layer in layers
+        }
+        self.experts_fetched = self.bytes_fetched = self.refetches = 0
+
+    def start(self, deadline_s: float) -> None:
+        """Wait until every layer has a store.
+
+        Raises:
+            StoreError: one has none in time.
+        """
+        until_s = time.monotonic() + deadline_s
+        for layer, holders in self._of_layer.items():
+            self._await_one(holders, max(0.0, until_s - time.monotonic()))
+            if all(holder.current is None for holder in holders):
+                raise self._nobody(layer, {})
+
+    def layer(self, index: int) -> RemoteLayer:
+        """The source of one of the layers."""
+        return RemoteLayer(self, index)
+
+    def peers(self) -> dict[str, str]:
+        """By store: "connected" or "lost"."""
+        return {name: "lost" if holder.current is None else "connected" for name, holder in self._holders.items()}
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """By connected store: "shm", "grpc" or "ray"."""
+        readers = {name: holder.current for name, holder in self._holders.items()}
+        return {name: reader.transport for name, reader in readers.items() if reader is not None}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each store: its transport now, the layers that are read from it first, and those it has in reserve."""
+        transports = self.transports
+        return [
+            {
+                "store": name,
+                "transport": transports.get(name),
+                "layers": [layer for layer, having in self._of_layer.items() if having[0] is holder],
+                "spare_layers": [layer for layer, having in self._of_layer.items() if holder in having[1:]],
+            }
+            for name, holder in self._holders.items()
+        ]
+
+    def ask(self, wanted: Sequence[RemoteExpert]) -> None:
+        """Begin the requests for these experts, in this order, as far as there is room for requests under way."""
+        rest = [one for one in wanted if one.fetch is None or one.fetch.failed]
+        while rest and len(self._under_way) < _UNDER_WAY:
+            layer = rest[0].layer
+            group = [one for one in rest if one.layer == layer][: self._per_request]
+            holder = next((h for h in self._of_layer[layer] if h.current is not None), None)
+            share = sum(h.current is not None for h in self._of_layer[layer])
+            if holder is None or not self._begin(holder, group, self._settings.deadline_s / max(1, share)):
+                return  # `take` says what is to be done
+            rest = [one for one in rest if one not in group]
+
+    def take(self, wanted: RemoteExpert) -> Tensors:
+        """Wait for an expert, from whichever store gives it.
+
+        Raises:
+            StoreError: none did; it names the layers and their stores.
+        """
+        until_s = time.monotonic() + self._settings.deadline_s
+        failures: Counter[str] = Counter()
+        refusals: dict[str, str] = {}
+        while True:
+            fetch = wanted.fetch
+            if fetch is None or fetch.failed:
+                fetch = self._ask_again(wanted, until_s, failures, refusals)
+            try:
+                arrays = fetch.result(wanted.expert)
+            except RuntimeFailure as failure:
+                self._give_up(fetch, failure)
+                failures[fetch.holder.name] += 1
+                if isinstance(failure, RemoteFailure | MessageError):
+                    refusals[fetch.holder.name] = failure.what
+                continue
+            wanted.fetch = None
+            self.experts_fetched += 1
+            self.bytes_fetched += sum(array.nbytes for array in arrays)
+            return tuple(host_tensor(np.ascontiguousarray(array), self._dtype) for array in arrays)
+
+    def close(self) -> None:
+        """Hang up; who waits for an expert gets the error now. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for holder in self._holders.values():
+            holder.close()
+
+    def _connector(self, link: StoreLink) -> Callable[[], Reader]:
+        return lambda: connect_store(link, self._manifest, self._settings)
+
+    def _ask_again(
+        self, wanted: RemoteExpert, until_s: float, failures: Counter[str], refusals: Mapping[str, str]
+    ) -> _Fetch:
+        """Ask a living store, of those that did not refuse the one that failed least; waits until there is one."""
+        willing = [holder for holder in self._of_layer[wanted.layer] if holder.name not in refusals]
+        while willing and not self._closed:
+            now_s = time.monotonic()
+            living = [holder for holder in willing if holder.current is not None]
+            if living and now_s < until_s:
+                best = min(living, key=lambda holder: failures[holder.name])
+                # the others shall have time too
+                if self._begin(best, [wanted], (until_s - now_s) / len(living)) and wanted.fetch is not None:
+                    return wanted.fetch
+                continue
+            outage_s = max(holder.lost_s or now_s for holder in willing)
+            left_s = min(until_s, outage_s + self._settings.deadline_s) - now_s
+            if left_s <= 0:
+                break
+            self._await_one(willing, left_s)
+        raise self._nobody(wanted.layer, refusals)
+
+    def _begin(self, holder: Kept[Reader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
+        """Send one request; False: that store is lost now."""
+        reader = holder.current
+        if reader is None:
+            return False
+        experts = [one.expert for one in group]
+        try:
+            fetch = _Fetch(holder, reader, reader.ask(group[0].layer, experts, deadline_s), experts)
+        except RuntimeFailure as failure:
+            holder.lost(reader, str(failure))
+            return False
+        self._under_way.add(fetch)
+        for one in group:
+            one.fetch = fetch
+        return True
+
+    def _give_up(self, fetch: _Fetch, failure: RuntimeFailure) -> None:
+        """A request failed: its experts are asked for elsewhere, and its store says whether it is well again."""
+        fetch.failed = True
+        self._under_way.discard(fetch)
+        self.refetches += 1
+        fetch.holder.lost(fetch.reader, str(failure))
+
+    def _await_one(self, holders: Sequence[Kept[Reader]], timeout_s: float) -> None:
+        """Wait until one of these stores is there."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or any(holder.current is not None for holder in holders), timeout_s
+            )
+
+    def _nobody(self, layer: int, refusals: Mapping[str, str]) -> StoreError:
+        """Nobody gave an expert of this layer; the error names every layer that nobody has now."""
+        holders = self._of_layer[layer]
+        why = "; ".join(f"{h.name}: {refusals.get(h.name) or h.problem}" for h in holders)
+        gone = [i for i, having in self._of_layer.items() if all(h.current is None for h in having)]
+        return StoreError(
+            f"MoE {_named(sorted({layer, *gone}))} cannot be read: no store gave an expert of layer {layer} "
+            f"within {self._settings.deadline_s:g} s ({why})",
+            f"bring back {' or '.join(h.name for h in holders)}, or copy the layer's file to this node",
+        )
+
+
+class Sources:
+    """The experts of all layers, mapped or remote.
+
+    Attributes:
+        weights: one source per MoE layer.
+        mapped: the tensors of this node's files, for pinning.
+        remote: None where all is mapped.
+    """
+
+    def __init__(self, weights: list[ExpertSource], mapped: list[LayerWeights], remote: RemoteStores | None) -> None:
+        self.weights, self.mapped, self.remote = weights, mapped, remote
+
+    def pin(self, device: Device, settings: CopySettings) -> PinReport | None:
+        """Have the device pin what is mapped; before caches are made. None where that is not done."""
+        layers, report = device.pin(self.mapped, settings)
+        now = {id(old): new for old, new in zip(self.mapped, layers, strict=True)}
+        self.weights = [now.get(id(source), source) for source in self.weights]
+        self.mapped = list(layers)
+        return report
+
+    def peers(self) -> Mapping[str, str]:
+        """By store that is read from: "connected" or "lost"."""
+        return {} if self.remote is None else self.remote.peers()
+
+    def describe(self) -> list[dict[str, Any]] | None:
+        """For the plan: each store that is read from, with its layers; None where all is mapped."""
+        return None if self.remote is None else self.remote.describe()
+
+    def close(self) -> None:
+        """Hang up. Safe to call twice."""
+        if self.remote is not None:
+            self.remote.close()
+
+
+def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Sources:
+    """Map the layers of this node's store and connect to the stores that hold the others.
+
+    Args:
+        view: of this node; its `layers` are mapped.
+        stores: of other nodes; their own node's is not among them.
+
+    Raises:
+        StoreError: a file changed, a layer is nowhere, or none of its stores was reached.
+    """
+    manifest = view.manifest
+    mapped = dict(zip((layer.index for layer in view.layers), host_weights(open_views(view)), strict=True))
+    absent = [layer.index for layer in manifest.layers if layer.index not in mapped]
+    if not absent:
+        return Sources([mapped[layer.index] for layer in manifest.layers], list(mapped.values()), None)
+    remote = RemoteStores(manifest, absent, stores, settings)
+    try:
+        remote.start(_START_S)
+    except BaseException:
+        remote.close()
+        raise
+    weights: list[ExpertSource] = [mapped.get(layer.index) or remote.layer(layer.index) for layer in manifest.layers]
+    return Sources(weights, list(mapped.values()), remote)
+
+
+def _hang_up(reader: Reader) -> None:
+    reader.close()
+
+
+def _ended(reader: Reader) -> str | None:
+    return reader.ended
+
+
+def _turned(holders: list[Kept[Reader]], by: int) -> list[Kept[Reader]]:
+    at = by % len(holders)
+    return holders[at:] + holders[:at]
+
+
+def _named(layers: Sequence[int]) -> str:
+    numbers = [str(layer) for layer in layers[:12]] + (["..."] if len(layers) > 12 else [])
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(numbers)}"

@@ -1,0 +1,158 @@
+"""The dense part of a model, compiled: what lies between a layer's attention and its experts, and between layers.
+
+A region is a decoder layer with routed experts. `torch.compile` sees all of it but the attention, which keeps its cache
+in Python objects, and the experts, an operator of its own (`engine.operator`). All layers share their code, so they are
+compiled once, not one by one: what differs between them are tensors.
+
+    default   kernels of a layer's norms, router, shared experts and residuals are fused
+    graphs    and what they launch is replayed as CUDA graphs, cut at the experts, which read the routing on the host
+
+Graphs are recorded for each number of rows, so forwards of more rows than `GRAPH_ROWS` (prompts, mostly) run as they
+are. Attention is not in them: its shapes grow with the context.
+
+transformers can compile and capture whole forwards of its continuous batching
+(`ContinuousBatchingConfig.decode_compile_config`, `use_cuda_graph`), but pads every batch for it and captures all of a
+forward, which the experts do not allow. Regions are independent of who batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import ConfigError
+from ...settings import CompileMode
+from .model import UNSAFE_IN_GRAPHS
+
+GRAPH_ROWS = 16  # of forwards that are recorded; each number of them costs a recording of every layer
+_STATEFUL = frozenset(("past_key_values", "past_key_value", "cache_params", "position_embeddings"))  # arguments
+
+
+class CompiledDense:
+    """The compiled regions of one model; where `mode` is off, none.
+
+    Args:
+        model: on its device, with its experts attached.
+        experts: its experts modules.
+        mode: as in the settings.
+        backend: of torch.compile, for tests; None: inductor.
+
+    Raises:
+        ConfigError: this machine or this torch cannot do it.
+
+    Attributes:
+        notes: for the plan.
+    """
+
+    def __init__(
+        self, model: Any, experts: Sequence[nn.Module], mode: CompileMode, backend: Callable[..., Any] | None = None
+    ) -> None:
+        self.notes: list[str] = []
+        self._overridden: list[nn.Module] = []
+        if mode == "off":
+            return
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        if backend is None:
+            _refuse_unable(mode, device)
+        if mode == "graphs":
+            self.notes.append(f"forwards of more than {GRAPH_ROWS} rows run without CUDA graphs")
+        regions = _regions(model, experts)
+        if not regions:
+            self.notes.append(f"{type(model).__name__} has no list of decoder layers, so nothing is compiled")
+        compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        for i, region in enumerate(regions):
+            kind = type(region)
+            if kind not in compiled:
+                compiled[kind] = _compile(kind.forward, mode, backend)
+            for child in region.children():
+                if not _STATEFUL.isdisjoint(inspect.signature(child.forward).parameters):
+                    self._override(child, torch.compiler.disable(child.forward))
+            self._override(region, _region(region, compiled[kind], mode, first=i == 0))
+
+    def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._overridden.append(module)
+
+    def close(self) -> None:
+        """Let the model run as it was. Safe to call twice."""
+        while self._overridden:
+            del self._overridden.pop().forward  # the class's own again
+
+
+def _region(
+    layer: nn.Module, compiled: Callable[..., Any], mode: CompileMode, first: bool
+) -> Callable[..., torch.Tensor]:
+    """What runs in place of a decoder layer's forward; hidden states [B, S, H] come first.
+
+    first: whether a forward of the model begins with it.
+    """
+    plain = layer.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return compiled(layer, hidden_states, *args, **kwargs)
+
+    if mode != "graphs":
+        return forward
+
+    def replayed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.shape[:-1].numel() > GRAPH_ROWS:
+            return plain(hidden_states, *args, **kwargs)
+        if first:  # what graphs of the forward before left in their memory is no longer needed
+            _ready_thread()
+            torch.compiler.cudagraph_mark_step_begin()
+        return compiled(layer, hidden_states, *args, **kwargs)
+
+    return replayed
+
+
+def _compile(forward: Callable[..., Any], mode: CompileMode, backend: Callable[..., Any] | None) -> Callable[..., Any]:
+    if backend is not None:
+        return torch.compile(forward, backend=backend)
+    if mode == "default":
+        return torch.compile(forward)
+    return torch.compile(forward, options={"triton.cudagraphs": True, "graph_partition": True})
+
+
+def _regions(model: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
+    """The decoder layers that hold these experts modules: the elements of a list of modules."""
+    wanted, found = set(experts), list[nn.Module]()
+    for owner in model.modules():
+        if isinstance(owner, nn.ModuleList):
+            found += [layer for layer in owner if not wanted.isdisjoint(layer.modules())]
+    inner = {module for layer in found for module in layer.modules() if module is not layer}
+    return [layer for layer in found if layer not in inner]
+
+
+def _refuse_unable(mode: CompileMode, device: torch.device) -> None:
+    if mode == "graphs" and device.type != "cuda":
+        raise ConfigError(
+            f"compile: graphs makes CUDA graphs, the model runs on {device}", "use compile: default or compile: off"
+        )
+    if mode == "graphs" and not _can_cut():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot cut CUDA graphs at an operator", "use compile: default, or torch >= 2.9"
+        )
+    if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise ConfigError("compile: default needs a C++ compiler for models on the CPU", "install g++, or compile: off")
+
+
+def _can_cut() -> bool:
+    from torch._inductor import config
+
+    return UNSAFE_IN_GRAPHS is not None and hasattr(config, "graph_partition")
+
+
+def _ready_thread() -> None:
+    """Graphs are kept by thread; torch before 2.13 knows those threads only that imported this module or autograd's."""
+    from torch._inductor import cudagraph_trees as trees
+
+    if not hasattr(trees, "_initialize_tls") and not hasattr(trees.local, "tree_manager_containers"):
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(Lock)

@@ -1,0 +1,383 @@
+"""What the candidates for running experts take and whether they compute the same, on slots that hold nothing yet.
+
+What running and loading an expert costs on this device: measured at start, for planners that weigh the two.
+
+Which kernel runs the experts: on a GPU the fastest of a few for each class of row counts, measured at start.
+
+On the CPU it is the C++ kernel where that supports the experts, else the loop. On a GPU the candidates are the loop
+(one GEMM per expert and projection), the Triton kernels in a few shapes, and `torch.nn.functional.grouped_mm`. Each is
+timed on the slot pool itself before that holds anything, and compared with the loop: what fails, computes something
+else, or gives an expert other bits depending on what runs beside it, is no candidate, and the plan says so.
+
+Kernels round differently, so two engines agree to the last bit only if they choose alike. What was chosen for a shape
+is therefore kept for the life of the process, and Triton, all of whose shapes of a class agree, is preferred unless
+another takes less than `_MARGIN` of its time, so that processes agree too unless two are nearly as fast as that;
+the setting `expert_kernel` settles it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ....errors import ConfigError
+from ....kernels.by_rows import ByRows
+from ....kernels.expert_ffn import ExpertKernel, Group, Operands, TorchKernel
+from ....kernels.row_class import ROW_CLASSES, RowClass, row_class
+from ....kernels.triton.timing import seconds_of
+from ...policies.cost import Link, load_s
+from ...settings import ExpertKernelName, LinkSettings
+from ..cache.slots import SlotPool
+from .model import MoeBlock
+
+_COLD_BYTES = 256 << 20  # of slots that calls go through in turn: several times a GPU's L2
+_REPEATS = 10
+_MANY_ROWS = 200  # of an expert that runs beside others: more than any block has
+_TOLERANCE = 0.04  # of the largest value: two ways of rounding to bfloat16 on the way
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One candidate at one shape of a call.
+
+    kernel: its name. rows: of each expert. experts: of the call. us: microseconds from an idle device until the result
+    is there, launches included, which is what a decode step waits for. device_us: microseconds on the device, of calls
+    queued behind each other. gbps: gigabytes (1e9) of weights per second of `device_us`.
+    """
+
+    kernel: str
+    row_class: RowClass
+    rows: int
+    experts: int
+    us: float
+    device_us: float
+    gbps: float
+
+
+def expert_kernel_times(
+    pool: SlotPool, kernels: Mapping[str, ExpertKernel], rows: Sequence[int], experts: int = 4, repeats: int = _REPEATS
+) -> list[KernelTime]:
+    """Median times of each kernel at each row count; writes random weights to the slots that it goes through.
+
+    Args:
+        pool: holds nothing that is needed. kernels: of this pool, by name.
+        rows: of one expert.
+        experts: of one call, fewer where there are fewer slots. Calls go through the slots in turn, so that weights
+            come from memory.
+    """
+    gate_up, neurons = pool.gate_up, pool.neurons
+    slot_bytes = pool.bytes // len(gate_up)
+    experts = min(experts, len(gate_up))
+    slots = fill_slots(pool, max(experts, math.ceil(_COLD_BYTES / slot_bytes)))
+    out = []
+    for count in rows:
+        hidden, pairs = _rows(pool, count, experts)
+        y = torch.empty((count * experts, gate_up.shape[-1]), dtype=gate_up.dtype, device=gate_up.device)
+        for name, kernel in kernels.items():
+
+            def call(i: int, kernel: ExpertKernel = kernel) -> None:
+                groups = _groups(count, [(i * experts + e) % slots for e in range(experts)], neurons)  # noqa: B023
+                kernel.run(hidden, pairs, groups, experts, y)  # noqa: B023
+
+            idle_s, queued_s = seconds_of(gate_up.device, call, repeats)
+            gbps = experts * slot_bytes / queued_s / 1e9
+            out.append(KernelTime(name, row_class(count), count, experts, idle_s * 1e6, queued_s * 1e6, gbps))
+    return out
+
+
+def problem_of(kernel: ExpertKernel, reference: ExpertKernel, pool: SlotPool, rows: int) -> str | None:
+    """Why a kernel is not to be used for experts of this many rows; None: it computes what the reference does, and
+    the same bits whatever runs beside an expert and whichever slot it lies in. Writes to the slots."""
+    neurons = pool.neurons
+    slots = fill_slots(pool, 3)
+    for tensor in pool.tensors:
+        tensor[slots - 1] = tensor[0]
+    beside = [rows, _MANY_ROWS, 2][:slots]  # an expert of many rows and one of few, as far as there are slots
+    starts = [sum(beside[:i]) for i in range(slots)]
+    hidden, pairs = _rows(pool, sum(beside), 1)
+    groups = [
+        (start, start + n, slot * neurons, neurons, False)
+        for slot, (start, n) in enumerate(zip(starts, beside, strict=True))
+    ]
+    expected, found, alone = (torch.zeros_like(hidden) for _ in range(3))
+    reference.run(hidden, pairs, groups[:1], 1, expected)
+    kernel.run(hidden, pairs, groups, 1, found)
+    kernel.run(hidden, pairs, [(0, rows, (slots - 1) * neurons, neurons, False)], 1, alone)
+    wanted, same, lone = (t[:rows].float() for t in (expected, found, alone))
+    worst = float((same - wanted).abs().max() / wanted.abs().max())
+    if not worst <= _TOLERANCE:  # NaN is no agreement
+        return f"differs from the loop by {worst:.2g} of its largest value"
+    if not torch.equal(same, lone):
+        return "an expert's result depends on what runs beside it or on its slot"
+    return None
+
+
+def fill_slots(pool: SlotPool, count: int) -> int:
+    """Random weights for the first slots, as many as there are up to `count`; how many.
+
+    Scaled so that results are of about the size of their inputs.
+    """
+    count = min(count, len(pool.gate_up))
+    generator = torch.Generator(device=pool.gate_up.device).manual_seed(0)
+    for tensor, inputs in ((pool.gate_up, pool.gate_up.shape[-1]), (pool.down, pool.neurons)):
+        tensor[:count].normal_(0.0, 1.5 / inputs**0.5, generator=generator)
+    for bias in (pool.gate_up_bias, pool.down_bias):
+        if bias is not None:
+            bias[:count].zero_()
+    return count
+
+
+def _rows(pool: SlotPool, tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random hidden states [T, H], and the pairs of tokens that all go to the same experts [T * experts]."""
+    device = pool.gate_up.device
+    generator = torch.Generator(device=device).manual_seed(1)
+    hidden = torch.empty((tokens, pool.gate_up.shape[-1]), dtype=pool.gate_up.dtype, device=device)
+    hidden.normal_(generator=generator)
+    return hidden, torch.arange(tokens * experts, device=device).view(tokens, experts).t().flatten().contiguous()
+
+
+def _groups(rows: int, slots: Sequence[int], neurons: int) -> list[Group]:
+    return [(i * rows, (i + 1) * rows, slot * neurons, neurons, False) for i, slot in enumerate(slots)]
+
+
+_REPEATS_MEASURE = 5
+_ROWS = 16
+_COPY_GBPS = 10.0  # of an emulated link without throttle: what a copy within memory takes
+
+
+def expert_seconds(kernel: ExpertKernel, pool: SlotPool) -> tuple[float, float]:
+    """Median seconds of one expert at one row, and of each further row; runs the first slot, zeroed.
+
+    Call it before the pool holds anything.
+    """
+    for tensor in pool.slot(0):
+        tensor.zero_()
+    one, many = _seconds(kernel, pool, 1), _seconds(kernel, pool, _ROWS)
+    return one, max(0.0, (many - one) / (_ROWS - 1))
+
+
+def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbps: float) -> float:
+    """Seconds to load one expert.
+
+    Args:
+        device_gbps: of the real link, where it is not emulated.
+    """
+    if not emulated:
+        return load_s(slot_bytes, Link(device_gbps))
+    return load_s(slot_bytes, Link(link.gbps or _COPY_GBPS, link.latency_us))
+
+
+def _seconds(kernel: ExpertKernel, pool: SlotPool, rows: int) -> float:
+    gate_up = pool.gate_up
+    hidden = torch.zeros((rows, gate_up.shape[-1]), dtype=gate_up.dtype, device=gate_up.device)
+    pairs = torch.arange(rows, device=gate_up.device)
+    y = torch.empty_like(hidden)
+    times = []
+    for _ in range(_REPEATS_MEASURE + 1):
+        start_s = time.perf_counter()
+        kernel.run(hidden, pairs, [(0, rows, 0, gate_up.shape[1], False)], 1, y)
+        if gate_up.is_cuda:
+            torch.cuda.synchronize(gate_up.device)  # before serving: the forward path never waits so
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times[1:])
+
+
+_MARGIN = 0.9
+_TRIALS: dict[RowClass, tuple[int, int]] = {"decode": (1, 4), "short": (32, 8), "prefill": (192, 8)}  # rows, experts
+
+Candidates = dict[RowClass, dict[str, ExpertKernel]]
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What runs the experts, for the plan.
+
+    chosen: name of the kernel for each class of row counts. times: what was measured. notes: what is no candidate, and
+    what a user would not expect.
+    """
+
+    chosen: Mapping[RowClass, str]
+    times: tuple[KernelTime, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"chosen": dict(self.chosen), "times": [asdict(time) for time in self.times], "notes": list(self.notes)}
+
+
+_chosen: dict[tuple[Any, ...], KernelPlan] = {}  # of this process, so that its engines agree
+
+
+class Kernels:
+    """The kernels of one slot pool; made before the pool holds anything, since measuring writes to the slots.
+
+    Args:
+        setting: `EngineSettings.expert_kernel`.
+        blocks: the layers that are going to ask.
+
+    Raises:
+        ConfigError: a kernel is asked for that this pool or machine cannot run.
+    """
+
+    def __init__(self, pool: SlotPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
+        self._operands = Operands(pool.gate_up, pool.down, pool.gate_up_bias, pool.down_bias)
+        self._pool, self._setting = pool, setting
+        self._shared: dict[str, ExpertKernel] = {}
+        self._plans: list[KernelPlan] = []
+        for block in blocks:
+            self.of(block)
+
+    def of(self, block: MoeBlock) -> ExpertKernel:
+        """The kernel of a layer; layers whose activation has a name share one."""
+        name = block.activation
+        if name is None:
+            return self._make(block)
+        if name not in self._shared:
+            self._shared[name] = self._make(block)
+        return self._shared[name]
+
+    @property
+    def plan(self) -> KernelPlan:
+        """Of the layers; where they differ, of the first."""
+        return self._plans[0]
+
+    def _make(self, block: MoeBlock) -> ExpertKernel:
+        loop = TorchKernel(self._operands, block.gate)
+        if self._pool.gate_up.device.type == "cpu":
+            kernel, plan = self._on_cpu(loop, block.activation)
+        else:
+            kernel, plan = self._on_gpu(loop, block)
+        self._plans.append(plan)
+        return kernel
+
+    def _on_cpu(self, loop: TorchKernel, activation: str | None) -> tuple[ExpertKernel, KernelPlan]:
+        from ....kernels.cpu_ffn import CpuKernel
+
+        if self._setting in ("triton", "grouped"):
+            raise ConfigError(f"expert_kernel '{self._setting}' needs a GPU", "use auto or loop")
+        looped = KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
+        if self._setting == "loop" or activation is None or not CpuKernel.supports(self._operands, activation):
+            return loop, looped
+        return CpuKernel(self._operands, activation, loop), KernelPlan(dict.fromkeys(ROW_CLASSES, "cpu"))
+
+    def _on_gpu(self, loop: TorchKernel, block: MoeBlock) -> tuple[ExpertKernel, KernelPlan]:
+        if self._setting == "loop":
+            return loop, KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
+        candidates, notes = self._candidates(loop, block)
+        from ....kernels.triton.timing import device_name
+
+        gate_up = self._pool.gate_up
+        size, kind = tuple(gate_up.shape[1:]), device_name(gate_up.device)
+        key = (kind, size, gate_up.dtype, block.activation, self._setting, tuple(candidates["decode"]))
+        plan = _chosen.get(key)
+        if plan is None:
+            plan = _chosen[key] = self._choose(candidates, loop, notes)
+        return self._join(plan.chosen, candidates, loop, block.activation), plan
+
+    def _candidates(self, loop: TorchKernel, block: MoeBlock) -> tuple[Candidates, list[str]]:
+        """By class and name, those that the setting allows; and why there are not more."""
+        operands, activation = self._operands, block.activation
+        found: Candidates = {name: {} for name in ROW_CLASSES}
+        if self._setting == "auto":
+            for some in found.values():
+                some["loop"] = loop
+        try:
+            from ....kernels.triton.expert_ffn import TritonKernel
+            from ....kernels.triton.shapes import shapes_for
+            from ....kernels.triton.tables import TableRing
+        except ImportError:
+            return found, ["triton is not installed: experts run one after another"]
+        notes = []
+        device = operands.gate_up.device
+        if self._setting in ("auto", "triton") and activation is not None and TritonKernel.supports(
+            operands, activation
+        ):  # fmt: skip
+            ring = TableRing(device)
+            if not ring.mapped:
+                notes.append("kernels cannot read host memory: tables of experts are copied")
+            for name, shapes in shapes_for(operands.gate_up.dtype).items():
+                for shape in shapes:
+                    kernel = TritonKernel(operands, activation, loop, ring, {name: shape})
+                    found[name][f"triton {shape}"] = kernel
+        if self._setting in ("auto", "grouped"):
+            from ....kernels.grouped_mm import GroupedMmKernel
+
+            if GroupedMmKernel.supports(operands):
+                grouped = GroupedMmKernel(operands, block.gate, loop, TableRing(device))
+                for some in found.values():
+                    some["grouped"] = grouped
+        return found, notes
+
+    def _choose(self, candidates: Candidates, loop: TorchKernel, notes: list[str]) -> KernelPlan:
+        """Try, measure and choose for each class.
+
+        Raises:
+            ConfigError: of the kernel that the setting names nothing works.
+        """
+        chosen: dict[RowClass, str] = {}
+        times: list[KernelTime] = []
+        for name in ROW_CLASSES:
+            rows, experts = _TRIALS[name]
+            working = {}
+            for label, kernel in candidates[name].items():
+                problem = None if kernel is loop else self._tried(kernel, loop, rows)
+                if problem is None:
+                    working[label] = kernel
+                else:
+                    notes.append(f"{label} is not used for {name} rows: {problem}")
+            if not working:
+                raise ConfigError(
+                    f"expert_kernel '{self._setting}' cannot run these experts"
+                    + "".join(f"; {note}" for note in notes),
+                    "use expert_kernel auto",
+                )
+            measured = expert_kernel_times(self._pool, working, [rows], experts) if len(working) > 1 else []
+            times += measured
+            chosen[name] = fastest(measured) if measured else next(iter(working))
+        return KernelPlan(chosen, tuple(times), tuple(notes))
+
+    def _tried(self, kernel: ExpertKernel, loop: TorchKernel, rows: int) -> str | None:
+        """Why the kernel is no candidate; None: it works."""
+        try:
+            return problem_of(kernel, loop, self._pool, rows)
+        except Exception as error:  # whatever a compiler, a driver or torch says against it
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+    def _join(
+        self, chosen: Mapping[RowClass, str], candidates: Candidates, loop: TorchKernel, activation: str | None
+    ) -> ExpertKernel:
+        """One kernel of those that were chosen; sums are Triton's where it is a candidate."""
+        kernels = {name: candidates[name][label] for name, label in chosen.items()}
+        shapes = {name: kernel.shapes[name] for name, kernel in kernels.items() if hasattr(kernel, "shapes")}
+        if not shapes:
+            first = kernels["decode"]
+            return first if all(kernel is first for kernel in kernels.values()) else ByRows(kernels, loop)
+        from ....kernels.triton.expert_ffn import TritonKernel
+
+        assert activation is not None  # Triton is a candidate
+        ring = next(kernel.ring for kernel in kernels.values() if hasattr(kernel, "ring"))
+        joined = TritonKernel(self._operands, activation, loop, ring, shapes)
+        if len(shapes) == len(kernels):
+            return joined
+        return ByRows({name: joined if name in shapes else kernel for name, kernel in kernels.items()}, joined)
+
+
+def fastest(times: Sequence[KernelTime]) -> str:
+    """The kernel to choose: the fastest Triton shape, unless another kernel takes less than `_MARGIN` of its time."""
+    ours = [time for time in times if time.kernel.startswith("triton ")]
+    best = min(times, key=lambda time: time.us)
+    if not ours:
+        return best.kernel
+    mine = min(ours, key=lambda time: time.us)
+    return best.kernel if best.us < _MARGIN * mine.us else mine.kernel
+
+
+def kernel_for(pool: SlotPool, block: MoeBlock, setting: ExpertKernelName = "auto") -> ExpertKernel:
+    """The kernel of one layer; see `Kernels`."""
+    return Kernels(pool, setting, [block]).of(block)

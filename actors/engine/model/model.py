@@ -1,0 +1,352 @@
+"""One torch operator for all experts of a layer: `tiermoe::experts`.
+
+The dense part around it can be compiled or graph-captured without looking inside. An operator takes
+tensors and ints only, so it finds its layer by handle in a table of the living layers.
+
+Under `torch.compile` the same goes by `tiermoe::experts_at`, whose handle is a tensor in host memory: an int of each
+layer would be a constant of its code, which would be compiled anew for every layer. Both read the routing on the host,
+so that no CUDA graph can hold them; a tag says so, and a compiler that makes graphs makes them of what lies between
+(`engine.compile`).
+
+The binding to transformers: its model code, our experts, expert parameters never materialised.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ....errors import StoreError, UnsupportedModelError
+from ....kernels.expert_ffn import Gate
+from ...store.format import Manifest
+
+IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
+
+
+class ExpertLayer(Protocol):
+    """What the operator calls."""
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+_layers: dict[int, ExpertLayer] = {}
+_handles = itertools.count(1)
+
+# None where this torch does not know the tag
+UNSAFE_IN_GRAPHS: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None)
+_TAGS = () if UNSAFE_IN_GRAPHS is None else (UNSAFE_IN_GRAPHS,)
+
+_library = torch.library.Library("tiermoe", "DEF")
+_library.define("experts(Tensor hidden, Tensor ids, Tensor weights, int handle) -> Tensor", tags=_TAGS)
+_library.define("experts_at(Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> Tensor", tags=_TAGS)
+
+
+def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
+    return _layers[handle].forward(hidden, ids, weights)
+
+
+def _run_at(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return _layers[int(handle)].forward(hidden, ids, weights)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("experts", _run, _device)
+    _library.impl("experts_at", _run_at, _device)
+
+
+def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: Any) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape)  # contiguous, as the kernels return it
+
+
+torch.library.register_fake("tiermoe::experts", _fake, lib=_library)
+torch.library.register_fake("tiermoe::experts_at", _fake, lib=_library)
+
+
+def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """transformers' experts interface: hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+    if torch.compiler.is_compiling():
+        return torch.ops.tiermoe.experts_at(hidden, ids, weights, module.tiermoe_handle_there)
+    return torch.ops.tiermoe.experts(hidden, ids, weights, module.tiermoe_handle)
+
+
+def register_implementation() -> str:
+    """Make `tiermoe` known to transformers' experts interface; its name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+    return IMPLEMENTATION
+
+
+def attach(module: Any, layer: ExpertLayer) -> int:
+    """Let an experts module run through `layer`; the handle for `detach`."""
+    handle = next(_handles)
+    _layers[handle] = layer
+    module.tiermoe_handle = handle
+    module.tiermoe_handle_there = torch.tensor(handle, device="cpu")
+    return handle
+
+
+def detach(handle: int) -> None:
+    """Forget a layer; its module can no longer run."""
+    _layers.pop(handle, None)
+
+
+RouterProbe = Callable[[torch.Tensor], torch.Tensor]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a setting; auto is float32 on the CPU, else bfloat16."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class MoeBlock:
+    """What the engine needs to know of one MoE layer of the model.
+
+    experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I].
+    activation: its name where gating is plainly act(gate) * up, for kernels that build it in; else None.
+    post: its norm after each expert, if any. router: logits [T, E] for a hidden state [T, H], or None where
+    the router's logits cannot be had. normalised: whether the model scales the weights of a token's experts to a fixed
+    sum.
+    """
+
+    experts: nn.Module
+    gate: Gate
+    activation: str | None
+    post: nn.Module | None
+    router: RouterProbe | None
+    normalised: bool = True
+
+
+def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The transformers model of a store: dense part on `device` in `dtype`, expert parameters on meta.
+
+    Raises:
+        StoreError: the dense file lacks parameters that the model has.
+    """
+    from transformers import GenerationConfig
+
+    implementation = register_implementation()
+    model = _on_meta(store, dtype, attention)
+    _assign_dense(model, store / manifest.dense.file, {layer.module for layer in manifest.layers}, device)
+    model.set_experts_implementation(implementation)
+    if (store / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(store)
+    return model.eval()
+
+
+def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device) -> list[MoeBlock]:
+    """The MoE layers of a store's model without its dense part: for a shard, which runs experts only.
+
+    The model stays on meta; what its experts modules hold besides experts (a norm after each, a learnt activation)
+    is read from the dense file. No router can be asked.
+
+    Raises:
+        StoreError: the dense file lacks such a tensor.
+    """
+    from safetensors import safe_open
+
+    model = _on_meta(store, dtype, "auto")
+    with safe_open(store / manifest.dense.file, framework="pt") as dense:
+        there = set(dense.keys())
+        for layer in manifest.layers:
+            experts = model.get_submodule(layer.module)
+            for name, parameter in experts.named_parameters():
+                if "." not in name:
+                    continue  # the experts themselves
+                full = f"{layer.module}.{name}"
+                if full not in there:
+                    raise StoreError(f"the store's dense file lacks {full}", "prepare the store again with --force")
+                owner, _, last = name.rpartition(".")
+                value = dense.get_tensor(full).to(device=device, dtype=parameter.dtype)
+                setattr(experts.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+    return [replace(block, router=None) for block in find_blocks(model, manifest)]
+
+
+def _on_meta(store: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The transformers model of a store without one byte of weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(store, trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_for(config, attention), trust_remote_code=False
+        )
+
+
+def attention_for(config: Any, wanted: str) -> str:
+    """The attention implementation: sdpa where the model has it, else eager."""
+    from transformers import AutoModelForCausalLM
+
+    if wanted != "auto":
+        return wanted
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+
+
+def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torch.device) -> None:
+    """Fill everything but expert parameters, as `from_pretrained` does after reading a checkpoint."""
+    from safetensors.torch import load_file
+
+    left = assign_dense(model, load_file(file), expert_modules, device)
+    if left:
+        raise StoreError(
+            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
+            "prepare the store again with --force",
+        )
+
+
+def assign_dense(
+    model: Any, dense: dict[str, torch.Tensor], expert_modules: set[str], device: torch.device
+) -> list[str]:
+    """Give a model on meta these tensors, by their names in its state, and compute what no checkpoint holds.
+
+    Args:
+        dense: moved to `device` and the model's dtypes.
+        expert_modules: whose own parameters stay on meta.
+
+    Returns:
+        Parameters that are still on meta, and names that the model does not have.
+    """
+    expected = model.state_dict()
+    for name, tensor in dense.items():
+        if name in expected:
+            dense[name] = tensor.to(device=device, dtype=expected[name].dtype)
+    experts = {name for name in expected if name.rpartition(".")[0] in expert_modules}
+    loaded = model.load_state_dict(dense, strict=False, assign=True)
+    model.requires_grad_(False)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # so that the initialisation below leaves it alone
+    # Buffers that no checkpoint holds (rotary frequencies) are computed anew, as for a meta-initialised model.
+    model._move_missing_keys_from_meta_to_device(set(), {"": device}, None, None)
+    model._initialize_missing_keys(False)
+    model.tie_weights()
+    left = [n for n, p in model.named_parameters() if p.is_meta and n not in experts]
+    return left + list(loaded.unexpected_keys)
+
+
+def find_blocks(model: Any, manifest: Manifest) -> list[MoeBlock]:
+    """The MoE layers of a model in the store's order.
+
+    Raises:
+        UnsupportedModelError: the model lacks an experts module that the store names.
+    """
+    return blocks_at(model, [layer.module for layer in manifest.layers], manifest.experts.num_experts)
+
+
+def blocks_at(model: Any, modules: Sequence[str], num_experts: int) -> list[MoeBlock]:
+    """The MoE layers whose experts modules have these names; each has `num_experts` experts.
+
+    Raises:
+        UnsupportedModelError: the model lacks such a module.
+    """
+    blocks, routers = [], _router_classes(model)
+    normalised = bool(getattr(model.config.get_text_config(), "norm_topk_prob", True))  # without the option all do
+    for name in modules:
+        try:
+            experts = model.get_submodule(name)
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"the model has no experts module {name}", "prepare the store again with --force"
+            ) from error
+        post = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+        parent = model.get_submodule(name.rpartition(".")[0])
+        router = _router_probe(routers, parent, num_experts)
+        blocks.append(MoeBlock(experts, gate_of(experts), activation_of(experts), post, router, normalised))
+    return blocks
+
+
+def experts_per_token(config: Any) -> int:
+    """The router's top-k, under whichever name the architecture has for it.
+
+    Raises:
+        UnsupportedModelError: it has none of the known names.
+    """
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_top_k", "moe_k", "num_selected_experts", "top_k_experts", "moe_topk"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UnsupportedModelError(f"{type(text).__name__} does not say how many experts a token uses", "report the model")
+
+
+def _plainly_gated(experts: Any) -> bool:
+    """Whether the module gates as act(gate) * up and nothing else."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+
+
+def gate_of(experts: Any) -> Gate:
+    """The experts module's own activation, on neuron-major pre-activations [n, I*G] (gate, up interleaved)."""
+    act_fn = getattr(experts, "act_fn", None)
+    if not experts.has_gate:
+        return act_fn  # type: ignore[return-value]
+    if _plainly_gated(experts):
+
+        def default_gate(x: torch.Tensor) -> torch.Tensor:
+            pairs = x.view(x.shape[0], -1, 2)
+            return act_fn(pairs[..., 0]) * pairs[..., 1]  # type: ignore[misc]
+
+        return default_gate
+    if not experts.is_concatenated:
+        return experts._apply_gate
+
+    def concatenated_gate(x: torch.Tensor) -> torch.Tensor:
+        return experts._apply_gate(x.view(x.shape[0], -1, 2).transpose(1, 2).reshape(x.shape[0], -1))
+
+    return concatenated_gate
+
+
+def activation_of(experts: Any) -> str | None:
+    """The name of a plain act(gate) * up gating among those that kernels build in."""
+    from transformers.activations import ACT2FN
+
+    if not _plainly_gated(experts):
+        return None
+    known = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    for name, ours in known.items():
+        if type(ACT2FN[name]) is type(experts.act_fn):
+            return ours
+    functions = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # some models name the function itself
+    return functions.get(experts.act_fn) if inspect.isroutine(experts.act_fn) else None
+
+
+def _router_classes(model: Any) -> tuple[type[nn.Module], ...]:
+    """The classes that the model itself names in `_can_record_outputs["router_logits"]`."""
+    return tuple(
+        getattr(recorder, "target_class", recorder)
+        for owner in model.modules()
+        if (recorder := (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")) is not None
+    )
+
+
+def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, experts: int) -> RouterProbe | None:
+    """The linear part of an MoE block's router, without the top-k that its forward would add.
+
+    The router is the module in the block of one of `classes`; its weight is the [E, H] one within.
+    """
+    for router in [m for m in block.modules() if isinstance(m, classes)]:
+        for module in router.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] == experts:
+                return linear_probe(weight, getattr(module, "bias", None))
+    return None
+
+
+def linear_probe(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
+    """Scores [T, E] for hidden states [T, H], of weight [E, H] and bias [E]; in the weight's dtype."""
+    return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)

@@ -1,0 +1,328 @@
+"""Where a layer's time goes: kernel against everything around it. For benchmarks; off it costs nothing.
+
+Where the host's time of a decode step goes: by part of a layer, and which calls the device was given for it.
+
+For benchmarks. Off it costs nothing; on, each part is timed by two clock readings (about 0.3 us together), so totals
+come from `engine.profile`, and parts from here. Parts are exclusive: what a part calls that is a part itself is counted
+there alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+from ....kernels.expert_ffn import ExpertKernel, Group
+from ..engine import ExpertEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """One pass of one MoE layer: tokens in the batch, seconds in all and seconds inside kernel calls."""
+
+    layer: int
+    tokens: int
+    total_s: float
+    kernel_s: float
+
+
+class _TimedKernel:
+    """Adds up the time of the kernel that it stands in for."""
+
+    def __init__(self, kernel: ExpertKernel) -> None:
+        self.kernel = kernel
+        self.spent_s = 0.0
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        start_s = time.perf_counter()
+        self.kernel.run(hidden, pairs, groups, top_k, y)
+        self.spent_s += time.perf_counter() - start_s
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        start_s = time.perf_counter()
+        out = self.kernel.combine(y, weights)
+        self.spent_s += time.perf_counter() - start_s
+        return out
+
+
+@contextmanager
+def layer_passes(engine: ExpertEngine) -> Iterator[list[LayerPass]]:
+    """Collect every layer pass inside the `with` block; call it while no request is in flight.
+
+    CPU only: on CUDA a kernel call returns before the kernel has run.
+    """
+    passes: list[LayerPass] = []
+    kernels = [layer.kernel for layer in engine.layers]
+    for layer in engine.layers:
+        timed = _TimedKernel(layer.kernel)
+        layer.kernel = timed
+        layer.forward = _timed_forward(layer.index, layer.forward, timed, passes)  # type: ignore[method-assign]
+    try:
+        yield passes
+    finally:
+        for layer, kernel in zip(engine.layers, kernels, strict=True):
+            layer.kernel = kernel
+            del layer.forward  # the class's own again
+
+
+def _timed_forward(index: int, forward, timed: _TimedKernel, passes: list[LayerPass]):  # type: ignore[no-untyped-def]
+    def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        timed.spent_s = 0.0
+        start_s = time.perf_counter()
+        out = forward(hidden, ids, weights)
+        passes.append(LayerPass(index, hidden.shape[0], time.perf_counter() - start_s, timed.spent_s))
+        return out
+
+    return run
+
+
+# part -> methods of a layer's own things, as (attribute of the layer, method), where there are such
+_PARTS = {
+    "read": [("_views", "look")],
+    "wait": [("_views.fetch", "wait")],  # for the device to have computed what is read
+    "reroute": [("_rerouter", "layer")],
+    "plan": [("_planner", "plan"), ("_placer", "plan")],
+    "begin": [("_cache", "begin")],
+    "issue": [("_cache", "issue")],
+    "await": [("_cache", "await_expert")],
+    "send": [("_dispatcher", "send")],
+    "prefetch": [("_prefetching", "layer")],
+    "pre_evict": [("_pre_evicting", "layer")],
+    "run": [("_dispatcher", "run")],
+    "kernels": [("kernel", "run"), ("_dispatcher._runner._low_bit", "run")],
+    "combine": [("kernel", "combine")],
+    "other": [],  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
+}
+PARTS = tuple(_PARTS)
+_LAYER = "tiermoe.layer"
+
+_LAUNCHES = (
+    "cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchKernelEx",
+)  # fmt: skip
+_CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
+    "cudaGraphLaunch": "graphs", "cuGraphLaunch": "graphs",
+    "cudaMemcpyAsync": "copies", "cuMemcpyHtoDAsync_v2": "copies", "cuMemcpyDtoHAsync_v2": "copies",
+    "cudaMemsetAsync": "copies",
+    "cudaStreamSynchronize": "waits", "cudaEventSynchronize": "waits", "cudaDeviceSynchronize": "waits",
+    "cuStreamSynchronize": "waits", "cuEventSynchronize": "waits",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HostPass:
+    """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`), 0 for what it has not.
+
+    On CUDA `kernels` and `combine` are the seconds of launching them.
+    """
+
+    layer: int
+    tokens: int
+    parts: dict[str, float]
+
+    @property
+    def outside_s(self) -> float:
+        """Seconds of the host's own: neither in kernels nor waiting for what is read."""
+        parts = self.parts
+        return sum(parts.values()) - parts["kernels"] - parts["combine"] - parts["wait"]
+
+
+@dataclass
+class Calls:
+    """What the device was given: kernel launches, graph launches, copies, and what the host waited for."""
+
+    launches: float = 0
+    graphs: float = 0
+    copies: float = 0
+    waits: float = 0
+
+    def per(self, n: int) -> Calls:
+        return Calls(self.launches / n, self.graphs / n, self.copies / n, self.waits / n)
+
+
+@dataclass(frozen=True)
+class DeviceCalls:
+    """Calls of one decode step, per layer: inside the experts, and in the dense part before them."""
+
+    layers: int
+    experts: Calls
+    dense: Calls
+
+
+class _Clock:
+    """Adds up exclusive seconds by part."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._open: list[str] = []
+        self._since_s = 0.0
+
+    def enter(self, part: str) -> None:
+        now_s = time.perf_counter()
+        if self._open:
+            self.spent_s[self._open[-1]] += now_s - self._since_s
+        self._open.append(part)
+        self._since_s = now_s
+
+    def leave(self) -> None:
+        now_s = time.perf_counter()
+        self.spent_s[self._open.pop()] += now_s - self._since_s
+        self._since_s = now_s
+
+    def take(self) -> dict[str, float]:
+        found, self.spent_s = self.spent_s, dict.fromkeys(PARTS, 0.0)
+        return found
+
+
+@contextmanager
+def host_passes(engine: ExpertEngine) -> Iterator[list[HostPass]]:
+    """Collect every layer pass inside the `with` block; call it while no request is in flight."""
+    passes: list[HostPass] = []
+    clock, replaced, wrapped = _Clock(), _Replaced(), set[tuple[int, str]]()
+    with replaced:
+        for layer in engine.layers:
+            for part, methods in _PARTS.items():
+                for attribute, method in methods:
+                    owner = attrgetter(attribute)(layer)
+                    if not hasattr(owner, method) or (id(owner), method) in wrapped:
+                        continue
+                    wrapped.add((id(owner), method))
+                    replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
+            replaced.set(layer, "forward", _timed_pass(clock, layer.index, layer.forward, passes))
+        yield passes
+
+
+def device_calls(engine: ExpertEngine, serve: Callable[[], object], tokens: int, skip: int = 8) -> DeviceCalls:
+    """Count what one decode step gives the device while `serve` runs; call it while no request is in flight.
+
+    Of the first layer nothing is counted: what is in front of it, embeddings and sampling, is no layer's.
+
+    Args:
+        serve: sends requests and waits for them, which make more than `skip` decode steps of `tokens` rows.
+
+    Raises:
+        ValueError: they made fewer.
+    """
+    watch = _Watch(len(engine.layers) - 1, tokens, skip)
+    with _Replaced() as replaced:
+        for layer in engine.layers:
+            replaced.set(layer, "forward", watch.watched(layer.index, layer.forward))
+        serve()
+    if watch.found is None:
+        raise ValueError(f"fewer than {skip} decode steps of {tokens} rows")
+    host = [e for e in watch.found if e.device_type == DeviceType.CPU]  # the device has spans of the same names
+    return count_calls((e.name, e.time_range.start, e.time_range.end) for e in host)
+
+
+def count_calls(events: Iterable[tuple[str, float, float]]) -> DeviceCalls:
+    """Sort a profile's events (name, start, end) into layers' experts and what lies before them.
+
+    Raises:
+        ValueError: no event is a layer.
+    """
+    spans: list[tuple[float, float]] = []
+    calls: list[tuple[float, str]] = []
+    for name, start, end in events:
+        if name == _LAYER:
+            spans.append((start, end))
+        elif name in _CALLS:
+            calls.append((start, _CALLS[name]))
+    if not spans:
+        raise ValueError("the profile holds no layer")
+    spans.sort()
+    starts = [start for start, _ in spans]
+    found = {"experts": Calls(), "dense": Calls()}
+    for at, kind in calls:
+        place = bisect.bisect_right(starts, at) - 1
+        inside = place >= 0 and at <= spans[place][1]
+        if inside or at < starts[-1]:
+            counts = found["experts" if inside else "dense"]
+            setattr(counts, kind, getattr(counts, kind) + 1)
+    return DeviceCalls(len(spans), found["experts"].per(len(spans)), found["dense"].per(len(spans)))
+
+
+@dataclass
+class _Watch:
+    """Profiles one forward, on its own thread, from the end of its first layer to the end of its last."""
+
+    last: int
+    tokens: int
+    skip: int
+    found: Any = None
+    _seen: int = 0
+    _profile: Any = field(default=None)
+
+    def watched(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            if self._profile is None:
+                out = forward(hidden, ids, weights)
+            else:
+                with torch.profiler.record_function(_LAYER):
+                    out = forward(hidden, ids, weights)
+            if index == 0 and self.found is None and self._profile is None and len(hidden) == self.tokens:
+                self._seen += 1
+                if self._seen > self.skip:
+                    self._begin()
+            elif index == self.last and self._profile is not None:
+                self._profile.__exit__(None, None, None)
+                self.found, self._profile = self._profile.events(), None
+            return out
+
+        return run
+
+    def _begin(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.__enter__()
+
+
+class _Replaced:
+    """Methods of objects that stand in for others until the end."""
+
+    def __init__(self) -> None:
+        self._set: list[tuple[object, str]] = []
+
+    def set(self, owner: object, name: str, value: Callable[..., Any]) -> None:
+        setattr(owner, name, value)
+        self._set.append((owner, name))
+
+    def __enter__(self) -> _Replaced:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for owner, name in self._set:
+            delattr(owner, name)  # the class's own again
+
+
+def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        clock.enter(part)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            clock.leave()
+
+    return run
+
+
+def _timed_pass(
+    clock: _Clock, index: int, forward: Callable[..., torch.Tensor], passes: list[HostPass]
+) -> Callable[..., torch.Tensor]:
+    def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        clock.enter("other")
+        try:
+            return forward(hidden, ids, weights)
+        finally:
+            clock.leave()
+            passes.append(HostPass(index, len(hidden), clock.take()))
+
+    return run

@@ -1,0 +1,401 @@
+"""The matcher as the engine sees it: publish what a layer's router said, look for commands, never wait.
+
+    begin (embedding) -> [layer: take -> commands for later layers; observe (probabilities)] for each layer
+
+All methods are called by the forward's thread. `begin` and `observe` write one request to the channel and return;
+`take` looks which answers are there. A thread that sends would not spare the forward anything: it takes the
+interpreter for as long, at a moment that the forward does not choose.
+
+Nothing depends on the matcher: where it is lost, slow or knows no maps yet, `source` says so and the engine asks the
+next layers' routers instead. It is published to all the same where it is there, so that it can recover.
+
+Prefetch by the matcher, behind the protocol of all prefetch policies; by the next layers' routers without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import DeadlinePassed, MessageError, PeerLost, RuntimeFailure
+from ....proto.channel import Channel, Pending
+from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
+from ...links import PeerLink
+from ...peer import PeerConnection
+from ...policies.eviction import EvictionPolicy
+from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
+from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, ranked
+from ...settings import MatcherSettings
+from ...store.artifacts import MapShape
+
+_log = logging.getLogger(__name__)
+_WINDOW, _JUDGED_FROM = 64, 16  # outcomes that tell whether the matcher keeps pace
+_COUNTS = "published", "dropped", "commands", "late", "silent", "lost", "fallbacks", "fallback_layers"
+_NO_MAPS = "the matcher has no maps yet"
+_REMEMBERED = 4096  # publish times and lags, for their percentiles
+
+Source = Literal["expert-map", "next-gate"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    pending: Pending
+    iteration: int
+    begins: bool
+    sent_s: float
+
+
+class MatcherLink:
+    """Contexts to the matcher, commands from it.
+
+    Args:
+        link: looks the matcher's address up and connects to it; again when it is lost.
+        settings: transport and deadline; distance and capacity are the matcher's.
+        shape: the model; a matcher for another one is not used.
+    """
+
+    def __init__(self, link: PeerLink, settings: MatcherSettings, shape: MapShape) -> None:
+        self.shape, self._deadline_s = shape, settings.deadline_s
+        self._semantic = settings.semantic  # without, the first forecast of an iteration comes with its first layer
+        expected = asdict(shape) | {"distance": settings.distance}
+        self._peer = PeerConnection("matcher", link, settings, expected)
+        # what may be under way: two iterations. More would wait in the channel for a matcher that does not keep pace.
+        self._most = 2 * (shape.layers + 1)
+        self._channel: Channel | None = None  # which was published to last
+        self._asked: deque[_Asked] = deque()
+        self._outcomes: deque[bool] = deque(maxlen=_WINDOW)  # whether a command came in time
+        self._nothing = np.empty((0, 0), np.float32)  # [S, 0]
+        self._slow = False
+        self._forecasts = False  # whether the newest iteration that was answered had a forecast
+        self._said: str | None = None
+        self._started = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._publish_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._lag_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def start(self) -> None:
+        """Begin to look for the matcher; generation does not wait for it."""
+        self._started = True
+        self._peer.start()
+
+    def wait_until_found(self, deadline_s: float) -> bool:
+        """Whether the matcher is connected within `deadline_s` seconds."""
+        return self._peer.wait(deadline_s)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the matcher's commands are not enough now; None: they are."""
+        if self._peer.channel is None:
+            return f"the matcher is not there: {self._peer.problem}"
+        if self._slow:
+            return "the matcher is slow: most of its commands come too late"
+        if not self._forecasts:
+            return _NO_MAPS
+        return None
+
+    @property
+    def source(self) -> Source:
+        """What to prefetch by now; changes are logged."""
+        problem = self.problem
+        kind = None if problem is None else problem.split(":")[0]
+        if kind != self._said:
+            if problem is None:
+                _log.info("prefetch follows expert maps again")
+            elif self._started:
+                self._counts["fallbacks"] += 1
+                level = logging.INFO if problem == _NO_MAPS else logging.WARNING
+                _log.log(level, "prefetch falls back to next-gate: %s", problem)
+            self._said = kind
+        return "expert-map" if problem is None else "next-gate"
+
+    def fell_back(self) -> None:
+        """A layer was prefetched for by next-gate instead."""
+        self._counts["fallback_layers"] += 1
+
+    @property
+    def waiting(self) -> int:
+        """Contexts whose answers were not taken."""
+        return len(self._asked)
+
+    def begin(self, iteration: int, sequences: NDArray[np.int64], embeddings: NDArray[np.float32]) -> None:
+        """Before the first layer.
+
+        Args:
+            iteration: number of this forward; numbers rise.
+            sequences: ids [S].
+            embeddings: [S, H], mean of each sequence's input embeddings in this iteration.
+        """
+        self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
+
+    def observe(
+        self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
+    ) -> None:
+        """Once a layer's router has run: its probabilities [S, E], each sequence's mean over its tokens."""
+        self._publish(Context(iteration, layer, sequences, self._none_for(sequences), probabilities), False)
+
+    def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:
+        """Commands that came since the last look, oldest first, of this iteration and for layers after `layer`.
+
+        Of a command that is partly late the rest is left; what is late as a whole is dropped and counted.
+        """
+        asked, out = self._asked, []
+        while asked and asked[0].pending.done():
+            command = self._answer(asked.popleft())
+            if command is not None:
+                command = self._in_time(command, iteration, layer)
+                self._judge(command is not None)
+            if command is not None:
+                out.append(command)
+        return out
+
+    def report(self) -> dict[str, Any]:
+        """Counters since the start; microseconds per publish, and from publish to command as the forward saw it."""
+        out: dict[str, Any] = {"source": self.source, "problem": self.problem or ""} | self._counts
+        for name, values in (("publish_us", self._publish_s), ("lag_us", self._lag_s)):
+            if values:
+                p50, p99 = np.percentile(np.fromiter(values, np.float64), (50, 99)) * 1e6
+                out |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
+        return out
+
+    def reset(self) -> None:
+        """Zero the counters."""
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._publish_s.clear()
+        self._lag_s.clear()
+
+    def account(self, deadline_s: float) -> dict[str, Any]:
+        """The matcher's account of itself; where it is lost or late only that, as its `state`."""
+        channel = self._peer.channel
+        try:
+            report = None if channel is None else channel.call(HealthRequest(), deadline_s)
+        except RuntimeFailure:
+            return {"state": "late"}
+        return dict(report.details) if isinstance(report, HealthReport) else {"state": "lost"}
+
+    @property
+    def connected(self) -> bool:
+        """Whether the matcher is there."""
+        return self._peer.channel is not None
+
+    def close(self) -> None:
+        """Hang up. Safe to call twice."""
+        self._peer.close()
+
+    def _none_for(self, sequences: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(self._nothing) != len(sequences):
+            self._nothing = np.empty((len(sequences), 0), np.float32)
+        return self._nothing
+
+    def _publish(self, context: Context, begins: bool) -> None:
+        begin_s = time.perf_counter()
+        channel = self._peer.channel
+        if channel is not self._channel:
+            self._change(channel)
+        if channel is None:
+            return
+        if len(self._asked) >= self._most:
+            self._counts["dropped"] += 1
+            self._judge(False)
+            return
+        try:
+            pending = channel.submit(context, self._deadline_s)
+        except (DeadlinePassed, MessageError):
+            self._counts["dropped"] += 1
+            self._judge(False)
+            return
+        except RuntimeFailure as failure:
+            self._peer.lose(channel, str(failure))
+            self._change(None)
+            return
+        self._counts["published"] += 1
+        self._asked.append(_Asked(pending, context.iteration, begins, begin_s))
+        self._publish_s.append(time.perf_counter() - begin_s)
+
+    def _answer(self, asked: _Asked) -> PrefetchCommand | None:
+        """The command of an answer that is there; None: it has none, or failed."""
+        try:
+            answer = asked.pending.result()
+        except PeerLost:
+            return None  # the next publish notices
+        except RuntimeFailure as failure:  # too late for the deadline, or refused
+            self._counts["late"] += 1
+            self._judge(False)
+            _log.debug("a context was not answered: %s", failure)
+            return None
+        if isinstance(answer, PrefetchCommand):
+            self._forecasts = True
+        elif asked.begins and self._semantic:
+            self._forecasts = False
+        if not isinstance(answer, PrefetchCommand):
+            self._counts["silent"] += 1
+            return None
+        self._lag_s.append(time.perf_counter() - asked.sent_s)
+        return answer
+
+    def _in_time(self, command: PrefetchCommand, iteration: int, layer: int) -> PrefetchCommand | None:
+        wanted = len(command.keys) - command.hints
+        if command.iteration == iteration:
+            later = command.keys // self.shape.experts > layer
+            if later.all():
+                self._counts["commands"] += 1
+                return command
+            kept = int(later[:wanted].sum())
+            if kept:
+                self._counts["commands"] += 1
+                keys, priorities = command.keys[later], command.priorities[later]
+                return replace(command, keys=keys, priorities=priorities, hints=len(keys) - kept)
+        self._counts["late"] += 1
+        return None
+
+    def _judge(self, in_time: bool) -> None:
+        """Slow: of the last outcomes half were late; no longer so when a quarter is."""
+        outcomes = self._outcomes
+        outcomes.append(in_time)
+        if len(outcomes) < _JUDGED_FROM:
+            return
+        late = len(outcomes) - sum(outcomes)
+        self._slow = late * 4 > len(outcomes) if self._slow else late * 2 >= len(outcomes)
+
+    def _change(self, channel: Channel | None) -> None:
+        """The matcher was lost, or is back: what was asked of the old one is forgotten."""
+        self._counts["lost"] += channel is None
+        self._channel = channel
+        self._asked.clear()
+        self._outcomes.clear()
+        self._slow = self._forecasts = False
+
+
+def wanted_keys(command: PrefetchCommand) -> list[int]:
+    """What a command wants loaded, most wanted first."""
+    wanted = len(command.keys) - command.hints
+    order = np.argsort(-command.priorities[:wanted], kind="stable")
+    keys: list[int] = command.keys[order].tolist()
+    return keys
+
+
+def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
+    """Tell a policy that wants to know how probable the command's experts are, if a map says so.
+
+    Args:
+        experts: of a layer.
+    """
+    if command.mapped and isinstance(eviction, ExpertMapEviction):
+        probabilities = probability_of(command.priorities, command.keys // experts, command.layer)
+        eviction.expect(command.keys.tolist(), probabilities.tolist())
+
+
+def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
+    """Mean over each sequence's rows [S, X] of values [T, X] where sequence s has rows starts[s]:starts[s + 1]."""
+    if len(starts) == len(values) + 1:  # a row for each, as in decode
+        return np.ascontiguousarray(values, np.float32)
+    sums = np.add.reduceat(values, starts[:-1], axis=0, dtype=np.float64)
+    return (sums / np.diff(starts)[:, None]).astype(np.float32)
+
+
+Relay = Callable[[PrefetchCommand, bool], PrefetchCommand]
+
+
+class MatcherPrefetch(PrefetchPolicy):
+    """The lead's side of fMoE (sections 4.1 and 4.5): publish each layer, carry out the commands that have come.
+
+    State: numbers of the running sequences. Rule: after a layer's router has run, its probabilities are published and
+    the commands that came since the last layer give what is wanted. They answer what was published a layer ago, so a
+    prefetch distance d is counted from the layer that runs now. While the matcher is lost, slow or without maps the
+    routers of the next layers are asked as well (`MatcherLink.source`). Nothing waits. Cost: one publish and one look
+    per layer, and while it falls back that of `NextGatePrefetch`.
+
+    Args:
+        link: to the matcher.
+        experts: of a layer.
+        fallback: asked while the matcher is of no use.
+        eviction: told how probable a command's experts are.
+        iteration: number of the forward that begins, as the other shards count; None: counted here.
+        blend: joins the commands with next-gate; None: commands alone.
+        relay: `Shards.relay`; None: there are no other shards.
+    """
+
+    name: ClassVar[str] = "expert-map"
+    needs_probabilities: ClassVar[bool] = True
+    needs_embeddings: ClassVar[bool] = True
+    needs_lookahead: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        link: MatcherLink,
+        experts: int,
+        fallback: NextGatePrefetch,
+        eviction: EvictionPolicy,
+        iteration: Callable[[], int] | None = None,
+        blend: BlendPrefetch | None = None,
+        relay: Relay | None = None,
+    ) -> None:
+        self._link, self._experts, self._eviction = link, experts, eviction
+        self._fallback, self._blend, self._relay = fallback, blend, relay
+        self.needs_ids = blend is not None  # which judges by them
+        self._next_iteration = iteration if iteration is not None else count(1).__next__
+        self._iteration = 0
+        self._numbers: dict[str, int] = {}
+        self._next_number = count()
+        self._sequences: NDArray[np.int64] = np.empty(0, np.int64)
+        self._starts: list[int] = []
+
+    @property
+    def looks_ahead(self) -> int:
+        if self._blend is not None:
+            return self._blend.distance
+        return self._fallback.looks_ahead if self._link.problem is not None else 0
+
+    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+        self._iteration = self._next_iteration()
+        self._sequences = np.array([self._number(span.sequence) for span in spans], np.int64)
+        self._starts = [span.start for span in spans] + [spans[-1].stop]
+        if spans[0].embedding is None:
+            embeddings = np.zeros((len(spans), self._link.shape.hidden), np.float32)
+        else:
+            embeddings = np.stack([span.embedding for span in spans if span.embedding is not None])
+        self._link.begin(self._iteration, self._sequences, embeddings)
+        if self._blend is not None:
+            self._blend.begin_forward(spans)
+        return []
+
+    def observed(self, seen: LayerSeen) -> list[Wanted]:
+        """Raises ValueError: the model exposes no probabilities."""
+        if seen.probabilities is None:
+            raise ValueError("expert maps need the router's probabilities, which this model does not expose")
+        link = self._link
+        commands = link.take(self._iteration, seen.layer)
+        means = sequence_means(seen.probabilities[: self._starts[-1]], self._starts)
+        link.observe(self._iteration, seen.layer, self._sequences, means)
+        wanted = [want for command in commands for want in self._wanted(command)]
+        if self._blend is not None:
+            return self._blend.merged(seen, wanted)
+        if link.source == "next-gate":
+            link.fell_back()
+            guesses = self._fallback.observed(seen)
+            return [*wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in guesses)]
+        return ranked(wanted) if len(commands) > 1 else wanted
+
+    def end(self, sequence: str) -> None:
+        self._numbers.pop(sequence, None)
+
+    def _wanted(self, command: PrefetchCommand) -> list[Wanted]:
+        tell_eviction(self._eviction, command, self._experts)
+        if self._relay is not None:
+            command = self._relay(command, self._blend is None)
+        n = len(command.keys) - command.hints
+        order = np.argsort(-command.priorities[:n], kind="stable")
+        pairs = zip(command.keys[order].tolist(), command.priorities[order].tolist(), strict=True)
+        return [Wanted(key, priority) for key, priority in pairs]
+
+    def _number(self, sequence: str) -> int:
+        if sequence not in self._numbers:
+            self._numbers[sequence] = next(self._next_number)
+        return self._numbers[sequence]

@@ -1,0 +1,509 @@
+"""From a layer's routing to its plan where other processes share the experts.
+
+Two things are decided for each needed expert: on a GPU or near data, and on which of them. A placer follows sequences
+(`begin_forward`, `end_sequence`), asks the pure policies where each expert belongs, and lets the caches carry a
+migration out. An expert that runs on a GPU runs on the one that owns it, on the lead where that one is lost; one near
+data on the NDP worker that the pool chooses. What runs on this GPU is planned by `LoadOnMiss`; the rest goes to
+`LayerPlan.remote`.
+
+Prefill-guided placement in the engine: counts prompts, moves the hot set once per sequence.
+
+Builds the placer that a policy asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ....errors import ConfigError
+from ....kernels.expert_ffn import ExpertKernel
+from ...policies.context_ndp import HotSet, Places, RoutingCounts, monde_split, prefix_split, static_hot, uniform
+from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
+from ...policies.plan import LayerPlan, LoadOnMiss, Remote
+from ...policies.residency import State
+from ...policy_settings import PolicySettings, PrecisionSettings
+from ...settings import EngineSettings
+from ...store.format import ExpertShape
+from ...store.replicas import ReplicaTables
+from ..cache.cache import ExpertCache
+from ..dispatch import Routing
+from ..host_view import LayerView
+from ..model.kernels import expert_seconds, link_seconds
+from ..model.model import MoeBlock
+from ..serving.streams import SequenceRows
+from .remote import NdpPool
+from .shards import Shards, owners
+
+
+class Placer(ABC):
+    """Decides per layer which of the needed experts run elsewhere, and where.
+
+    Args:
+        cache: asked for residency and told to migrate.
+        planner: plans what runs here.
+        experts: per layer.
+        shards: the other GPUs; None where there are none.
+
+    Attributes:
+        hot_per_layer: experts of each layer that the placement keeps on the GPUs; None where it keeps none by number.
+    """
+
+    hot_per_layer: int | None = None
+
+    def __init__(self, cache: ExpertCache, planner: LoadOnMiss, experts: int, shards: Shards | None) -> None:
+        self._cache, self._planner, self._experts, self._shards = cache, planner, experts, shards
+
+    def preload(self) -> None:
+        """Load what is to be there before the first request; for placements that have such a set.
+
+        Raises:
+            RuntimeFailure: a copy failed, or a shard did not do it.
+        """
+        return None
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        """The next forward carries these rows; a placer that follows sequences overrides it."""
+        return None
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over; from any thread."""
+        return None
+
+    def displaced(self) -> None:
+        """Experts of a lost peer were loaded here; they may have taken the slots of those that belong here."""
+        return None
+
+    @abstractmethod
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        """Plan one layer.
+
+        Args:
+            needed: keys of `routing.experts`.
+            view: the ids and weights that run.
+        """
+
+    def _gpu_of(self, key: int) -> str | None:
+        """The other GPU that computes an expert if a GPU does; None: this one, as owner or because that one is lost."""
+        found = self._shards.peer_of(key) if self._shards is not None else None
+        return None if found is None else found[0]
+
+    def _on_gpus(self, needed: Sequence[int], keep: frozenset[int] = frozenset()) -> LayerPlan:
+        """Every expert on the GPU that owns it."""
+        found = [(key, self._gpu_of(key)) for key in needed] if self._shards is not None else []
+        return self._split(needed, [Remote(key, 0, gpu) for key, gpu in found if gpu is not None], keep)
+
+    def _split(self, needed: Sequence[int], remote: Sequence[Remote], keep: frozenset[int] = frozenset()) -> LayerPlan:
+        cache, away = self._cache, {r.key for r in remote}
+        here = [key for key in needed if key not in away] if away else needed
+        plan = self._planner.plan(here, cache.residency, cache.eviction, keep)
+        return replace(plan, remote=tuple(remote)) if remote else plan
+
+
+class GpuPlacer(Placer):
+    """Every expert to the GPU that owns it; those of a lost one to the lead, until it is back."""
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        return self._on_gpus(needed)
+
+
+class HotPlacer(Placer):
+    """Placements with a hot set: hot experts on their GPUs, the others near data, where nothing has to be loaded.
+
+    An expert of this GPU runs here if it is resident or on its way; whether one of another GPU is, is taken from
+    the hot set, which that GPU was told to hold. A hot expert that is on no GPU (a prompt's load took its slot, or its
+    GPU is lost) runs near data on its widest replica. Where no NDP worker is there, all run on the GPUs, and what
+    those loads displaced is brought back when one is.
+
+    Args:
+        pool: the NDP workers.
+        widest: bits for a hot expert that is on no GPU.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, planner: LoadOnMiss, experts: int, shards: Shards | None, pool: NdpPool, widest: int
+    ) -> None:
+        super().__init__(cache, planner, experts, shards)
+        self._pool, self._widest = pool, widest
+        self._hot_keys: frozenset[int] = frozenset()  # of all GPUs
+        self._keep: frozenset[int] = frozenset()  # of this one
+        self._displaced = False
+
+    def displaced(self) -> None:
+        self._displaced = True
+
+    def _plan_hot(
+        self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
+    ) -> LayerPlan:
+        """Plan a layer by the hot set.
+
+        Args:
+            bits: of the layer's cold experts.
+            warm: further experts of the layer that are to run on the GPUs.
+        """
+        base, state = layer * self._experts, self._cache.residency.state
+        remote, cold = [], []
+        for key in needed:
+            gpu = self._gpu_of(key)
+            there = state(key) != State.ABSENT if gpu is None else key in self._hot_keys
+            if not there and key - base not in warm:
+                cold.append(key)
+            elif gpu is not None:
+                remote.append(Remote(key, 0, gpu))
+        workers = self._pool.choose(cold) if cold else []
+        if workers is None:
+            self._displaced = True
+            return self._on_gpus(needed, self._keep)
+        remote += [Remote(k, bits.get(k - base, self._widest), w) for k, w in zip(cold, workers, strict=True)]
+        return self._split(needed, remote, self._keep)
+
+    def _hold(self, keys: Sequence[int], *, keep_others: bool) -> None:
+        """Have every GPU load its hot experts, most urgent first."""
+        mine, asked = self._take(keys), None
+        if self._shards is not None:
+            asked = self._shards.place(keys, keep_others=keep_others)
+        self._cache.migrate(mine, keep_others=keep_others)
+        if asked is not None:
+            asked()
+        self._displaced = False
+
+    def _take(self, keys: Sequence[int]) -> list[int]:
+        """From now on these are hot; those of this GPU."""
+        mine = [key for key in keys if self._shards is None or self._shards.owner_of(key) == 0]
+        self._hot_keys, self._keep = frozenset(keys), frozenset(mine)
+        return mine
+
+
+class StaticPlacer(HotPlacer):
+    """A hot set that is chosen once and preloaded; everything else runs near data, prompts too.
+
+    hot: keys to hold, all of which fit. bits: per layer, the width of each cold expert.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        planner: LoadOnMiss,
+        experts: int,
+        shards: Shards | None,
+        pool: NdpPool,
+        widest: int,
+        hot: Sequence[int],
+        bits: Sequence[Mapping[int, int]],
+    ) -> None:
+        super().__init__(cache, planner, experts, shards, pool, widest)
+        self._hot, self._bits = tuple(hot), bits
+        self.hot_per_layer = len(self._hot) // len(bits)
+
+    def preload(self) -> None:
+        mine, asked = self._take(self._hot), None
+        if self._shards is not None:
+            asked = self._shards.preload(self._hot)
+        self._cache.preload(mine)
+        if asked is not None:
+            asked()
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        if self._displaced and self._pool.available:
+            self._hold(self._hot, keep_others=False)
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        return self._plan_hot(layer, needed, self._bits[layer])
+
+
+class MondePlacer(Placer):
+    """MoNDE on one GPU: in every layer the experts with the most tokens are moved there, as far as that pays.
+
+    choose: token rows and residency of each needed expert, and the NDP workers that are there -> whether each expert
+    runs here (`policies.placement.monde_split`). bits: of the others.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        planner: LoadOnMiss,
+        experts: int,
+        pool: NdpPool,
+        choose: Callable[[Sequence[int], Sequence[bool], int], list[bool]],
+        bits: int,
+    ) -> None:
+        super().__init__(cache, planner, experts, None)
+        self._pool, self._choose, self._bits = pool, choose, bits
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        there = self._pool.living
+        if not there:
+            return self._split(needed, ())
+        state = self._cache.residency.state
+        rows = [stop - start for start, stop in zip(routing.starts, routing.starts[1:], strict=False)]
+        here = self._choose(rows, [state(k) != State.ABSENT for k in needed], there)
+        away = [k for k, h in zip(needed, here, strict=True) if not h]
+        workers = self._pool.choose(away)
+        if workers is None:  # the last one was lost just now
+            return self._split(needed, ())
+        return self._split(needed, [Remote(k, self._bits, w) for k, w in zip(away, workers, strict=True)])
+
+
+Bits = Callable[[int, Sequence[int]], dict[int, int]]  # (layer, its cold experts by importance) -> bits of each
+
+
+class ContextPlacer(HotPlacer):
+    """Prefill-guided placement and precision (Context-aware MoE inference on GPU-NDP, Algorithm 1).
+
+    Rows of a prompt run on the GPUs under the caches' ordinary rule and are counted (P, W). Before the first decode row
+    of a sequence its counts enter the hot set, which is loaded (the sequence's one migration), and the widths of the
+    other experts are chosen. From then on decode rows load nothing. Where rows of a prompt share the forward, what they
+    load serves decode rows too. A prompt that ends without a decode row leaves slots with what it needed: the
+    hot set of the others is brought back then.
+
+    Args:
+        hot: the hot set over the active sequences.
+        bits: chooses the widths of a layer's cold experts.
+        widest: bits for a hot expert that is on no GPU.
+        migrated: called once per migration.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        planner: LoadOnMiss,
+        experts: int,
+        shards: Shards | None,
+        pool: NdpPool,
+        widest: int,
+        hot: HotSet,
+        bits: Bits,
+        migrated: Callable[[], Any],
+    ) -> None:
+        super().__init__(cache, planner, experts, shards, pool, widest)
+        self._hot, self._choose_bits, self._migrated = hot, bits, migrated
+        self.hot_per_layer = hot.places.per_layer
+        self._layers = len(cache.stats.layers)
+        self._counting: dict[str, RoutingCounts] = {}
+        self._decoding: set[str] = set()
+        self._ended: deque[str] = deque()
+        self._rows: list[SequenceRows] = []
+        self._bits: list[dict[int, int]] = [{} for _ in range(self._layers)]
+
+    def preload(self) -> None:
+        if self._shards is not None:
+            self._shards.place((), keep_others=True)()  # whatever another lead may have told them
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        self._forget_ended()
+        self._rows = list(sequences)
+        prompts = [s.name for s in sequences if not s.decode]
+        for name in prompts:
+            self._decoding.discard(name)  # if it lost its KV cache and is fed again
+            if name not in self._counting:
+                self._counting[name] = RoutingCounts(self._layers, self._experts)
+        admitted = [s.name for s in sequences if s.decode and s.name in self._counting]
+        for name in admitted:
+            self._hot.admit(name, self._counting.pop(name))
+            self._decoding.add(name)
+            self._migrated()
+        if admitted:
+            self._choose_widths()
+        if admitted or (self._displaced and self._decoding and self._pool.available):
+            self._hold(self._by_importance(), keep_others=bool(self._counting))
+
+    def end_sequence(self, name: str) -> None:
+        self._ended.append(name)
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
+        if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
+            return self._on_gpus(needed)
+        prompts = [s for s in self._rows if not s.decode]
+        warm: set[int] = set()
+        if prompts:
+            warm = self._count(layer, prompts, view)
+        if len(prompts) == len(self._rows):
+            return self._on_gpus(needed, self._keep)
+        return self._plan_hot(layer, needed, self._bits[layer], warm)
+
+    def _count(self, layer: int, prompts: list[SequenceRows], view: LayerView) -> set[int]:
+        """Add the prompts' rows to their counts; the experts that they need."""
+        ids, weights = view.ids, view.weights
+        wanted: set[int] = set()
+        for s in prompts:
+            rows = ids[s.start : s.stop]
+            self._counting[s.name].add(layer, rows, weights[s.start : s.stop])
+            wanted.update(np.unique(rows).tolist())
+        return wanted
+
+    def _choose_widths(self) -> None:
+        """The width of every cold expert, for the sequences that are active now."""
+        for layer in range(self._layers):
+            hot = self._hot.hot(layer)
+            self._bits[layer] = self._choose_bits(layer, [e for e in self._hot.order(layer) if e not in hot])
+
+    def _by_importance(self) -> list[int]:
+        """Hot keys, nearest layer first."""
+        keys: list[int] = []
+        for layer in range(self._layers):
+            hot = self._hot.hot(layer)
+            keys += [layer * self._experts + e for e in self._hot.order(layer) if e in hot]
+        return keys
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            name = self._ended.popleft()
+            if self._counting.pop(name, None) is not None:
+                self._displaced = True  # by a prompt that brings no placement of its own
+            self._decoding.discard(name)
+            if name in self._hot.active:
+                self._hot.release(name)
+        if not self._decoding and self._hot_keys:  # nothing decodes on it: a prompt may use every slot
+            self._take(())
+            if self._shards is not None:
+                self._shards.place((), keep_others=True)()
+
+
+def refuse_unsuitable(policy: PolicySettings, shape: ExpertShape, blocks: Sequence[MoeBlock]) -> str:
+    """The activation that the NDP workers are to compute, if they can compute this model's experts.
+
+    Raises:
+        ConfigError: they cannot: experts without gate, with biases, a gating of their own or a norm after them.
+    """
+    activations = {block.activation for block in blocks}
+    activation = next(iter(activations)) if len(activations) == 1 else None
+    plain = shape.gates == 2 and not shape.has_bias and all(block.post is None for block in blocks)
+    if activation is None or not plain:
+        raise ConfigError(
+            f"policy {policy.name} runs experts on NDP workers, which compute plain gated experts without biases",
+            "choose a policy that needs no NDP worker, such as next-gate",
+        )
+    return activation
+
+
+def make_placer(
+    settings: EngineSettings,
+    cache: ExpertCache,
+    planner: LoadOnMiss,
+    shape: ExpertShape,
+    shards: Shards | None,
+    pool: NdpPool,
+    kernel: ExpertKernel,
+    tables: ReplicaTables | None,
+) -> Placer:
+    """The placer of `settings.policy`, which uses NDP workers.
+
+    Args:
+        shards: the other GPUs; None where there are none.
+        pool: the NDP workers.
+        kernel: runs experts here; timed where the policy weighs one side against the other.
+        tables: of the store's replicas; None where it has none.
+
+    Raises:
+        ConfigError: the policy needs tables or replicas that the store lacks, or more slots than there are.
+    """
+    policy, experts = settings.policy, shape.num_experts
+    placement = policy.placement
+    bits, widest = _bits(policy.precision, policy.name, tables)
+    if placement.kind == "monde":
+        return MondePlacer(cache, planner, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
+    places = _places(settings, cache, experts)
+    if placement.kind == "context":
+        stats = cache.stats
+
+        def migrated() -> None:
+            stats.migrations += 1
+
+        hot_set = HotSet(places, placement.alpha)
+        return ContextPlacer(cache, planner, experts, shards, pool, widest, hot_set, bits, migrated)
+    counts = _tables(tables, policy.name, "the popularity of experts").counts
+    hot = static_hot(counts, places)
+    keys = [layer * experts + e for layer in range(places.layers) for e in sorted(hot[layer])]
+    cold = []
+    for layer in range(places.layers):
+        order = np.argsort(-counts[layer], kind="stable").tolist()
+        cold.append(bits(layer, [e for e in order if e not in hot[layer]]))
+    return StaticPlacer(cache, planner, experts, shards, pool, widest, keys, cold)
+
+
+def _places(settings: EngineSettings, cache: ExpertCache, experts: int) -> Places:
+    """What each GPU keeps of every layer.
+
+    Raises:
+        ConfigError: the policy keeps more than there are slots.
+    """
+    layers = len(cache.stats.layers)
+    owner = np.asarray(owners(layers, experts, settings.shards)).reshape(layers, experts)
+    bought = cache.stats.expert_budget_bytes // cache.residency.slot_bytes  # of each GPU, which needs no more than own
+    slots = [min(bought, int((owner == gpu).sum())) for gpu in range(settings.shards.count)]
+    try:
+        return Places.fit(owner, slots, settings.policy.placement.hot_per_layer)
+    except ValueError as error:
+        raise ConfigError(
+            f"policy {settings.policy.name}: {error}", "raise --budget, or lower placement.hot_per_layer"
+        ) from error
+
+
+def _bits(precision: PrecisionSettings, name: str, tables: ReplicaTables | None) -> tuple[Bits, int]:
+    """What chooses the widths of a layer's cold experts, and the width of one that was meant to be hot."""
+    if precision.kind == "full":
+        return lambda layer, order: dict.fromkeys(order, 0), 0
+    have = _tables(tables, name, "quantized replicas").widths
+    lacking = [b for b in precision.widths if b not in have]
+    if lacking:
+        raise ConfigError(
+            f"policy {name} needs replicas of {', '.join(map(str, precision.widths))} bits, the store has {have}",
+            f"run `tiermoe prepare MODEL OUT --bits {','.join(map(str, precision.widths))}`",
+        )
+    if precision.kind == "uniform":
+        width = precision.widths[0]
+        return lambda layer, order: dict(zip(order, uniform(len(order), width), strict=True)), width
+    assert tables is not None  # `_tables` refused
+    assert precision.bits is not None  # the settings refused
+    losses = tables.losses[:, :, [have.index(b) for b in (1, 2, 3, 4)]]  # [L, E, 4]
+    average = precision.bits
+
+    def split(layer: int, order: Sequence[int]) -> dict[int, int]:
+        return dict(zip(order, prefix_split(losses[layer, list(order)], (1, 2, 3, 4), average), strict=True))
+
+    return split, 4
+
+
+def _tables(tables: ReplicaTables | None, name: str, what: str) -> ReplicaTables:
+    if tables is None:
+        raise ConfigError(
+            f"policy {name} needs {what}, which the store lacks",
+            "run `tiermoe prepare MODEL OUT --bits 1,2,3,4 --calibration FILE`",
+        )
+    return tables
+
+
+def _monde_choice(
+    settings: EngineSettings, cache: ExpertCache, shape: ExpertShape, kernel: ExpertKernel
+) -> Callable[[Sequence[int], Sequence[bool], int], list[bool]]:
+    """MoNDE's rule with this device's measured seconds and the modelled ones of the NDP devices.
+
+    Several NDP workers share a layer's experts, so each expert counts with its share of their time.
+    """
+    profile = NdpProfile.from_dict(settings.ndp.hardware)
+    first_s, further_s = expert_seconds(kernel, cache.pool)
+    emulated = cache.device.executor == "emulated"
+    load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
+    row_bytes = 4 * shape.hidden  # float32 over the channel
+
+    @functools.cache
+    def priced(rows: int) -> SplitCosts:
+        """One expert with so many rows."""
+        work = Work(shape.hidden, shape.intermediate, rows, FULL_BITS)
+        return split_costs(profile, [work], [first_s + (rows - 1) * further_s], load, row_bytes)
+
+    def choose(rows: Sequence[int], resident: Sequence[bool], workers: int) -> list[bool]:
+        each = [priced(n) for n in rows]
+        gpu_s = tuple([cost.gpu_s[0] for cost in each])
+        ndp_s = tuple([cost.ndp_s[0] / workers for cost in each])
+        return monde_split(rows, resident, SplitCosts(gpu_s, ndp_s, load, once_s))
+
+    once_s = priced(1).ndp_once_s
+    return choose

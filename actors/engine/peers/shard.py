@@ -1,0 +1,268 @@
+"""The experts of one shard: rows in, sums out, through this device's own cache.
+
+    batch (rows of one layer) -> plan -> loads -> residents, arrivals -> norm after each expert -> sum per row
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ....errors import StoreError
+from ....kernels.expert_ffn import ExpertKernel
+from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
+from ...links import StoreLink
+from ...policies.plan import LoadOnMiss
+from ...settings import EngineSettings
+from ...store.dense import front_here
+from ...store.files import StoreView
+from ...store.format import ExpertShape
+from ..cache.allocate import make_cache
+from ..cache.device import Activations, Device, activations_of, make_device
+from ..cache.sources import Sources, open_sources
+from ..dispatch import ExpertRunner
+from ..model.kernels import Kernels
+from ..model.model import MoeBlock, build_blocks, compute_dtype
+from ..stats import EngineStats, LayerResidency
+from .matcher import tell_eviction, wanted_keys
+from .shards import owners, told
+
+
+class ShardEngine:
+    """Computes the experts that shard `index` owns.
+
+    A lead has one connection, so one thread calls; one that connected anew may overlap the last call of its old
+    connection, so a lock keeps the cache's rule that its methods run one after another.
+
+    Args:
+        settings: those of the lead; the budget is this device's own.
+        index: 1..G-1.
+        sources: where the experts of all layers come from; closed with the engine. blocks: what is to be known of the
+            model's layers.
+
+    Attributes:
+        activations: the way of rows from the channel to the device, and of sums back.
+
+    Raises:
+        BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. Whatever is raised, no thread
+            stays.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        index: int,
+        shape: ExpertShape,
+        sources: Sources,
+        blocks: Sequence[MoeBlock],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.sources, weights = sources, sources.weights
+        mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
+                if owner == index]  # fmt: skip
+        self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
+        self._check = settings.integrity_checks
+        self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
+        self.activations: Activations = activations_of(device.torch_device)
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self._kernels: list[ExpertKernel] = []
+        self._posts = [block.post for block in blocks]
+        self._runner = ExpertRunner(self.cache, LoadOnMiss())
+        self._lock = threading.Lock()
+        self._iteration, self._layer = -1, -1  # the newest iteration heard of, and the last layer that ran in it
+        self._keep: frozenset[int] = frozenset()  # what the lead's placement holds here
+        self.batches = self.pairs = 0
+        self.late_commands = self.resting_commands = 0
+        try:
+            kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)
+            self._kernels += [kernels.of(block) for block in blocks]
+            if settings.policy.preload == "all":
+                self.cache.preload(mine)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, batch: ExpertBatch) -> ExpertResult:
+        """The weighted sum of the batch's experts for each of its rows, in float32.
+
+        Of the result, `measured_s` are the seconds of computing, `paced_s` those in all: the difference was spent
+        waiting for copies. `modelled_s` are those that the link was busy with this layer's copies, by its own clock.
+
+        Raises:
+            StoreError: the batch is for another store. RuntimeFailure: a copy failed.
+        """
+        with self._lock, torch.no_grad():
+            self._refuse_foreign(batch)
+            self.cache.device.enter()  # the channel's threads come and go
+            self.cache.decode_only = batch.decode
+            start_s = time.perf_counter()
+            stats = self.cache.stats.layers[batch.layer]
+            blocked_s, busy_s = stats.blocked_io_s, stats.link_s
+            try:
+                partial = self.activations.deliver(self._sum(batch))
+                self.cache.settle_times()  # by now all has ended
+            except BaseException:
+                self.cache.abandon()
+                raise
+            if self._check:
+                self.cache.check_integrity()
+            self.batches += 1
+            self.pairs += len(batch.rows)
+            total_s = time.perf_counter() - start_s
+            link_s = stats.link_s - busy_s
+            held = told(self.cache.residency, self.cache.governor.resting) if self._tells else None
+            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, held)
+
+    def residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand at this moment; from any thread."""
+        states, uses, n = self.cache.states(), self.cache.uses.copy(), self._experts
+        return [
+            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
+            for i in range(0, len(states), n)
+        ]
+
+    def prefetch(self, command: PrefetchCommand) -> None:
+        """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
+        with self._lock:
+            self.cache.device.enter()  # a command may be the first thing that a channel's thread is given
+            if command.iteration > self._iteration:
+                self._iteration, self._layer = command.iteration, -1
+            keys = [key for key in wanted_keys(command) if key < self.cache.residency.keys]
+            tell_eviction(self.cache.eviction, command, self._experts)
+            if command.iteration == self._iteration:
+                keys = [key for key in keys if key // self._experts > self._layer]
+            else:
+                keys = []
+            if not keys:
+                self.late_commands += 1
+            elif not self.cache.governor.allows():
+                self.resting_commands += 1
+            else:
+                self.cache.poll()
+                self.cache.prefetch(keys)
+
+    def place(self, command: PlacementCommand) -> None:
+        """Hold these experts: load those that are absent, first of all, and let prompts take other slots before theirs.
+
+        Raises:
+            StoreError: the command is for another store. RuntimeFailure: a preload's copy failed.
+        """
+        cache, keys = self.cache, command.keys.tolist()
+        with self._lock:
+            if max(keys, default=0) >= cache.residency.keys:
+                raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
+            cache.device.enter()
+            self._keep = frozenset(keys)
+            cache.poll()
+            if command.preload:
+                cache.flush()  # of what another lead may have left
+                cache.preload(keys)
+            else:
+                cache.migrate(keys, keep_others=command.keep_others)
+
+    def greet(self) -> None:
+        """A lead begins: what another one counted is no measure of its commands."""
+        with self._lock:
+            self._iteration, self._layer = -1, -1
+
+    def stats(self) -> EngineStats:
+        """The counters so far; the record is live."""
+        stats = self.cache.stats
+        stats.loads_in_flight = self.cache.loads_in_flight
+        stats.prefetch_resting = self.cache.governor.resting
+        return stats
+
+    def close(self) -> None:
+        """Hang up, which ends what the loader waits for, and stop it. Safe to call twice."""
+        self.sources.close()
+        self.cache.close()
+        self.cache.device.close()
+
+    def _sum(self, batch: ExpertBatch) -> torch.Tensor:
+        cache, layer, base = self.cache, batch.layer, batch.layer * self._experts
+        device = cache.pool.gate_up.device
+        cache.poll()
+        self._pass_to(layer)
+        experts, starts = batch.experts.tolist(), batch.starts.tolist()
+        keys = [base + e for e in experts]
+        cache.drop_stale(layer, keys)
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        cache.eviction.routed(keys, counts, len(batch.hidden))  # of the forward's rows, those with an expert here
+        plan = self._runner.start(layer, keys, self._keep)
+        receive = self.activations.receive
+        hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
+        weights = receive(batch.weights)  # [P]
+        rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
+        x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]: each pair is a token of its own
+        y = hidden.new_empty((len(weights), hidden.shape[1]))
+        spans = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
+        pairs = torch.arange(len(weights), device=device)
+        self._runner.run(layer, plan, spans, x, pairs, 1, self._kernels[layer], y)
+        post = self._posts[layer]
+        if post is not None:
+            y = post(y)
+        y = y.float()
+        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, len(hidden))
+
+    def _pass_to(self, layer: int) -> None:
+        """The forward is at this layer: guesses for the ones that it went past without this shard are stale."""
+        if layer <= self._layer:  # layers rise within a forward, so a new one has begun
+            self._iteration, self._layer = self._iteration + 1, -1
+        for passed in range(self._layer + 1, layer):
+            self.cache.drop_stale(passed, ())
+        self._layer = layer
+
+    def _refuse_foreign(self, batch: ExpertBatch) -> None:
+        layers = len(self._kernels)
+        if batch.layer >= layers or max(batch.experts.tolist(), default=0) >= self._experts:
+            raise StoreError(
+                f"the batch is for layer {batch.layer}, the store has {layers} of {self._experts} experts",
+                "use the lead's store",
+            )
+        if batch.hidden.shape[1] != self._hidden:
+            width = batch.hidden.shape[1]
+            raise StoreError(f"rows are {width} wide, the experts {self._hidden}", "use the lead's store")
+        if any(batch.bits.tolist()):
+            raise StoreError("a shard computes in full precision only", "send 0 bits")
+
+
+def open_shard(
+    settings: EngineSettings, index: int, view: StoreView, gpu: int | None, stores: Sequence[StoreLink] = ()
+) -> ShardEngine:
+    """The engine of shard `index` on a store of this node: no dense weights are loaded.
+
+    Args:
+        gpu: number of the CUDA device; None: the current one.
+        stores: of other nodes, for the layers that `view` lacks.
+
+    Raises:
+        StoreError: the store does not fit its model, or no store has a layer. ConfigError: there is no such GPU. And
+            as `ShardEngine`.
+    """
+    torch.set_num_threads(settings.threads)
+    device = make_device(settings.device, settings.link, gpu)
+    dtype = compute_dtype(settings.dtype, device.torch_device)
+    sources = open_sources(view, stores, settings.store)
+    try:
+        sources.pin(device, settings.copies)
+        with front_here(view, stores, settings.store) as folder:
+            blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
+        return ShardEngine(settings, index, view.manifest.experts, sources, blocks, device, dtype)
+    except BaseException:
+        sources.close()
+        device.close()
+        raise
+
+
+def _weighted_sum(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:
+    """out[t] = sum of weights[p] * y[p] over the pairs p of row t, in a fixed order [T, H]."""
+    if y.device.type == "cpu":
+        return y.new_zeros((tokens, y.shape[1])).index_add_(0, rows, y * weights.unsqueeze(1))
+    mix = y.new_zeros((tokens, len(rows)))  # [T, P]; CUDA's index_add_ adds in no fixed order
+    mix[rows, torch.arange(len(rows), device=y.device)] = weights
+    return mix @ y

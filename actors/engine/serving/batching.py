@@ -1,0 +1,414 @@
+"""Requests in, tokens out: continuous batching through transformers' own manager.
+
+Requests one after another through `generate`: for models whose caches cannot be paged.
+
+State-space and linear-attention layers, and attention whose keys and values differ in width, have no
+place in transformers' paged cache; `generate` runs them all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.streamers import BaseStreamer
+
+from ....errors import RuntimeFailure, StoreError, UnsupportedModelError
+from ...quiet_logger import quiet_logger
+from ...requests import GenerationRequest, SamplingParams
+from ...settings import KvSettings
+from .sampling import Pick, PromptScorer, prompt_rows, request_sampling, seed_of
+from .streams import SequenceRows, SequenceWatcher, Stream, Streams
+
+_END_S = 30.0  # seconds for a loop that failed to end
+
+
+class Batcher(Protocol):
+    """Runs requests; see `ContinuousBatcher` and `SerialBatcher`."""
+
+    streams: Streams
+    serial_because: str | None  # why requests are not batched; None when they are
+
+    def submit(self, request: GenerationRequest) -> Stream: ...
+    def cancel(self, stream: Stream) -> bool: ...
+    def close(self) -> None: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why generation died; None while it lives."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that open requests hold."""
+        ...
+
+
+class _Sink(OutputRouter):
+    """Takes outputs from the manager's thread straight to the streams."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def deliver(self, output: Any) -> None:
+        if output.error is not None:
+            # the manager tells the text only, but it does so while it handles the error
+            self._streams.abort(output.request_id, "error", output.error, sys.exception())
+        elif output.is_finished():
+            self._streams.finish(output.request_id, output.generated_tokens)
+        else:
+            self._streams.deliver(output.request_id, output.generated_tokens)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
+
+class ContinuousBatcher:
+    """Many requests in one forward pass, with a bounded paged KV cache.
+
+    Args:
+        model: a transformers model on its device.
+        kv: size of the cache and of a batch.
+        watcher: told before each forward pass whose rows it carries; None: nobody.
+
+    Raises:
+        UnsupportedModelError: transformers cannot batch this model continuously; found by running one
+            request through it. StoreError: an expert that it needs is on no node.
+
+    An expert that is on no node ends the requests of its batch and transformers' loop; the next request starts the loop
+    again. Any other error of a forward ends the loop for good.
+    """
+
+    serial_because: str | None = None
+
+    def __init__(self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> None:
+        self.streams = open_streams(model, kv, watcher)
+        self._reviving = threading.Lock()
+        config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
+        try:
+            self._manager = model.init_continuous_batching(config, _batching_config(kv))
+        except (ValueError, AttributeError, NotImplementedError) as error:
+            raise _unsupported(model, str(error)) from error
+        self._watcher = watcher
+        self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._manager.logit_processor = request_sampling(
+            self._begin_forward, self.streams.eos, self.streams.note, self._scorer.expect
+        )
+        self._manager.output_router = _Sink(self.streams)
+        try:
+            with _quiet_manager():
+                self._manager.start()
+                self._probe(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe(self, model: Any) -> None:
+        """One short request: what the cache cannot hold shows in its first steps."""
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        try:
+            error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
+        except RuntimeFailure as failure:
+            error = str(failure)
+        if isinstance(missing := self._fatal_error(), StoreError):
+            raise missing
+        if error is not None:
+            raise _unsupported(model, error)
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request now.
+
+        Raises:
+            RequestError: malformed request. RuntimeFailure: the generation loop died.
+        """
+        stream = self.streams.open(request)
+        self._revive()
+        sampling = request.sampling
+        accepted = self._manager.add_request(
+            list(request.prompt_ids),
+            request_id=stream.name,
+            max_new_tokens=sampling.max_tokens,
+            streaming=True,
+            eos_token_id=-1 if sampling.ignore_eos or not self.streams.eos else self.streams.eos,
+            sampling=sampling,
+            seed=seed_of(sampling),
+        )
+        # Asked again after queueing: a loop that dies in between would never look at the queue.
+        if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
+            self.streams.abort(stream.name, "error", "the generation loop stopped")
+            because = self.failure or "it is ending"
+            raise RuntimeFailure(f"the generation loop stopped ({because})", "restart the worker")
+        return stream
+
+    def _begin_forward(self, rows: list[SequenceRows]) -> None:
+        for row in rows:
+            self.streams.begin(row.name)
+        if self._watcher is not None:
+            self._watcher.begin_forward(rows)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that open requests hold."""
+        processor = self._manager.batch_processor
+        if processor is None:
+            return 0.0
+        cache = processor.cache
+        if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
+            return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
+        return 1.0 - float(cache.compute_free_capacity())
+
+    def cancel(self, stream: Stream) -> bool:
+        """End a request now with finish `cancelled`; False if it had ended."""
+        if not self.streams.abort(stream.name, "cancelled"):
+            return False
+        self._manager.cancel_request(stream.name)
+        return True
+
+    @property
+    def failure(self) -> str | None:
+        """Why the generation loop died; None while it lives, or will again with the next request."""
+        error = self._manager.background_thread_status.fatal_error
+        return None if error is None or isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+
+    def _fatal_error(self) -> Exception | None:
+        """What ended the loop; one that is about to end, which fails its requests before it says why, is waited for."""
+        status, thread = self._manager.background_thread_status, self._manager._generation_thread
+        if status.can_accept_new_requests() is not None and thread is not None:
+            thread.join(_END_S)
+        return status.fatal_error
+
+    def _revive(self) -> None:
+        """Start a loop again that ended because an expert was on no node."""
+        with self._reviving:
+            if isinstance(self._fatal_error(), StoreError) and not self.streams.closed:
+                with _quiet_manager():
+                    self._manager.start()
+
+    def close(self) -> None:
+        """End what is open, stop the loop and join its thread. Safe to call twice."""
+        self.streams.close()  # first: the manager fails what it still runs
+        with _quiet_manager():
+            if self._manager.is_running() or self._manager._generation_thread is not None:
+                self._manager.stop(block=True, hard_stop=True)
+        self._scorer.close()
+
+
+def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:
+    """The table of requests for a model: its stop tokens, its vocabulary and its limits."""
+    text = model.config.get_text_config()
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = text.eos_token_id
+    positions = getattr(text, "max_position_embeddings", None)
+    return Streams(
+        capacity_tokens=kv.num_blocks * kv.page_size,
+        eos=[eos] if isinstance(eos, int) else list(eos or []),
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
+        ended=watcher.end_sequence if watcher is not None else None,
+    )
+
+
+def _quiet_manager() -> AbstractContextManager[None]:
+    """The manager logs what we report as a typed error, with its traceback."""
+    return quiet_logger("ContinuousBatchingLogger", logging.CRITICAL)
+
+
+def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
+    known = inspect.signature(ContinuousBatchingConfig).parameters
+    # transformers 5.17 calls a page a block, and never switches attention by itself
+    later = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
+    return ContinuousBatchingConfig(
+        **{"page_size" if "page_size" in known else "block_size": kv.page_size},
+        num_blocks=kv.num_blocks,
+        max_batch_tokens=kv.max_batch_tokens,
+        max_requests_per_batch=kv.max_requests,
+        use_cuda_graph=False,  # routing is read on the host in every layer
+        use_async_batching=False,
+        per_request_processors=True,
+        allow_block_sharing=False,
+        **later,
+    )
+
+
+def _unsupported(model: Any, error: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be batched continuously: {error}",
+        "serve it with kv.batching: serial",
+    )
+
+
+class _Progress(BaseStreamer):
+    """One request under way: what it has generated, whether to stop, how to sample."""
+
+    def __init__(self, stream: Stream, streams: Streams) -> None:
+        self._stream, self._streams = stream, streams
+        self._sampling = stream.request.sampling
+        self._seed = seed_of(self._sampling)
+        self.generated: list[int] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.generated.extend(value.reshape(-1).tolist())
+        self._streams.deliver(self._stream.name, self.generated)
+
+    def end(self) -> None:
+        return None
+
+    def stopped(self) -> bool:
+        return not self._streams.is_open(self._stream.name)
+
+    def sample(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, V] with all mass on the drawn token."""
+        scores = scores.clone()
+        pick = Pick(self._sampling, self._seed, len(self.generated), self._stream.name)
+        pick.force(scores[0], self._streams.eos, self._streams.note)
+        return scores
+
+    @property
+    def plain(self) -> bool:
+        """Whether every token is the argmax of the model's own scores."""
+        return Pick(self._sampling, self._seed, 0).plain
+
+
+class SerialBatcher:
+    """One request at a time, first come first served.
+
+    Args:
+        model: a transformers model on its device.
+        kv: its token capacity bounds a request, as with continuous batching.
+        because: why requests are not batched, for the plan's notes.
+        watcher: told before each forward pass whose rows it carries; None: nobody.
+    """
+
+    def __init__(self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None) -> None:
+        self.serial_because = because
+        self.streams = open_streams(model, kv, watcher)
+        self._watcher = watcher
+        self.failure: str | None = None
+        self._model = model
+        self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._used_tokens = 0  # of the request under way
+        # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
+        # would give other tokens than continuous batching does.
+        model.generation_config = GenerationConfig()
+        self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request now. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
+        if self.failure is not None:
+            raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")
+        stream = self.streams.open(request)
+        self._queue.put(stream)
+        return stream
+
+    def cancel(self, stream: Stream) -> bool:
+        """End a request at its next token; False if it had ended."""
+        return self.streams.abort(stream.name, "cancelled")
+
+    def close(self) -> None:
+        """Stop after the token under way. Safe to call twice."""
+        self.streams.close()
+        self._queue.put(None)
+        self._thread.join()
+        self._scorer.close()
+
+    @property
+    def kv_usage(self) -> float:
+        """Tokens of the request under way over those that one may have."""
+        return self._used_tokens / self.streams.capacity_tokens
+
+    def _run(self) -> None:
+        while (stream := self._queue.get()) is not None:
+            if not self.streams.is_open(stream.name):
+                continue
+            try:
+                self._generate(stream)
+            except Exception as error:  # the request reports it; a broken engine also refuses later ones
+                if isinstance(error, RuntimeFailure):
+                    self.failure = str(error)
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", error)
+
+    @torch.no_grad()
+    def _generate(self, stream: Stream) -> None:
+        request, sampling = stream.request, stream.request.sampling
+        progress = _Progress(stream, self.streams)
+        ids = torch.tensor([request.prompt_ids], device=self._model.device)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=None if sampling.ignore_eos else (self.streams.eos or None),
+            pad_token_id=0,
+        )
+        wanted = prompt_rows(
+            stream.name, request.prompt_ids, sampling.prompt_logprobs, 0, len(request.prompt_ids), 0
+        )
+        self._scorer.expect([wanted] if wanted is not None else [])
+        self.streams.begin(stream.name)
+        watching = self._model.register_forward_pre_hook(self._announce(stream.name), with_kwargs=True)
+        try:
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                streamer=progress,
+                logits_processor=LogitsProcessorList([] if progress.plain else [_Sample(progress)]),
+                stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
+            )
+        finally:
+            watching.remove()
+            self._used_tokens = 0
+        self.streams.finish(stream.name, progress.generated)
+
+    def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook for the model that tells the watcher of each forward pass; the first one carries the prompt."""
+        first = True
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal first
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._used_tokens += ids.shape[1]
+            if self._watcher is not None:
+                self._watcher.begin_forward([SequenceRows(name, 0, ids.shape[1], decode=not first)])
+            first = False
+
+        return hook
+
+
+class _Sample(LogitsProcessor):
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self._progress.sample(scores)
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._progress.stopped(), device=input_ids.device)

@@ -1,0 +1,144 @@
+"""Log-probabilities of given tokens, prefilled and decoded as serving would, but without generating.
+
+    prefill   the prefix's rows, `decode=False`: its last row predicts the first token after it
+    decode    the tokens after it but the last, `decode=True`, forced: each row predicts the next
+
+Causality makes one forward over many forced tokens equal to one forward for each, so a policy that fixes an expert
+placement when prefill ends, and treats later rows otherwise, is measured as it serves, at the speed of a prefill.
+What a policy does with what is on the device when a layer runs depends on the rows beside a token: `rows=1` gives every
+forced token a forward of its own, as one request at a time is served.
+Models with a recurrent state are the exception: transformers goes on from their state one token at a time only.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ....errors import RequestError, RuntimeFailure
+from .streams import SequenceRows
+
+_PAGED = "paged|"  # how transformers marks the attention that the continuous batching manager switched to
+_numbers = itertools.count()
+
+
+def score(
+    model: Any, engine: Any, ids: Sequence[int], prefix: int, attention: str, chunk: int, rows: int | None = None
+) -> torch.Tensor:
+    """Log-probabilities [len(ids) - prefix, V], fp32 on the CPU, of what may stand at each place after the prefix.
+
+    Args:
+        model: a transformers model, no request in flight.
+        engine: the expert engine behind it; told which rows are prefill and which decode.
+        ids: the tokens. prefix: how many of them are prefill; at least one, and one must be left.
+        attention: an implementation that works with an ordinary cache, such as sdpa.
+        chunk: rows of one forward at most. rows: of one after the prefix at most; None: `chunk`.
+
+    Raises:
+        RequestError: the prefix leaves no token before it or after it.
+    """
+    if not 0 < prefix < len(ids):
+        raise RequestError(f"a prefix of {prefix} of {len(ids)} tokens", "leave at least one token on either side")
+    return score_continuations(model, engine, ids[:prefix], [ids[prefix:]], attention, chunk, rows)[0]
+
+
+@torch.no_grad()
+def score_continuations(
+    model: Any,
+    engine: Any,
+    prefix: Sequence[int],
+    continuations: Sequence[Sequence[int]],
+    attention: str,
+    chunk: int,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Like `score` for several continuations of one prefix: [continuations, tokens, V]; the prefix is run once.
+
+    Raises:
+        RequestError: nothing before or after the prefix, or continuations of different lengths.
+    """
+    lengths = {len(tokens) for tokens in continuations}
+    if not prefix or len(lengths) != 1 or 0 in lengths:
+        raise RequestError(
+            f"a prefix of {len(prefix)} tokens and continuations of {sorted(lengths)}",
+            "give at least one token of each, and continuations of one length",
+        )
+    name, decoded_rows = f"score-{next(_numbers)}", chunk if rows is None else min(rows, chunk)
+    with _plain_attention(model, attention):
+        try:
+            logits, cache = _feed(model, engine, name, prefix, None, chunk, decode=False)
+            found = []
+            for tokens in continuations:
+                kept = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
+                decoded, _ = _feed(model, engine, name, tokens[:-1], kept, decoded_rows, decode=True)
+                found.append(torch.cat([logits[-1:], decoded]))
+        finally:
+            engine.end_sequence(name)
+    return torch.log_softmax(torch.stack(found).float(), -1).cpu()
+
+
+def score_with(worker: Any, ids: Sequence[int], prefix: int, rows: int | None = None) -> torch.Tensor:
+    """`score` on a started `GpuWorker`.
+
+    Raises:
+        RequestError: see `score`. RuntimeFailure: the worker serves a request.
+    """
+    _refuse_while_serving(worker)
+    model, chunk = worker.model, worker.settings.kv.max_batch_tokens
+    return score(model, worker.engine, ids, prefix, plain_attention_of(model), chunk, rows)
+
+
+def score_continuations_with(
+    worker: Any, prefix: Sequence[int], continuations: Sequence[Sequence[int]], rows: int | None = None
+) -> torch.Tensor:
+    """`score_continuations` on a started `GpuWorker`; raises like `score_with`."""
+    _refuse_while_serving(worker)
+    model, chunk = worker.model, worker.settings.kv.max_batch_tokens
+    return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
+
+
+def plain_attention_of(model: Any) -> str:
+    """The attention implementation that a served model has without paging."""
+    return str(model.config._attn_implementation).removeprefix(_PAGED)
+
+
+def _feed(
+    model: Any, engine: Any, name: str, ids: Sequence[int], cache: Any, chunk: int, *, decode: bool
+) -> tuple[torch.Tensor, Any]:
+    """Run tokens behind `cache` in forwards of at most `chunk` rows: logits [len(ids), V] and the cache after them."""
+    logits = [torch.empty(0, model.get_output_embeddings().weight.shape[0], device=model.device)]
+    if getattr(model, "_is_stateful", False):
+        chunk = 1 if decode else len(ids)
+    for part in torch.tensor([list(ids)], dtype=torch.long, device=model.device).split(chunk, 1):
+        if part.numel():
+            engine.begin_forward([SequenceRows(name, 0, part.numel(), decode)])
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            logits.append(out.logits[0])
+            cache = out.past_key_values
+    return torch.cat(logits), cache
+
+
+@contextmanager
+def _plain_attention(model: Any, attention: str) -> Iterator[None]:
+    serving = model.config._attn_implementation
+    if serving == attention:
+        yield
+        return
+    model.set_attn_implementation(attention)  # the manager's paged variant needs a paged cache
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(serving)
+
+
+def _refuse_while_serving(worker: Any) -> None:
+    running = worker.health().get("running")
+    if running is None:
+        raise RuntimeFailure("the worker is not started", "call start first")
+    if running:
+        raise RuntimeFailure(f"the worker serves {running} requests", "score when none is in flight")

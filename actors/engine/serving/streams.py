@@ -1,0 +1,269 @@
+"""Whose rows a forward carries: what policies that follow a sequence from prefill to decode need to know.
+
+Open requests and the events on their way to consumers; shared by both ways of batching.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ....errors import RequestError, RuntimeFailure, TierMoeError
+from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """The rows `start` to `stop` of the next forward belong to sequence `name`.
+
+    decode: the sequence's prefill was over before this forward, so its expert placement is fixed; False for
+    rows of its prompt, also where the prompt is fed in several forwards.
+    """
+
+    name: str
+    start: int
+    stop: int
+    decode: bool
+
+
+class SequenceWatcher(Protocol):
+    """Follows sequences; the expert engine is one."""
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        """The next forward carries these rows; on the forward's thread."""
+        ...
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over; from any thread, also for one that no forward carried."""
+        ...
+
+
+@dataclass(eq=False)
+class Stream:
+    """One request that has not ended.
+
+    `name` is unique for good, while a request's id may be used again once it has ended: what still comes
+    for the earlier request must not reach the later one.
+    """
+
+    request: GenerationRequest
+    name: str
+    submitted_s: float
+    events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
+    sent: int = 0
+    first_s: float | None = None
+    begun_s: float | None = None  # when a forward carried it for the first time
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place among the generated tokens
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place in the prompt
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """Events as they come, until the one with `finish`."""
+        while True:
+            event = self.events.get()
+            yield event
+            if event.finish is not None:
+                return
+
+
+class Streams:
+    """The table of open requests; thread-safe.
+
+    Args:
+        capacity_tokens: prompt and generated tokens that the KV cache holds of one request.
+        eos: token ids that end a request.
+        vocabulary: number of token ids that the model can embed.
+        positions: positions that the model was made for; None where it has no such limit.
+        ended: called with the name of each stream that has ended, from whichever thread ended it.
+    """
+
+    def __init__(
+        self,
+        capacity_tokens: int,
+        eos: Sequence[int],
+        vocabulary: int,
+        positions: int | None = None,
+        ended: Callable[[str], None] | None = None,
+    ) -> None:
+        self.capacity_tokens, self.vocabulary, self.positions = capacity_tokens, vocabulary, positions
+        self.eos = list(eos)
+        self._ended = ended
+        self._open: dict[str, Stream] = {}  # by name
+        self._names: dict[str, str] = {}  # request id -> name, of open streams
+        self._numbers = itertools.count()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused."""
+        return self._closed
+
+    @property
+    def limit_tokens(self) -> int:
+        """Prompt and generated tokens that one request may take: the tighter of the model's and the KV cache's."""
+        return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
+
+    def open(self, request: GenerationRequest) -> Stream:
+        """Admit a request.
+
+        Raises:
+            RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or
+                an id in use. RuntimeFailure: closed.
+        """
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty", "give at least one token")
+        if request.sampling.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.sampling.max_tokens}", "ask for at least one token")
+        if self.positions is not None and total > self.positions:
+            raise RequestError(
+                f"prompt and max_tokens are {total} tokens, the model was made for {self.positions} positions",
+                "shorten the prompt or lower max_tokens",
+            )
+        if total > self.capacity_tokens:
+            raise RequestError(
+                f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens}",
+                "shorten the prompt, lower max_tokens or raise kv.num_blocks",
+            )
+        unknown = [t for t in request.prompt_ids if not 0 <= t < self.vocabulary]
+        if unknown:
+            raise RequestError(f"the model has no token {unknown[0]}", f"give ids from 0 to {self.vocabulary - 1}")
+        _check_sampling(request.sampling)
+        with self._lock:
+            if self._closed:
+                raise RuntimeFailure("generation was stopped", "start a new worker")
+            if request.request_id in self._names:
+                raise RequestError(f"request id {request.request_id} is in use", "choose another")
+            stream = Stream(request, f"{request.request_id}#{next(self._numbers)}", time.perf_counter())
+            self._open[stream.name] = stream
+            self._names[request.request_id] = stream.name
+        return stream
+
+    def is_open(self, name: str) -> bool:
+        return name in self._open
+
+    def begin(self, name: str) -> None:
+        """A forward is about to carry the request; later calls than the first change nothing."""
+        stream = self._open.get(name)
+        if stream is not None and stream.begun_s is None:
+            stream.begun_s = time.perf_counter()
+
+    @property
+    def waiting(self) -> int:
+        """Open requests that no forward has carried yet."""
+        return sum(stream.begun_s is None for stream in list(self._open.values()))
+
+    def note(self, name: str, place: int, found: TokenLogprob) -> None:
+        """Keep the log-probability of the token that is about to be generated at `place`, to go out with it."""
+        if (stream := self._open.get(name)) is not None:
+            stream.logprobs[place] = found
+
+    def note_prompt(self, name: str, place: int, found: TokenLogprob) -> None:
+        """Keep that of the prompt's token at `place`; all go out with the first generated token."""
+        if (stream := self._open.get(name)) is not None:
+            stream.prompt_logprobs[place] = found
+
+    def deliver(self, name: str, generated: Sequence[int]) -> None:
+        """`generated` is everything so far; what was not sent yet is."""
+        with self._lock:
+            stream = self._open.get(name)
+        if stream is not None and len(generated) > stream.sent:
+            stream.events.put(self._fresh(stream, generated))
+
+    def finish(self, name: str, generated: Sequence[int]) -> None:
+        """The request ran to its end: by a stop token or by length."""
+        stream = self._close(name)
+        if stream is None:
+            return
+        event = self._fresh(stream, generated)
+        now_s = time.perf_counter()
+        first_s = stream.first_s if stream.first_s is not None else now_s
+        ended = not stream.request.sampling.ignore_eos and bool(generated) and generated[-1] in self.eos
+        stream.events.put(
+            replace(
+                event,
+                finish="stop" if ended else "length",
+                ttft_s=first_s - stream.submitted_s,
+                tpot_s=(now_s - first_s) / (stream.sent - 1) if stream.sent > 1 else None,
+                queue_s=None if stream.begun_s is None else stream.begun_s - stream.submitted_s,
+            )
+        )
+
+    def abort(
+        self, name: str, reason: FinishReason, error: str | None = None, cause: BaseException | None = None
+    ) -> bool:
+        """End a request without further tokens; False if it had ended.
+
+        Args:
+            cause: what was raised; who sent the request gets an error of the same type, where it is one of ours.
+        """
+        stream = self._close(name)
+        if stream is None:
+            return False
+        typed = type(cause).__name__ if isinstance(cause, TierMoeError) else None
+        text = str(cause) if typed is not None else error
+        stream.events.put(TokenEvent(stream.request.request_id, (), finish=reason, error=text, error_type=typed))
+        return True
+
+    def find(self, request_id: str) -> Stream | None:
+        """The open stream of this id; None if it has ended."""
+        with self._lock:
+            name = self._names.get(request_id)
+            return None if name is None else self._open[name]
+
+    def close(self) -> None:
+        """End every open request with `cancelled` and refuse later ones."""
+        with self._lock:
+            self._closed = True
+        for name in list(self._open):
+            self.abort(name, "cancelled")
+
+    def _close(self, name: str) -> Stream | None:
+        with self._lock:
+            stream = self._open.pop(name, None)
+            if stream is not None:
+                del self._names[stream.request.request_id]
+        if stream is not None and self._ended is not None:
+            self._ended(name)
+        return stream
+
+    @staticmethod
+    def _fresh(stream: Stream, generated: Sequence[int]) -> TokenEvent:
+        """What was not sent yet, with the log-probabilities that were asked for."""
+        begin, tokens = stream.sent, tuple(generated[stream.sent :])
+        stream.sent += len(tokens)
+        if tokens and stream.first_s is None:
+            stream.first_s = time.perf_counter()
+        found, prompt = stream.logprobs, stream.prompt_logprobs
+        return TokenEvent(
+            stream.request.request_id,
+            tokens,
+            logprobs=tuple(found.pop(place) for place in range(begin, stream.sent) if place in found),
+            prompt_logprobs=tuple(prompt[place] for place in sorted(prompt)) if begin == 0 else (),
+        )
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Refuse what would fail inside a batch, where it would take the other requests with it."""
+    if not 0.0 <= sampling.temperature < math.inf:
+        raise RequestError(f"temperature is {sampling.temperature}", "give 0 for greedy or a positive number")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise RequestError(f"top_p is {sampling.top_p}", "give a number above 0 and up to 1")
+    if sampling.top_k < 0:
+        raise RequestError(f"top_k is {sampling.top_k}", "give 0 for no limit or a positive number")
+    if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
+        raise RequestError(f"seed is {sampling.seed}", "give a number from 0 to 2**64 - 1")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise RequestError(f"min_tokens is {sampling.min_tokens}", "give a number from 0 to max_tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(sampling, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"{name} is {count}", f"give a number from 0 to {MAX_LOGPROBS}")
