@@ -23,7 +23,7 @@ from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
 from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from .links import Directory, ndp_name
-from .policies.cost import FULL_BITS, NdpProfile, Work, batch_cost
+from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
 from .store.files import ExpertStore, open_views
 from .store.replicas import describe_replicas, open_replicas
@@ -59,7 +59,7 @@ class NdpWorker:
     ) -> None:
         self._settings, self._index = settings, index
         try:
-            self._profile = NdpProfile.from_dict(settings.hardware)
+            self._profile = settings.profile
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
         self._open(store, verify)
@@ -107,7 +107,7 @@ class NdpWorker:
             "pid": os.getpid(),
             "profile": self._profile.name,
             "paced": self._settings.pace,
-            "threads": self._settings.threads,
+            "threads": self._settings.worker_threads,
             "cores": ",".join(map(str, self._settings.cores_of(self._index))),
             "widths": ",".join(map(str, self._replicas)),
             "batches": self._batches,
@@ -179,13 +179,12 @@ class NdpWorker:
 
 
 def _threads(settings: NdpSettings, index: int) -> Threads:
-    cores = settings.cores_of(index)
+    count, cores = settings.worker_threads, settings.cores_of(index)
     try:
-        return Threads(settings.threads, cores)
+        return Threads(count, cores)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"NDP worker {index} cannot have {settings.threads} threads on cores {list(cores) or 'of any number'}: "
-            f"{error}",
+            f"NDP worker {index} cannot have {count} threads on cores {list(cores) or 'of any number'}: {error}",
             "lower ndp.threads, or name other ndp.cores",
         ) from error
 

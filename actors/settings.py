@@ -8,12 +8,13 @@ How many bytes of experts a budget allows: the one place that rounds.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ..errors import BudgetError, ConfigError
 from .base_settings import Settings
+from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
@@ -24,11 +25,13 @@ ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 class LinkSettings(Settings):
     """The host-to-device link that the CPU stand-in throttles copies to (ignored on CUDA)."""
 
-    gbps: float | None = Field(default=None, gt=0, description="gigabytes (1e9) per second; none: unthrottled")
-    latency_us: float = Field(default=0.0, ge=0, description="microseconds before each copy starts")
+    gbps: float | None = Field(
+        default=None, gt=0, description="emulated link, 1e9 bytes/s, on the CPU stand-in only; none: unthrottled"
+    )
+    latency_us: float = Field(default=0.0, ge=0, description="microseconds before each copy on the emulated link")
     layer_us: float | None = Field(
         default=None, gt=0,
-        description="microseconds of a layer, by which alone the link's clock goes on; none: it is the wall's",
+        description="microseconds of a layer, by which alone the link's clock advances; none: wall-clock time",
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -36,6 +39,7 @@ class LinkSettings(Settings):
         if self.layer_us is not None and self.gbps is None:
             raise ValueError("layer_us is of a throttled link: give gbps, too")
         return self
+
 
 class CopySettings(Settings):
     """Copies of experts to a GPU (ignored on the CPU stand-in)."""
@@ -54,17 +58,40 @@ class CopySettings(Settings):
 
 
 class NdpSettings(Settings):
-    """The NDP workers, all alike, and the channels to them."""
+    """The NDP workers, all alike, and the channels to them, for policies that use them.
 
-    threads: int = Field(default=1, ge=1, le=1024, description="threads of its kernels")
-    cores: tuple[int, ...] = Field(
+    `cluster.config.engine_settings` resolves `threads` to a number and `hardware` to the content of its file.
+    """
+
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="threads of an NDP worker; none: 1, and beside a GPU what is left"
+    )
+    cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
         default=(), description="cores to bind these threads to, of each worker in turn; none: any"
     )
     group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
-    hardware: dict[str, Any] = Field(default_factory=dict, description="the modelled device (NdpProfile)")
-    pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
+    hardware: str | dict[str, Any] = Field(
+        default="paper-ndp", description="modelled NDP device: a name in configs/hardware, or a YAML file"
+    )
+    pace: bool = Field(default=False, description="answer no sooner than the modelled NDP device would")
     transport: Literal["auto", "shm", "grpc"] = "auto"
     deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
+
+    @property
+    def worker_threads(self) -> int:
+        """Threads of one worker's kernels."""
+        return self.threads or 1
+
+    @property
+    def profile(self) -> NdpProfile:
+        """The modelled device.
+
+        Raises:
+            ValueError: its figures are malformed, or only named.
+        """
+        if isinstance(self.hardware, str):
+            raise ValueError(f"'{self.hardware}' is a name, and the figures are needed")
+        return NdpProfile.from_dict(self.hardware)
 
     def cores_of(self, index: int) -> tuple[int, ...]:
         """The cores of worker 0..N-1, one for each thread; none: any will do.
@@ -72,16 +99,17 @@ class NdpSettings(Settings):
         Raises:
             ConfigError: some are named, but fewer than one worker has threads, or one twice.
         """
-        count = len(self.cores) // self.threads
+        threads = self.worker_threads
+        count = len(self.cores) // threads
         if not self.cores:
             return ()
         if count == 0 or len(set(self.cores)) < len(self.cores):
             raise ConfigError(
-                f"ndp.cores is {list(self.cores)}, for {self.threads} threads",
-                f"name at least {self.threads} cores, each once, or lower ndp.threads",
+                f"ndp.cores is {list(self.cores)}, for {threads} threads",
+                f"name at least {threads} cores, each once, or lower ndp.threads",
             )
-        first = index % count * self.threads
-        return self.cores[first : first + self.threads]
+        first = index % count * threads
+        return self.cores[first : first + threads]
 
 
 class ShardSettings(Settings):
@@ -142,22 +170,19 @@ class KvSettings(Settings):
     max_requests: int = Field(default=64, ge=1, description="requests of one forward pass")
 
 
-class EngineSettings(Settings):
-    """Everything a `GpuWorker` lead needs besides the store."""
+class EngineOptions(Settings):
+    """What a configuration file says about the engine and the engine reads as it stands."""
 
-    policy: PolicySettings
-    budget: float | int = Field(
-        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the worker runs: auto, cpu or cuda"
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="type of the computation: auto, float32, bfloat16 or float16"
+    )
     link: LinkSettings = LinkSettings()
     copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
-    shards: ShardSettings = ShardSettings()
-    store: StoreSettings = StoreSettings()
     matcher: MatcherOptions = MatcherOptions()
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     expert_kernel: ExpertKernelName = Field(
@@ -167,6 +192,18 @@ class EngineSettings(Settings):
         default="off", description="the dense part; default: torch.compile, graphs: as CUDA graphs too (needs a GPU)"
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
+
+
+class EngineSettings(EngineOptions):
+    """Everything a `GpuWorker` lead needs besides the store."""
+
+    policy: PolicySettings
+    budget: float | int = Field(
+        description="of each GPU; float in (0, 1]: share of all routed-expert slot bytes; int: bytes"
+    )
+    threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
+    shards: ShardSettings = ShardSettings()
+    store: StoreSettings = StoreSettings()
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
 
     @property
@@ -184,7 +221,7 @@ def check_combination(settings: EngineSettings) -> None:
 
     Raises:
         ConfigError: several shards, and placement monde, split experts, pre-eviction, low-bit replicas or a stepped
-            link; a stepped link and NDP workers, which keep to the wall's clock; one shard, and a penalty of others.
+            link; a stepped link and NDP workers, which follow the wall clock; one shard, and a penalty of others.
     """
     if settings.link.layer_us is not None and (settings.shards.count > 1 or settings.policy.uses_ndp):
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""The sections `cluster` and `hardware` of a configuration file.
+"""What a run is: frozen settings from a YAML file with command-line options on top, checked before Ray starts.
 
-What a run is: frozen settings from a YAML file with command-line options on top, checked before Ray starts.
-
-Order of precedence: option > YAML file > the defaults written here. Nothing comes from environment variables.
+Order of precedence: option > YAML file > the defaults written here. Nothing comes from environment variables. A field's
+description is also the help of its command-line option (`jobs.options`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,9 @@ from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
-    CompileMode,
-    CopySettings,
+    EngineOptions,
     EngineSettings,
-    ExpertKernelName,
-    KvSettings,
     LinkSettings,
-    MatcherOptions,
-    NdpSettings,
     ShardSettings,
     StoreSettings,
     check_combination,
@@ -37,29 +31,36 @@ from ..errors import BudgetError, CheckpointError, ConfigError
 from .host import STORE_CPUS, has_gpu, usable_cores
 from .yaml_file import explain, merged, read_yaml
 
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+_UNITS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
+_GPU_WORKER_THREADS = 4
+_BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 
-class StoreLayout(Settings):
-    """Where the full-precision experts lie in host memory.
+
+class StoreLayout(StoreSettings):
+    """Where the full-precision experts lie in host memory, and how another node's store is read.
 
     layout: replicated: every store holds all layers. sliced: each layer is in `copies` of them, layers go round.
     nodes: workers: one store on every node that has a GPU worker. marked: one on every node with the resource `store`;
     the others read over the network.
-    transport, deadline_s: of reading another node's store, see `StoreSettings`.
     """
 
     layout: Literal["replicated", "sliced"] = "replicated"
     nodes: Literal["workers", "marked"] = "workers"
     copies: int = Field(default=1, ge=1, le=64, description="stores that hold a layer, for sliced")
-    transport: Literal["auto", "ray", "grpc"] = Field(
-        default="auto", description="grpc: our channel; ray: object refs; auto: the faster"
-    )
-    deadline_s: float = Field(default=10.0, gt=0, description="seconds for an expert of another node")
 
 
 class ClusterConfig(Settings):
     """How many actors of each kind, and where."""
 
-    shards: int = Field(default=1, ge=1, le=64, description="GPUs that hold experts; the lead's is the first")
+    shards: int = Field(
+        default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first"
+    )
     ownership: Ownership = Field(default="layer-expert", description="rule by which experts belong to shards")
     strategy: Literal["pack", "spread"] = Field(default="pack", description="shards on few nodes, or on many")
     lead: str | None = Field(default=None, description="id or address of the lead's node; none: the roomiest")
@@ -88,17 +89,6 @@ class HardwareConfig(Settings):
     )
 
 
-_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
-_UNITS = {
-    "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-_BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
-_GPU_WORKER_THREADS = 4
-_BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
-
-
 class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
@@ -110,44 +100,19 @@ class RaySettings(Settings):
     )
 
 
-class NdpConfig(Settings):
-    """The NDP worker, for policies that use one."""
-
-    threads: int | None = Field(
-        default=None, ge=1, le=1024,
-        description="threads of its kernels; none: 1, and beside a GPU of this machine what its worker leaves",
-    )  # fmt: skip
-    cores: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
-        default=(), description="cores to bind these threads to, of each worker in turn; none: any"
-    )
-    group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
-    hardware: str = Field(default="paper-ndp", description="modelled device: name in configs/hardware, or a YAML file")
-    pace: bool = Field(default=False, description="answer no sooner than the modelled device would")
-    transport: Literal["auto", "shm", "grpc"] = "auto"
-    deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
-
-
-class RunConfig(Settings):
+class RunConfig(EngineOptions):
     """Everything of a run besides the prompt and its sampling."""
 
-    model: str | None = Field(default=None, description="checkpoint directory; none: the default model")
-    store: str | None = Field(default=None, description="directory of the expert store; none: in the cache folder")
+    model: str | None = Field(default=None, description="checkpoint folder; none: the model of the project")
+    store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
-    budget: str | StrictFloat | StrictInt = Field(default="0.25", description="see parse_budget")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    budget: str | StrictFloat | StrictInt = Field(
+        default="0.25", description="memory of each GPU for experts: 0.25, 25%, 512MiB"
+    )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="worker threads; none: cores - 1, on a GPU at most 4"
+        default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4"
     )
     link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
-    copies: CopySettings = CopySettings()
-    kv: KvSettings = KvSettings()
-    ndp: NdpConfig = NdpConfig()
-    matcher: MatcherOptions = MatcherOptions()
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    expert_kernel: ExpertKernelName = "auto"
-    compile: CompileMode = "off"
-    integrity_checks: bool = False
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
@@ -237,7 +202,7 @@ def parse_budget(text: str | float | int) -> float | int:
 
 def policy_names() -> list[str]:
     """Names of the presets, sorted."""
-    return sorted(path.stem for path in (configs_dir() / "policies").glob("*.yaml"))
+    return _presets("policies")
 
 
 def load_policy(name_or_path: str) -> PolicySettings:
@@ -246,30 +211,27 @@ def load_policy(name_or_path: str) -> PolicySettings:
     Raises:
         ConfigError: no such preset or file, or its content is refused.
     """
-    known = ", ".join(policy_names())
-    path = _preset_path("policies", name_or_path)
-    if not path.is_file():
-        raise ConfigError(f"no policy '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+    path = _preset("policies", name_or_path, "policy")
     try:
         return PolicySettings(**read_yaml(path))
     except ValidationError as error:
         raise explain(error, PolicySettings, str(path)) from error
 
 
-def load_hardware(name_or_path: str) -> NdpProfile:
-    """Read the profile of an NDP device by its name in configs/hardware, or any such file by its path.
+def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
+    """The profile of an NDP device: its figures, its name in configs/hardware, or the path of any such file.
 
     Raises:
         ConfigError: no such profile or file, or its content is refused.
     """
-    path = _preset_path("hardware", name_or_path)
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (configs_dir() / "hardware").glob("*.yaml")))
-        raise ConfigError(f"no hardware '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+    source, figures = "ndp.hardware", hardware
+    if isinstance(hardware, str):
+        path = _preset("hardware", hardware, "hardware")
+        source, figures = str(path), read_yaml(path)
     try:
-        return NdpProfile.from_dict(read_yaml(path))
+        return NdpProfile.from_dict(figures)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}", "compare it with configs/hardware/paper-ndp.yaml") from error
+        raise ConfigError(f"{source}: {error}", "compare it with configs/hardware/paper-ndp.yaml") from error
 
 
 def load_run_config(file: str | None = None, options: Mapping[str, Any] | None = None) -> RunConfig:
@@ -282,13 +244,7 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown, or a value is out of range.
     """
-    base: dict[str, Any] = {}
-    if file is not None:
-        path = _preset_path("clusters", file)
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in (configs_dir() / "clusters").glob("*.yaml")))
-            raise ConfigError(f"no configuration file '{file}'", f"give the path of a YAML file or one of {known}")
-        base = read_yaml(path)
+    base = read_yaml(_preset("clusters", file, "configuration file")) if file is not None else {}
     given = _without_none(options or {})
     try:
         return RunConfig(**merged(base, given))
@@ -305,13 +261,37 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         BudgetError: budget malformed, or too small for the policy.
     """
     policy, budget = load_policy(config.policy), parse_budget(config.budget)
-    gpus = config.cluster.shards
+    _check_budget_share(policy, budget, config.cluster.shards)
+    _check_ray(config, policy)
+    resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}
+    store = config.cluster.store
+    settings = EngineSettings(
+        **{name: getattr(config, name) for name in EngineOptions.model_fields if name != "ndp"},
+        ndp=config.ndp.model_copy(update=resolved),
+        policy=policy,
+        budget=budget,
+        threads=config.worker_threads,
+        shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
+        store=StoreSettings(**{name: getattr(store, name) for name in StoreSettings.model_fields}),
+        trace=trace,
+    )
+    settings.ndp.cores_of(0)  # refuses what cannot be
+    check_combination(settings)
+    return settings
+
+
+def _check_budget_share(policy: PolicySettings, budget: float | int, gpus: int) -> None:
+    """Refuse a share that does not hold what the policy preloads."""
     if policy.preload == "all" and isinstance(budget, float) and budget * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
         where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
         raise BudgetError(
             f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
             f"pass --budget {math.ceil(1e4 / gpus) / 1e4}, or choose a policy that loads on demand",
         )
+
+
+def _check_ray(config: RunConfig, policy: PolicySettings) -> None:
+    """Refuse settings of a local Ray for one that is joined, and fewer CPUs than the actors' threads."""
     local_only = sorted({"num_cpus", "object_store_bytes"} & config.ray.model_fields_set)
     if config.ray.address is not None and local_only:
         raise ConfigError(
@@ -328,34 +308,6 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
         )
-    settings = EngineSettings(
-        policy=policy,
-        budget=budget,
-        device=config.device,
-        dtype=config.dtype,
-        threads=threads,
-        link=config.link,
-        copies=config.copies,
-        kv=config.kv,
-        ndp=NdpSettings(
-            **config.ndp.model_dump(exclude={"hardware", "threads"}),
-            threads=config.ndp_threads,
-            hardware=asdict(load_hardware(config.ndp.hardware)),
-        ),
-        shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
-        store=StoreSettings(
-            transport=config.cluster.store.transport, deadline_s=config.cluster.store.deadline_s
-        ),
-        matcher=config.matcher,
-        attention=config.attention,
-        expert_kernel=config.expert_kernel,
-        compile=config.compile,
-        integrity_checks=config.integrity_checks,
-        trace=trace,
-    )
-    settings.ndp.cores_of(0)  # refuses what cannot be
-    check_combination(settings)
-    return settings
 
 
 def check_model_dir(path: Path) -> None:
@@ -376,12 +328,24 @@ def check_model_dir(path: Path) -> None:
             raise CheckpointError(f"'{path}' has no {name}", "download the whole checkpoint, with its fast tokenizer")
 
 
-def _preset_path(section: str, name_or_path: str) -> Path:
-    """A bare word is a preset of configs/SECTION; anything with a suffix or a separator is a path."""
+def _presets(section: str) -> list[str]:
+    """Names of the files in configs/SECTION, sorted."""
+    return sorted(path.stem for path in (configs_dir() / section).glob("*.yaml"))
+
+
+def _preset(section: str, name_or_path: str, what: str) -> Path:
+    """The file of a preset: a bare word is a name in configs/SECTION; anything with a suffix or a separator is a path.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     path = Path(name_or_path).expanduser()
-    if path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
-        return path
-    return configs_dir() / section / f"{name_or_path}.yaml"
+    if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+        path = configs_dir() / section / f"{name_or_path}.yaml"
+    if not path.is_file():
+        known = ", ".join(_presets(section))
+        raise ConfigError(f"no {what} '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+    return path
 
 
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
-UNPREFIXED = ("cluster",)  # sections whose command-line options do not begin with their name
+_UNPREFIXED = ("cluster",)  # sections whose command-line options do not begin with their name
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -61,6 +61,12 @@ def merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def option_name(*path: str) -> str:
+    """The command-line option of a key: `--link-gbps` of link, gbps."""
+    named = path[1:] if len(path) > 1 and path[0] in _UNPREFIXED else path
+    return f"--{'-'.join(named).replace('_', '-')}"
+
+
 def explain(
     error: ValidationError, model: type[BaseModel], source: str, options: Mapping[str, Any] | None = None
 ) -> ConfigError:
@@ -83,9 +89,7 @@ def explain(
     if finding["type"] == "missing":
         return ConfigError(f"{source}: key '{'.'.join(loc)}' is missing", "add it")
     path = loc[: len(field)]
-    named = path[1:] if len(path) > 1 and path[0] in UNPREFIXED else path
-    option = f"--{'-'.join(named).replace('_', '-')}"
-    where = option if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
+    where = option_name(*path) if _given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
     message = str(finding["msg"])
     return ConfigError(f"{where} is {finding['input']!r}", message[:1].lower() + message[1:])
 

@@ -111,10 +111,10 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "precision": policy.precision.kind,
         "bits": policy.precision.bits,
         "group_size": settings.ndp.group_size if policy.precision.kind != "full" else None,
-        "threads": settings.ndp.threads,
+        "threads": settings.ndp.worker_threads,
         "transport": ", ".join(sorted({str(worker["transport"]) for worker in workers})),
         "activations": engine.activations.label,
-        "hardware": settings.ndp.hardware.get("name"),
+        "hardware": settings.ndp.profile.name,
         "paced": settings.ndp.pace,
     }
 

@@ -1,13 +1,21 @@
-"""The options that say what a runtime is, shared by `tiermoe run` and `tiermoe up`, and the checks before it starts."""
+"""Command-line options made of the configuration's fields, and the checks of a runtime before it starts.
+
+An option's name, type, default and help are those of a field of `RunConfig`: nothing is declared twice.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes
@@ -15,42 +23,57 @@ from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu
-from ..yaml_file import UNPREFIXED
+from ..yaml_file import option_name
 
-Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
+RUNTIME = (
+    "model", "policy", "budget", "device", "dtype", "threads", "link.gbps", "link.latency_us", "ndp.threads",
+    "ndp.hardware", "ndp.pace", "cluster.shards", "cluster.ndp_workers", "store",
+)  # fmt: skip
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
-Policy = Annotated[str | None, typer.Option(help="Name in configs/policies, or a YAML file. (next-gate)")]
-Budget = Annotated[str | None, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB. (0.25)")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. (auto)")]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. (auto)")]
-Threads = Annotated[int | None, typer.Option(help="Threads of the worker. (cores - 1; on a GPU at most 4)")]
-LinkGbps = Annotated[float | None, typer.Option(help="Emulated link, 1e9 bytes/s; CPU only. (16)")]
-LinkLatency = Annotated[float | None, typer.Option(help="Emulated link latency; CPU only. (10)")]
-NdpThreads = Annotated[int | None, typer.Option(help="Threads of the NDP worker. (1; beside a GPU what is left)")]
-NdpHardware = Annotated[str | None, typer.Option(help="Modelled NDP device, configs/hardware. (paper-ndp)")]
-NdpPace = Annotated[bool | None, typer.Option(help="Answer no sooner than the modelled NDP device would.")]
-Shards = Annotated[int | None, typer.Option(help="GPUs, or CPU stand-ins, that share the experts. (1)")]
-NdpWorkers = Annotated[str | None, typer.Option(help="NDP workers, or per-node; for policies that use them. (1)")]
-Store = Annotated[str | None, typer.Option(help="Folder of the expert store. (in the cache)")]
+Attach = Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` started: use it.")]
+DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; all else on stderr.")]
 
 
-def runtime_options(
-    *,
-    link_gbps: float | None,
-    link_latency_us: float | None,
-    ndp_threads: int | None,
-    ndp_hardware: str | None,
-    ndp_pace: bool | None,
-    shards: int | None,
-    ndp_workers: str | None,
-    **plain: str | int | None,
-) -> dict[str, Any]:
-    """The options by configuration key, nested for sections; None where not given."""
-    return plain | {
-        "link": {"gbps": link_gbps, "latency_us": link_latency_us},
-        "ndp": {"threads": ndp_threads, "hardware": ndp_hardware, "pace": ndp_pace},
-        "cluster": {"shards": shards, "ndp_workers": ndp_workers},
-    }
+def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
+    """A typer option whose help is the description of a field.
+
+    Args:
+        more: as for `typer.Option`.
+    """
+    return typer.Option(help=_help(model.model_fields[key].description or ""), **more)
+
+
+def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each of some keys of `RunConfig`, in place of its parameter `options`.
+
+    The command gets `options` nested by section, as `load_run_config` takes them; options not given are absent.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        generated = {option_name(*key.split("."))[2:].replace("-", "_"): key for key in keys}
+        hints = typing.get_type_hints(command, include_extras=True)
+        parameters = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name == "options":
+                parameters += [_parameter(name, key) for name, key in generated.items()]
+            else:
+                parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            options: dict[str, Any] = {}
+            for name, key in generated.items():
+                section, _, field = key.rpartition(".")
+                if (value := given.pop(name)) is not None:
+                    (options.setdefault(section, {}) if section else options)[field] = value
+            command(options=options, **given)
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
+
+    return decorate
 
 
 def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:
@@ -60,7 +83,7 @@ def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:
         ConfigError: malformed, or an emulated link for a real device.
     """
     config = load_run_config(file, options)
-    if config.device == "cuda" and any(value is not None for value in options["link"].values()):
+    if config.device == "cuda" and "link" in options:
         raise ConfigError(
             "--link-gbps and --link-latency-us emulate a link, but device is cuda",
             "leave them out, or use --device cpu",
@@ -75,12 +98,11 @@ def refuse_runtime_options(options: Mapping[str, Any]) -> None:
         RequestError: one is given; the message names it.
     """
     for name, value in options.items():
-        if isinstance(value, Mapping):
-            prefix = "" if name in UNPREFIXED else f"{name}-"
-            refuse_runtime_options({f"{prefix}{key.replace('_', '-')}": inner for key, inner in value.items()})
-        elif value is not None and name != "model":
+        given = [(name, key) for key in value] if isinstance(value, Mapping) else [(name,)]
+        if value is not None and name != "model":
             raise RequestError(
-                f"--{name} is a matter of the runtime, which runs already", "leave it out, or run without --attach"
+                f"{option_name(*given[0])} is a matter of the runtime, which runs already",
+                "leave it out, or run without --attach",
             )
 
 
@@ -126,12 +148,35 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
     layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
     experts = layers * each
-    held = budget_bytes(settings.budget, slot_bytes, experts)
+    budget = budget_bytes(settings.budget, slot_bytes, experts)
     most = max(owned_experts(layers, each, shards.count, shards.ownership))
-    if settings.policy.preload == "all" and held < most * slot_bytes:
+    if settings.policy.preload == "all" and budget < most * slot_bytes:
         where = "" if shards.count == 1 else f" on the fullest of {shards.count} GPUs"
         raise BudgetError(
             f"policy '{settings.policy.name}' keeps all experts resident, {most * slot_bytes} bytes in {dtype}{where}; "
-            f"the budget is {held}",
+            f"the budget is {budget}",
             f"pass --budget {math.ceil(1e4 * most / experts) / 1e4}, or choose a policy that loads on demand",
         )
+
+
+def _parameter(name: str, key: str) -> inspect.Parameter:
+    """The parameter that typer makes an option of: plain numbers and flags by their type, all else as text.
+
+    The default is None, which leaves the value to the file; the help names the default without a file.
+    """
+    value: Any = RunConfig()
+    for part in key.split("."):
+        model, value = type(value), getattr(value, part)
+    field = model.model_fields[part]
+    members = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else ()
+    kinds = [kind for kind in members or (field.annotation,) if kind is not types.NoneType]
+    kind: Any = kinds[0] if kinds[0] in (int, float, bool) and len(kinds) == 1 else str
+    shown = f" ({value:g})" if isinstance(value, float) else f" ({value})" if value not in (None, False) else ""
+    option = typer.Option(help=_help(field.description or "") + shown)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _help(description: str) -> str:
+    return f"{description[:1].upper()}{description[1:]}."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ from ..topology.inputs import (
     this_machine,
 )
 from ..topology.spec import ModelFacts, NodeInfo
-from .options import NdpWorkers, Shards
+from .options import AsJson, Config, with_options
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -74,22 +74,15 @@ def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeI
     return this_machine(local_ray(config, engine_settings(config))), f"this machine, {usable_cores()} usable cores"
 
 
+@with_options("model", "policy", "budget", "device", "cluster.shards", "cluster.ndp_workers", "store")
 def plan_command(
-    config: Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")] = None,
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; its config.json is enough.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Name in configs/policies, or a YAML file. (next-gate)")] = None,
-    budget: Annotated[str | None, typer.Option(help="Memory of each GPU for experts: 0.25, 25%, 8GB. (0.25)")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. (auto)")] = None,
-    shards: Shards = None,
-    ndp_workers: NdpWorkers = None,
-    store: Annotated[str | None, typer.Option(help="Folder of an expert store, for exact sizes.")] = None,
+    options: dict[str, Any],
+    config: Config = None,
     nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, as ray.nodes() names them.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what would run where, with how many bytes and how fast, and start nothing."""
-    cluster = {"shards": shards, "ndp_workers": ndp_workers}
-    options = {"model": model, "policy": policy, "budget": budget, "device": device, "store": store, "cluster": cluster}
     chosen = load_run_config(config, options)
     there, nodes_from = _nodes(chosen, nodes, live)
     settings = engine_settings(chosen)

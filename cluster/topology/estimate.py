@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...actors.policies.cost import NdpProfile, Work, batch_cost
+from ...actors.policies.cost import Work, batch_cost
 from ...actors.settings import EngineSettings
 from ..config import HardwareConfig, RunConfig
 from .planner import plan_topology
@@ -150,7 +150,7 @@ def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: 
         parts_s=parts,
         bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
         hardware=hardware,
-        ndp_hardware=str(spec.ndp.hardware["name"]) if spec.ndp is not None else None,
+        ndp_hardware=spec.ndp.hardware.name if spec.ndp is not None else None,
     )
 
 
@@ -164,11 +164,10 @@ def _load_s(hardware: Hardware, nbytes: int, mapped: float) -> float:
 
 def _ndp_s(ndp: NdpSpec, facts: ModelFacts, missing: float, workers: int) -> float:
     """Seconds of one worker's part of a layer; a fractional average width is rounded up."""
-    profile = NdpProfile.from_dict(ndp.hardware)
     count = math.ceil(missing / workers - 1e-9)
     work = Work(facts.hidden, facts.intermediate, rows=1, bits=math.ceil(ndp.bits), group=ndp.group)
     row_bytes = 4 * facts.hidden  # float32 over the channel, one token row each way
-    return batch_cost(profile, [work] * count, row_bytes, row_bytes).total_s
+    return batch_cost(ndp.hardware, [work] * count, row_bytes, row_bytes).total_s
 
 
 @dataclass(frozen=True)

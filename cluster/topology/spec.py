@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from ...actors.policies.cost import FULL_BITS, packed_bytes
+from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import EngineSettings, budget_bytes
 from ...kernels.pack import PackedShape
@@ -93,7 +93,7 @@ class NdpSpec:
         widths: bits of the replicas; empty: full precision, on the store's own files.
         replica_bytes: of one expert, all widths together.
         capacity_bytes: of the modelled device.
-        hardware: the modelled device, by the names in configs/hardware.
+        hardware: the modelled device.
         bits: average bits of a weight that is computed on, for the prediction.
         group: inputs that share a scale.
         hot_per_layer: experts that never go to NDP; None: as many as the budget holds.
@@ -104,7 +104,7 @@ class NdpSpec:
     widths: tuple[int, ...]
     replica_bytes: int
     capacity_bytes: int
-    hardware: Mapping[str, object]
+    hardware: NdpProfile
     bits: float
     group: int
     hot_per_layer: int | None
@@ -217,12 +217,12 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
     wanted = config.cluster.ndp_workers
     return NdpSpec(
         workers=None if wanted == "per-node" else wanted,
-        threads=settings.ndp.threads,
+        threads=settings.ndp.worker_threads,
         # static placement needs replicas for their table of popularity only: it computes in full precision
         widths=policy.precision.widths,
         replica_bytes=sum(replica_bytes(facts, bits, group) for bits in policy.precision.widths),
-        capacity_bytes=int(settings.ndp.hardware["capacity_bytes"]),
-        hardware=settings.ndp.hardware,
+        capacity_bytes=settings.ndp.profile.capacity_bytes,
+        hardware=settings.ndp.profile,
         bits=float(policy.precision.bits or FULL_BITS),
         group=group,
         hot_per_layer=policy.placement.hot_per_layer,

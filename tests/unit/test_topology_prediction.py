@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from topology_cases import FACTS, NDP, PROFILE, SPEC, a_node
 
-from tiermoe.actors.policies.cost import NdpProfile, Work, batch_cost
+from tiermoe.actors.policies.cost import Work, batch_cost
 from tiermoe.cluster.config import HardwareConfig
 from tiermoe.cluster.topology.estimate import Hardware, Prediction, predict, resolve_hardware
 from tiermoe.cluster.topology.planner import plan_topology
@@ -60,7 +60,7 @@ def test_layers_on_another_node_come_over_the_network() -> None:
 def test_ndp_works_beside_the_gpu() -> None:
     nodes = [a_node("a", CPU=3, GPU=1), a_node("m", CPU=2, ndp=1)]
     got = _predict(nodes, ndp=replace(NDP, hot_per_layer=1))
-    profile, row = NdpProfile.from_dict(PROFILE), 16
+    profile, row = PROFILE, 16
     ndp_s = batch_cost(profile, [Work(4, 4, rows=1, bits=4, group=64)] * 2, row, row).total_s
     assert got.parts_s["ndp_s"] == pytest.approx(ndp_s + 2 * 16e-6)  # it is on another node
     assert got.layer_s == pytest.approx(100e-6 + max(48e-6, ndp_s + 32e-6))

@@ -26,7 +26,7 @@ import numpy as np
 from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
 from ...policies.context_ndp import HotSet, Places, RoutingCounts, monde_split, prefix_split, static_hot, uniform
-from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
+from ...policies.cost import FULL_BITS, SplitCosts, Work, split_costs
 from ...policies.plan import LayerPlan, LoadOnMiss, Remote
 from ...policies.residency import State
 from ...policy_settings import PolicySettings, PrecisionSettings
@@ -487,7 +487,7 @@ def _monde_choice(
 
     Several NDP workers share a layer's experts, so each expert counts with its share of their time.
     """
-    profile = NdpProfile.from_dict(settings.ndp.hardware)
+    profile = settings.ndp.profile
     first_s, further_s = expert_seconds(kernel, cache.pool)
     emulated = cache.device.executor == "emulated"
     load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
