@@ -77,7 +77,7 @@ class GpuWorker:
         from .engine.engine import ExpertEngine
         from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
-        from .store.artifacts import read_calibrated
+        from .store.artifacts import read_policy_artifacts
 
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
@@ -100,12 +100,12 @@ class GpuWorker:
                     tables = None if replicas is None else read_tables(replicas)
             if settings.policy.prefetch.kind == "stride":
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
-            calibrated = read_calibrated(settings.policy, folder, manifest)
+            artifacts = read_policy_artifacts(settings.policy, folder, manifest)
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
-            self._matcher_link(), predictors, calibrated, low_bit,
+            self._matcher_link(), predictors, artifacts, low_bit,
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)

@@ -19,7 +19,6 @@ from tiermoe.actors.store.format import (
     LayerFile,
     Manifest,
     build_header,
-    encode_manifest,
     layer_name,
 )
 
@@ -67,5 +66,5 @@ def write_store(
         extras=(FileRecord(**record(folder / "config.json", b"{}")),),
         source=(),
     )
-    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    (folder / MANIFEST_NAME).write_bytes(manifest.encode())
     return folder

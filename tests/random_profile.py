@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile
-from tiermoe.actors.store.artifacts import PROFILE_NAME, ProfileManifest, ProfileSource, encode_arrays, encode_profile
+from tiermoe.actors.store.artifacts import PROFILE_NAME, ProfileManifest, ProfileSource, encode_arrays
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 
 
@@ -28,4 +28,4 @@ def add_random_profile(folder: Path, top_k: int) -> None:
         profile_version=1, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=top_k,
         source=source, arrays=record,
     )  # fmt: skip
-    (folder / PROFILE_NAME).write_bytes(encode_profile(profile))
+    (folder / PROFILE_NAME).write_bytes(profile.encode())

@@ -18,7 +18,7 @@ from ..policies.plan import LoadOnMiss
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
-from ..store.artifacts import Calibrated
+from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
 from .cache.allocate import make_cache
@@ -65,7 +65,7 @@ class ExpertEngine:
         shards: how to reach the shards 1..G-1; as many as the settings say.
         matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
         predictors: of later layers, where the policy prefetches by them.
-        calibrated: what else `tiermoe prepare` made for the policy; None: nothing.
+        artifacts: what else `tiermoe prepare` made for the policy; None: nothing.
         replicas: needed where the policy loads experts in low precision.
 
     Raises:
@@ -88,11 +88,11 @@ class ExpertEngine:
         shards: Sequence[PeerLink] = (),
         matcher: MatcherLink | None = None,
         predictors: Sequence[Predictor] | None = None,
-        calibrated: Calibrated | None = None,
+        artifacts: PolicyArtifacts | None = None,
         replicas: ReplicaWeights | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
-        calibrated = Calibrated() if calibrated is None else calibrated
+        artifacts = PolicyArtifacts() if artifacts is None else artifacts
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
@@ -120,10 +120,10 @@ class ExpertEngine:
             planner = LoadOnMiss()
             self._placer = self._make_placer(settings, shape, blocks, planner, shards, ndp, tables)
             self._connect()
-            self.prefetching = self._make_prefetching(settings, blocks, predictors, calibrated)
+            self.prefetching = self._make_prefetching(settings, blocks, predictors, artifacts)
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
-            rerouter = self._make_rerouter(policy, blocks, calibrated)
+            rerouter = self._make_rerouter(policy, blocks, artifacts)
             views = self._make_views(blocks, rerouter)
             self._attach_layers(settings, shape, blocks, planner, rerouter, views)
             if policy.preload == "all":
@@ -201,13 +201,13 @@ class ExpertEngine:
             self.prefetching.end_sequence(name)
 
     def _make_rerouter(
-        self, policy: PolicySettings, blocks: Sequence[MoeBlock], calibrated: Calibrated
+        self, policy: PolicySettings, blocks: Sequence[MoeBlock], artifacts: PolicyArtifacts
     ) -> Rerouter | None:
         normalised = blocks[0].normalised
-        rule: Rerouting | None = make_rerouting(policy, len(blocks), normalised, calibrated)
+        rule: Rerouting | None = make_rerouting(policy, len(blocks), normalised, artifacts)
         if rule is None:
             rule = self._on_miss = make_miss_rule(
-                policy, len(blocks), self.experts, normalised, calibrated.profile, self.slot_bytes,
+                policy, len(blocks), self.experts, normalised, artifacts.profile, self.slot_bytes,
                 1 if self.shards is None else len(self.shards.peers) + 1,
             )  # fmt: skip
         if rule is None:
@@ -267,7 +267,7 @@ class ExpertEngine:
 
     def _make_prefetching(
         self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
-        calibrated: Calibrated,
+        artifacts: PolicyArtifacts,
     ) -> Prefetching | None:  # fmt: skip
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
@@ -277,7 +277,7 @@ class ExpertEngine:
             return None
         gates = None
         if policy.needs_gates:
-            gates = gate_probes(settings.policy, calibrated, len(blocks), self.device.torch_device)
+            gates = gate_probes(settings.policy, artifacts, len(blocks), self.device.torch_device)
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]

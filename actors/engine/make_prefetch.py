@@ -13,7 +13,7 @@ from ..policies.fmoe import BlendPrefetch
 from ..policies.prefetch import NextGatePrefetch, PrefetchPolicy
 from ..policies.registry import PrefetchOptions, make_prefetch
 from ..policy_settings import PolicySettings
-from ..store.artifacts import Calibrated
+from ..store.artifacts import PolicyArtifacts
 from .model.model import MoeBlock, RouterProbe, linear_probe
 from .peers.matcher import MatcherLink, MatcherPrefetch
 from .peers.shards import Shards
@@ -72,14 +72,14 @@ def unasked_layers(blocks: Sequence[MoeBlock]) -> list[int]:
 
 
 def gate_probes(
-    policy: PolicySettings, calibrated: Calibrated, layers: int, device: torch.device
+    policy: PolicySettings, artifacts: PolicyArtifacts, layers: int, device: torch.device
 ) -> list[RouterProbe]:
     """The trained gates of layers 0..L-2, to be asked as routers are; computed in float32.
 
     Raises:
         ConfigError: they were not given, or are of another model.
     """
-    gates = calibrated.gates
+    gates = artifacts.gates
     if gates is None or len(gates) != layers - 1:
         raise ConfigError(
             f"policy '{policy.name}' needs gates between {layers} layers",

@@ -16,7 +16,7 @@ from ..policies.adapmoe import AdaptiveGating
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
 from ..policy_settings import PolicySettings
-from ..store.artifacts import Calibrated
+from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
 from .host_view import Asked, LayerView
 
@@ -101,7 +101,7 @@ class Rerouter:
 
 
 def make_rerouting(
-    policy: PolicySettings, layers: int, normalised: bool, calibrated: Calibrated
+    policy: PolicySettings, layers: int, normalised: bool, artifacts: PolicyArtifacts
 ) -> Rerouting | None:
     """The rule that a policy's `routing` and `on_miss` name; None where routing stays the model's.
 
@@ -116,7 +116,7 @@ def make_rerouting(
         return None
     if routing.kind == "budget-aware":
         return BudgetAwareTopK(normalised, routing.narrowest)
-    sensitivity = calibrated.sensitivity
+    sensitivity = artifacts.sensitivity
     if sensitivity is None or len(sensitivity) != layers:
         raise ConfigError(
             f"policy '{policy.name}' needs the sensitivity of {layers} layers",

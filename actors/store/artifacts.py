@@ -1,28 +1,19 @@
-"""Small safetensors files beside a store that say which model they are of: written by `tiermoe prepare`.
+"""What `tiermoe prepare` measures or trains, in files beside the store, and the expert maps of the matcher.
 
-Gates of the pre-gated policy in a file beside the store: written by `tiermoe prepare`, read by the lead.
+Every artifact is a safetensors file that says which model it is of. `Artifact` declares one kind: what errors call it,
+their class, and the command that makes it. A file that is missing, malformed, not finite or of another model is
+refused with that command as the remedy.
 
-Expert maps on disk: one safetensors file, for a warm start, for other replicas and for a restart.
-
-Tensors `embeddings` [n, D] and `maps` [L, n, J], both float32, as `ExpertMapStore.arrays` gives them. The header says
-which model they are of; a file of another one, of another version or with numbers that are not finite is refused.
-
-Predictors of the stride policy in a file beside the store: written by `tiermoe prepare`, read by the lead.
-
-A profile of a store's experts on disk: `profile.json`, which carries its own digest, and the arrays that it names.
-
+    gates.safetensors             I.weight [E, H], I.bias [E] of layers 0..L-2; float32
+    predictors-STRIDE.safetensors I.mean, I.scale, I.b2 [E], I.w1 [E, D], I.b1 [D], I.w2 [D, E]; float32
+    sensitivity.safetensors       sensitivity [L]; float64
     profile.json                  what was profiled, and the arrays' file with its length and SHA-256
     profile-DIGEST.safetensors    activations [L, E], binary, weighted [L, E, E], entropies [L, 5, 1024], and where
                                   inputs were seen dots, norms [L, E, E]; float32
+    expert maps                   embeddings [n, D], maps [L, n, J]; float32, written by the matcher
 
-The arrays' file is named after its bytes, and `profile.json` is written last: a store has the old profile or the new
-one, never a mixture. Buddy lists are made from it as a policy asks for them, so that another alpha needs no profiling.
-
-NumPy and no torch: a lead and a simulator read it alike.
-
-How sensitive the loss is to each layer's output, in a file beside the store: measured by `tiermoe prepare`.
-
-What `tiermoe prepare` measured or trained on calibration text, as far as a policy needs it.
+A profile's arrays are named after their bytes, and `profile.json` is written last: a store has the old profile or the
+new one, never a mixture. NumPy and no torch: a lead and a simulator read all of this alike.
 """
 
 from __future__ import annotations
@@ -40,73 +31,195 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from ...errors import StoreError, TierMoeError, TraceError
 from ..policies.baselines import Predictor, PreGate
 from ..policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from ..policies.fmoe.maps import checked_arrays
 from ..policy_settings import PolicySettings
-from .format import Bytes, Checksummed, Count, FileRecord, Manifest, Sha256, _Frozen, model_fingerprint
+from .format import Bytes, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, model_fingerprint
 
-
-def encode_tagged(arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object]) -> bytes:
-    """What the file holds; `tag` is JSON that says what the arrays are of."""
-    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    return save(whole, {"tiermoe": json.dumps(dict(tag))})
-
-
-def read_tagged(path: Path, what: str, error: type[TierMoeError], remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tag and the arrays of a file; what each array must be is the caller's to check.
-
-    Args:
-        what: plural name of the content, for messages.
-
-    Raises:
-        error: the file is missing or malformed.
-    """
-    try:
-        data = path.read_bytes()
-        size = int.from_bytes(data[:8], "little")
-        tag = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tiermoe"])
-        return dict(tag), load(data)
-    except OSError as failure:
-        raise error(f"{what} '{path}' cannot be read: {failure.strerror}", remedy) from failure
-    except (ValueError, KeyError, TypeError, SafetensorError) as failure:
-        raise error(f"'{path}' holds no {what}", remedy) from failure
-
+Arrays = dict[str, NDArray[Any]]
+Shape = tuple[int, ...]
 
 GATES_NAME = "gates.safetensors"
-_GATES_REMEDY = "train them with `tiermoe prepare MODEL --gates TEXT`"
+SENSITIVITY_NAME = "sensitivity.safetensors"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One kind of file beside a store.
+
+    Attributes:
+        what: plural name of the content, for messages.
+        remedy: the command that makes it.
+        error: class of the errors.
+    """
+
+    what: str
+    remedy: str
+    error: type[TierMoeError] = StoreError
+
+    def encode(self, arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object]) -> bytes:
+        """What the file holds; `tag` is JSON that says what the arrays are of."""
+        return _encode(arrays, {"tiermoe": json.dumps(dict(tag))})
+
+    def read(self, path: Path) -> tuple[dict[str, Any], Arrays]:
+        """The tag and the arrays of a file.
+
+        Raises:
+            TierMoeError: `error`, when the file is missing or malformed.
+        """
+        try:
+            metadata, arrays = _decode(path.read_bytes())
+            return dict(json.loads(metadata["tiermoe"])), arrays
+        except OSError as failure:
+            raise self.refused(f"{self.what} '{path}' cannot be read: {failure.strerror}") from failure
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as failure:
+            raise self.refused(f"'{path}' holds no {self.what}") from failure
+
+    def read_of(self, path: Path, manifest: Manifest) -> Arrays:
+        """The arrays of a file that is of a store's model. Raises as `read`, also where it is of another model."""
+        tag, arrays = self.read(path)
+        if tag.get("fingerprint") != model_fingerprint(manifest):
+            raise self.refused(f"'{path}' is of another model")
+        return arrays
+
+    def layer(self, path: Path, arrays: Arrays, layer: int, shapes: Mapping[str, Shape]) -> Arrays:
+        """The float32 arrays `LAYER.NAME` of one layer by name, checked against their shapes. Raises as `read`."""
+        for name, shape in shapes.items():
+            if not _fits(arrays.get(f"{layer}.{name}"), np.float32, shape):
+                raise self.refused(f"'{path}': {name} of layer {layer} is not what it should be")
+        return {name: arrays[f"{layer}.{name}"] for name in shapes}
+
+    def refused(self, why: str) -> TierMoeError:
+        """The error to raise, with the command that makes the artifact."""
+        return self.error(why, self.remedy)
+
+
+_GATES = Artifact("gates", "train them with `tiermoe prepare MODEL --gates TEXT`")
+_SENSITIVITY = Artifact("sensitivities", "measure it with `tiermoe prepare MODEL --sensitivity TEXT`")
+
+
+def _encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return save(whole, None if metadata is None else dict(metadata))
+
+
+def _decode(data: bytes) -> tuple[dict[str, str], Arrays]:
+    """Metadata and arrays of a safetensors file.
+
+    Raises:
+        SafetensorError, ValueError, AttributeError: the file is malformed.
+    """
+    arrays = load(data)
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]).get("__metadata__", {}), arrays
+
+
+def _fits(array: NDArray[Any] | None, dtype: Any, shape: Shape) -> bool:
+    return array is not None and array.dtype == dtype and array.shape == shape and bool(np.isfinite(array).all())
+
+
+def _layered(layers: Sequence[object], names: Sequence[str]) -> Arrays:
+    return {f"{i}.{name}": getattr(one, name) for i, one in enumerate(layers) for name in names}
 
 
 def encode_gates(gates: Sequence[PreGate], manifest: Manifest, tokens: int) -> bytes:
-    """What the file holds, of layers 0..L-2; tokens: of the text that they were trained on."""
-    arrays = {f"{i}.{name}": getattr(gate, name) for i, gate in enumerate(gates) for name in ("weight", "bias")}
-    return encode_tagged(arrays, {"fingerprint": model_fingerprint(manifest), "tokens": tokens})
+    """The file of the gates of layers 0..L-2; tokens: of the text that they were trained on."""
+    return _GATES.encode(
+        _layered(gates, ("weight", "bias")), {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
+    )
 
 
 def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
-    """Those that lie in a store's folder.
+    """The gates in a store's folder.
 
     Raises:
         StoreError: the file is missing, malformed, not finite, or of another model.
     """
-    path, shape = store / GATES_NAME, manifest.experts
-    tag, arrays = read_tagged(path, "gates", StoreError, _GATES_REMEDY)
-    if tag.get("fingerprint") != model_fingerprint(manifest):
-        raise StoreError(f"'{path}' is of another model", _GATES_REMEDY)
-    found = []
-    for layer in range(len(manifest.layers) - 1):
-        parts = {}
-        for name, dims in (("weight", (shape.num_experts, shape.hidden)), ("bias", (shape.num_experts,))):
-            array = arrays.get(f"{layer}.{name}")
-            if array is None or array.dtype != np.float32 or array.shape != dims or not np.isfinite(array).all():
-                raise StoreError(f"'{path}': {name} of layer {layer} is not what it should be", _GATES_REMEDY)
-            parts[name] = array
-        found.append(PreGate(**parts))
-    return tuple(found)
+    path, experts = store / GATES_NAME, manifest.experts
+    arrays = _GATES.read_of(path, manifest)
+    shapes: dict[str, Shape] = {"weight": (experts.num_experts, experts.hidden), "bias": (experts.num_experts,)}
+    return tuple(PreGate(**_GATES.layer(path, arrays, i, shapes)) for i in range(len(manifest.layers) - 1))
+
+
+def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int) -> bytes:
+    """The file of the sensitivity [L]; tokens: of the calibration text."""
+    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
+    return _SENSITIVITY.encode({"sensitivity": np.array(sensitivity, np.float64)}, tag)
+
+
+def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
+    """Each layer's sensitivity in a store's folder, in nats per squared dropped weight; see `AdaptiveGating`.
+
+    Raises:
+        StoreError: the file is missing, malformed, not finite, negative, or of another model.
+    """
+    path = store / SENSITIVITY_NAME
+    found = _SENSITIVITY.read_of(path, manifest).get("sensitivity")
+    if found is None or found.dtype != np.float64 or found.shape != (len(manifest.layers),):
+        raise _SENSITIVITY.refused(f"'{path}' has not one number for each of {len(manifest.layers)} layers")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        raise _SENSITIVITY.refused(f"'{path}': a sensitivity is negative or not finite")
+    return tuple(found.tolist())
+
+
+@dataclass(frozen=True)
+class PredictorsOf:
+    """The model and the stride that predictors are for.
+
+    fingerprint: of the checkpoint's files. layers, experts: L and E. stride: layers ahead.
+    """
+
+    fingerprint: str
+    layers: int
+    experts: int
+    stride: int
+
+    @property
+    def artifact(self) -> Artifact:
+        """The kind of file, whose remedy names the stride."""
+        command = f"`tiermoe prepare MODEL --predictors TRACE --stride {self.stride}`"
+        return Artifact("predictors", f"train them with {command}", TraceError)
+
+
+def predictors_file(stride: int) -> str:
+    """Name within a store's folder."""
+    return f"predictors-{stride}.safetensors"
+
+
+def encode_predictors(predictors: Sequence[Predictor], of: PredictorsOf) -> bytes:
+    """The file of the predictors of layers 0..L-stride-1."""
+    return of.artifact.encode(_layered(predictors, [field.name for field in fields(Predictor)]), asdict(of))
+
+
+def predictors_of(store: Path, manifest: Manifest, stride: int) -> list[Predictor]:
+    """The predictors in a store's folder. Raises as `read_predictors`."""
+    of = PredictorsOf(model_fingerprint(manifest), len(manifest.layers), manifest.experts.num_experts, stride)
+    return read_predictors(store / predictors_file(stride), of)
+
+
+def read_predictors(path: Path, of: PredictorsOf) -> list[Predictor]:
+    """Predictors of layers 0..L-stride-1.
+
+    Raises:
+        TraceError: the file is missing, malformed, not finite, or of another model or stride.
+    """
+    artifact, e, found = of.artifact, of.experts, []
+    tag, arrays = artifact.read(path)
+    if tag != asdict(of):
+        raise artifact.refused(f"'{path}' is of another model or stride")
+    for layer in range(of.layers - of.stride):
+        d = len(arrays.get(f"{layer}.b1", ()))
+        shapes = {"mean": (e,), "scale": (e,), "w1": (e, d), "b1": (d,), "w2": (d, e), "b2": (e,)}
+        part = artifact.layer(path, arrays, layer, shapes)
+        if not (part["scale"] > 0).all():
+            raise artifact.refused(f"'{path}': a scale of layer {layer} is not positive")
+        found.append(Predictor(**part))
+    return found
 
 
 FORMAT, VERSION = "tiermoe-expert-maps", "1"
@@ -115,7 +228,7 @@ _MAPS_REMEDY = "give a file that `tiermoe` wrote for this model, or none: the ma
 
 @dataclass(frozen=True)
 class MapShape:
-    """The model that maps are of.
+    """The model that expert maps are of.
 
     Attributes:
         model: its name, as in the expert store's manifest.
@@ -134,123 +247,59 @@ def map_shape(manifest: Manifest) -> MapShape:
     return MapShape(manifest.model, len(manifest.layers), manifest.experts.num_experts, manifest.experts.hidden)
 
 
+def _map_header(shape: MapShape, width: int) -> dict[str, str]:
+    fixed = {"format": FORMAT, "version": VERSION}
+    return fixed | {name: str(value) for name, value in asdict(shape).items()} | {"width": str(width)}
+
+
 def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapShape) -> None:
-    """Write the file whole or not at all: under another name first.
+    """Write expert maps as `ExpertMapStore.arrays` gives them; the file appears whole or not at all.
 
     Raises:
         StoreError: it cannot be written.
     """
-    header = {"format": FORMAT, "version": VERSION} | {name: str(value) for name, value in asdict(shape).items()}
-    header["width"] = str(arrays["embeddings"].shape[1])
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(arrays), part, metadata=header)
+        part.write_bytes(_encode(arrays, _map_header(shape, arrays["embeddings"].shape[1])))
         os.replace(part, path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
         why = f"expert maps cannot be written to '{path}': {error}"
         raise StoreError(why, "free space or give another path") from error
 
 
-def load_maps(path: Path, shape: MapShape, width: int) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, checked.
+def load_maps(path: Path, shape: MapShape, width: int) -> Arrays:
+    """The expert maps of a file, checked.
 
     Args:
-        shape: of the model that they must be of. width: D, of the embeddings that the store keeps.
+        shape: of the model that they must be of. width: D, of the embeddings that the matcher stores.
 
     Raises:
-        StoreError: there is no file, it is none of this kind, of another model or width, or damaged.
+        StoreError: there is no file, it is none of this kind, of another model, version or width, or damaged.
     """
-    expected = {"format": FORMAT, "version": VERSION} | {name: str(value) for name, value in asdict(shape).items()}
-    expected["width"] = str(width)
     try:
-        with safe_open(path, framework="np") as file:
-            header = file.metadata() or {}
-            for name, value in expected.items():
-                if header.get(name) != value:
-                    raise StoreError(f"'{path}' has {name} {header.get(name)}, not {value}", _MAPS_REMEDY)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        checked_arrays(arrays, shape.layers, shape.experts, width)
-    except (OSError, SafetensorError) as error:
+        header, arrays = _decode(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, AttributeError) as error:
         raise StoreError(f"expert maps cannot be read from '{path}': {error}", _MAPS_REMEDY) from error
+    for name, value in _map_header(shape, width).items():
+        if header.get(name) != value:
+            raise StoreError(f"'{path}' has {name} {header.get(name)}, not {value}", _MAPS_REMEDY)
+    try:
+        checked_arrays(arrays, shape.layers, shape.experts, width)
     except ValueError as error:
         raise StoreError(f"the expert maps in '{path}' are damaged: {error}", _MAPS_REMEDY) from error
     return arrays
 
 
-_NAMES = tuple(field.name for field in fields(Predictor))
-_PREDICTORS_REMEDY = "train them with `tiermoe prepare MODEL --predictors TRACE --stride {stride}`"
-
-
-@dataclass(frozen=True)
-class PredictorsOf:
-    """The model and the stride that predictors are for.
-
-    fingerprint: of the checkpoint's files. layers, experts: L and E. stride: layers ahead.
-    """
-
-    fingerprint: str
-    layers: int
-    experts: int
-    stride: int
-
-
-def predictors_file(stride: int) -> str:
-    """Name within a store's folder."""
-    return f"predictors-{stride}.safetensors"
-
-
-def encode_predictors(predictors: list[Predictor], of: PredictorsOf) -> bytes:
-    """What the file holds."""
-    arrays = {
-        f"{layer}.{name}": getattr(predictor, name)
-        for layer, predictor in enumerate(predictors)
-        for name in _NAMES
-    }
-    return encode_tagged(arrays, asdict(of))
-
-
-def predictors_of(store: Path, manifest: Manifest, stride: int) -> list[Predictor]:
-    """Those that lie in a store's folder. Raises as `read_predictors`."""
-    of = PredictorsOf(model_fingerprint(manifest), len(manifest.layers), manifest.experts.num_experts, stride)
-    return read_predictors(store / predictors_file(stride), of)
-
-
-def read_predictors(path: Path, of: PredictorsOf) -> list[Predictor]:
-    """Read them, refusing those of another model or stride.
-
-    Raises:
-        TraceError: the file is missing, malformed, not finite, or of another model or stride.
-    """
-    remedy = _PREDICTORS_REMEDY.format(stride=of.stride)
-    kept, arrays = read_tagged(path, "predictors", TraceError, remedy)
-    if kept != asdict(of):
-        raise TraceError(f"'{path}' is of another model or stride", remedy)
-    e, found = of.experts, []
-    for layer in range(of.layers - of.stride):
-        part: dict[str, Any] = {name: arrays.get(f"{layer}.{name}") for name in _NAMES}
-        b1 = part["b1"]
-        d = 0 if b1 is None else len(b1)
-        shapes = {"mean": (e,), "scale": (e,), "w1": (e, d), "b1": (d,), "w2": (d, e), "b2": (e,)}
-        for name, shape in shapes.items():
-            array = part[name]
-            if array is None or array.dtype != np.float32 or array.shape != shape or not np.isfinite(array).all():
-                raise TraceError(f"'{path}': {name} of layer {layer} is not what it should be", remedy)
-        if not (part["scale"] > 0).all():
-            raise TraceError(f"'{path}': a scale of layer {layer} is not positive", remedy)
-        found.append(Predictor(**part))
-    return found
-
-
 PROFILE_VERSION: Literal[1] = 1
 PROFILE_NAME = "profile.json"
 PROFILE_REMEDY = "make it with `tiermoe prepare MODEL --profile TEXT`"
-_FILE = re.compile(r"^profile-[0-9a-f]{16}\.safetensors$")
+_PROFILE_FILE = re.compile(r"^profile-[0-9a-f]{16}\.safetensors$")
 
 
-class ProfileSource(_Frozen):
+class ProfileSource(Record):
     """What was profiled.
 
     Attributes:
@@ -268,13 +317,17 @@ class ProfileSource(_Frozen):
     warmup_weight: Annotated[float, Field(ge=0, le=1)]
 
 
-class ProfileManifest(_Frozen):
+class ProfileManifest(ChecksummedManifest):
     """`profile.json`.
 
     Attributes:
         fingerprint: of the checkpoint's files. layers, experts, top_k: L, E and K.
         arrays: the file that holds them.
     """
+
+    file_name = PROFILE_NAME
+    version_field, version, version_name = "profile_version", PROFILE_VERSION, "profile version"
+    remedy = PROFILE_REMEDY
 
     profile_version: Literal[1]
     fingerprint: Sha256
@@ -284,28 +337,27 @@ class ProfileManifest(_Frozen):
     source: ProfileSource
     arrays: FileRecord
 
-
-_MANIFEST = Checksummed(ProfileManifest, "profile_version", PROFILE_VERSION, "profile version", PROFILE_REMEDY)
+    def shapes(self) -> dict[str, Shape]:
+        """Of the arrays, all float32."""
+        pairs = (self.layers, self.experts, self.experts)
+        shapes: dict[str, Shape] = {"activations": pairs[:2], "binary": pairs, "weighted": pairs}
+        shapes["entropies"] = (self.layers, len(TEMPERATURES), BINS)
+        return shapes | ({"dots": pairs, "norms": pairs} if self.source.output_tokens else {})
 
 
 def encode_arrays(profile: ExpertProfile) -> tuple[bytes, FileRecord]:
     """The bytes of the arrays' file and its record."""
-    held = {name: getattr(profile, name) for name in ("activations", "binary", "weighted", "entropies")}
+    arrays = {name: getattr(profile, name) for name in ("activations", "binary", "weighted", "entropies")}
     if profile.outputs is not None:
-        held |= {"dots": profile.outputs.dots, "norms": profile.outputs.norms}
-    data = save({name: np.ascontiguousarray(array, np.float32) for name, array in held.items()})
+        arrays |= {"dots": profile.outputs.dots, "norms": profile.outputs.norms}
+    data = _encode({name: array.astype(np.float32) for name, array in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
     return data, FileRecord(file=f"profile-{digest[:16]}.safetensors", nbytes=len(data), sha256=digest)
 
 
-def encode_profile(manifest: ProfileManifest) -> bytes:
-    """The only byte string that is read as this manifest."""
-    return _MANIFEST.encode(manifest)
-
-
 def stale_arrays(store: Path, manifest: ProfileManifest) -> list[Path]:
     """Files of arrays in a store's folder that this manifest does not name."""
-    return [p for p in store.iterdir() if _FILE.match(p.name) and p.name != manifest.arrays.file]
+    return [p for p in store.iterdir() if _PROFILE_FILE.match(p.name) and p.name != manifest.arrays.file]
 
 
 def read_profile_manifest(store: Path, manifest: Manifest) -> ProfileManifest | None:
@@ -314,17 +366,10 @@ def read_profile_manifest(store: Path, manifest: Manifest) -> ProfileManifest | 
     Raises:
         StoreError: it is damaged, or of another model.
     """
-    path = store / PROFILE_NAME
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreError(f"'{path}' cannot be read ({error.strerror})", PROFILE_REMEDY) from error
-    found = _MANIFEST.decode(data, str(path))
-    shape = (found.fingerprint, found.layers, found.experts)
-    if shape != (model_fingerprint(manifest), len(manifest.layers), manifest.experts.num_experts):
-        raise StoreError(f"'{path}' is of another model than its store", PROFILE_REMEDY)
+    found = ProfileManifest.read(store)
+    model = (model_fingerprint(manifest), len(manifest.layers), manifest.experts.num_experts)
+    if found is not None and (found.fingerprint, found.layers, found.experts) != model:
+        raise StoreError(f"'{store / PROFILE_NAME}' is of another model than its store", PROFILE_REMEDY)
     return found
 
 
@@ -348,23 +393,15 @@ def read_profile(store: Path, manifest: Manifest) -> ExpertProfile:
         arrays = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise StoreError(f"'{path}' is no safetensors file", PROFILE_REMEDY) from error
-    problem = _problem(arrays, found)
-    if problem is not None:
+    if (problem := _problem(arrays, found.shapes())) is not None:
         raise StoreError(f"'{path}': {problem}", PROFILE_REMEDY)
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
     dots, norms = wide.pop("dots", None), wide.pop("norms", None)
-    outputs = None if dots is None or norms is None else Outputs(dots, norms)
-    return ExpertProfile(**wide, outputs=outputs)
+    return ExpertProfile(**wide, outputs=None if dots is None or norms is None else Outputs(dots, norms))
 
 
-def _problem(arrays: dict[str, np.ndarray], manifest: ProfileManifest) -> str | None:
-    """What is wrong with the arrays; None if nothing is."""
-    layers, experts = manifest.layers, manifest.experts
-    pairs = (layers, experts, experts)
-    shapes = {"activations": (layers, experts), "binary": pairs, "weighted": pairs}
-    shapes["entropies"] = (layers, len(TEMPERATURES), BINS)
-    if manifest.source.output_tokens:
-        shapes |= {"dots": pairs, "norms": pairs}
+def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
+    """What is wrong with the arrays of a profile; None if nothing is."""
     if set(arrays) != set(shapes):
         return f"its arrays are {', '.join(sorted(arrays))}"
     for name, shape in shapes.items():
@@ -376,37 +413,9 @@ def _problem(arrays: dict[str, np.ndarray], manifest: ProfileManifest) -> str | 
     return None
 
 
-SENSITIVITY_NAME = "sensitivity.safetensors"
-_SENSITIVITY_REMEDY = "measure it with `tiermoe prepare MODEL --sensitivity TEXT`"
-
-
-def encode_sensitivity(sensitivity: tuple[float, ...], manifest: Manifest, tokens: int) -> bytes:
-    """What the file holds: float64 [L]; tokens: of the calibration text."""
-    tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
-    return encode_tagged({"sensitivity": np.array(sensitivity, np.float64)}, tag)
-
-
-def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
-    """That which lies in a store's folder, in nats per squared dropped weight, see `policies.routing.AdaptiveGating`.
-
-    Raises:
-        StoreError: the file is missing, malformed, not finite, negative, or of another model.
-    """
-    path = store / SENSITIVITY_NAME
-    tag, arrays = read_tagged(path, "sensitivities", StoreError, _SENSITIVITY_REMEDY)
-    if tag.get("fingerprint") != model_fingerprint(manifest):
-        raise StoreError(f"'{path}' is of another model", _SENSITIVITY_REMEDY)
-    found = arrays.get("sensitivity")
-    if found is None or found.dtype != np.float64 or found.shape != (len(manifest.layers),):
-        raise StoreError(f"'{path}' has not one number for each of {len(manifest.layers)} layers", _SENSITIVITY_REMEDY)
-    if not (np.isfinite(found).all() and (found >= 0).all()):
-        raise StoreError(f"'{path}': a sensitivity is negative or not finite", _SENSITIVITY_REMEDY)
-    return tuple(found.tolist())
-
-
 @dataclass(frozen=True)
-class Calibrated:
-    """None where the policy does without.
+class PolicyArtifacts:
+    """What a policy needs of a store's artifacts; None: not needed.
 
     sensitivity: of each MoE layer, see `AdaptiveGating`. gates: of layers 0..L-2, for `PreGatedPrefetch`.
     profile: of the experts, for buddies and thresholds.
@@ -417,13 +426,13 @@ class Calibrated:
     profile: ExpertProfile | None = None
 
 
-def read_calibrated(policy: PolicySettings, store: Path, manifest: Manifest) -> Calibrated:
+def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
     """Read from a store's folder what a policy needs.
 
     Raises:
         StoreError: a file is missing, damaged or of another model; the remedy is the command that makes it.
     """
-    return Calibrated(
+    return PolicyArtifacts(
         sensitivity=sensitivity_of(store, manifest) if policy.routing.kind == "adaptive" else None,
         gates=gates_of(store, manifest) if policy.prefetch.kind == "pre-gated" else None,
         profile=read_profile(store, manifest) if policy.needs_profile else None,

@@ -20,7 +20,7 @@ from ...proto.messages import FileReply, FileRequest
 from ..links import StoreLink
 from ..settings import StoreSettings
 from .files import ExpertStore, FileStamp, StoreView
-from .format import MANIFEST_NAME, FileRecord, Manifest, decode_manifest
+from .format import MANIFEST_NAME, FileRecord, Manifest
 from .remote import open_store_channel
 from .replicas import REPLICAS_NAME, read_replicas
 
@@ -144,7 +144,7 @@ class _Front:
     def manifest(self) -> tuple[bytes, Manifest]:
         """The manifest, as bytes too, which carry their own digest."""
         data = self.read(MANIFEST_NAME)
-        return data, decode_manifest(data, f"the manifest of {self.name}")
+        return data, Manifest.decode(data, f"the manifest of {self.name}")
 
     def read(self, name: str) -> bytes:
         """A file that nothing says the size of but the store."""

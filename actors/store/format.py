@@ -1,17 +1,10 @@
-"""JSON manifests that carry their own digest: one byte string for each manifest, so any altered byte is noticed.
-
-NumPy-free and torch-free, as the formats that use it.
-
-Tensor files: ordinary safetensors whose data starts at a multiple of 64 bytes, laid out and checked here.
-
-So mapped arrays are aligned for vector loads. NumPy-free and torch-free on purpose: every process of a node may import
-it.
-
-The expert store on disk: its files, and what its manifest says of them.
+"""The expert store on disk: its files, and what its manifest says of them.
 
 A store is a folder (see `docs/store-format.md`): `manifest.json`, one safetensors file per MoE layer
 with every expert neuron-major (DESIGN.md section 1), one with the dense rest, and copies of the
-checkpoint's configuration and tokenizer. How its tensor files are laid out is in `tensor_file`.
+checkpoint's configuration and tokenizer. A manifest carries its own digest: one byte string for each manifest, so any
+altered byte is noticed. The data of a tensor file starts at a multiple of 64 bytes, so mapped arrays are aligned for
+vector loads.
 
 NumPy-free and torch-free on purpose: every process of a node may import it.
 """
@@ -23,9 +16,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -40,34 +32,38 @@ from pydantic import (
 
 from ...errors import StoreError, TierMoeError
 
-M = TypeVar("M", bound=BaseModel)
+
+class Record(BaseModel):
+    """Base of what manifests hold: frozen, strict, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-@dataclass(frozen=True)
-class Checksummed(Generic[M]):
-    """One kind of manifest.
+class ChecksummedManifest(Record):
+    """Base of the manifests: a JSON file that carries its own digest.
 
     Attributes:
-        model: what it says; a frozen, strict pydantic model.
-        version_field: the field that tells the format's version, looked at before all others.
-        version: the only one that is read.
+        file_name: in the store's folder.
+        version_field, version: the field that tells the format's version, looked at before all others, and the only
+            version that is read.
         version_name: how errors call it, such as "store format".
         remedy: of every error.
     """
 
-    model: type[M]
-    version_field: str
-    version: int
-    version_name: str
-    remedy: str
+    file_name: ClassVar[str]
+    version_field: ClassVar[str]
+    version: ClassVar[int]
+    version_name: ClassVar[str]
+    remedy: ClassVar[str]
 
-    def encode(self, manifest: M) -> bytes:
+    def encode(self) -> bytes:
         """The only byte string that `decode` takes for this manifest."""
-        body = manifest.model_dump(mode="json")
+        body = self.model_dump(mode="json")
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         return (json.dumps({**body, "checksum": digest}, indent=1) + "\n").encode()
 
-    def decode(self, data: bytes, where: str) -> M:
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Self:
         """Read a manifest and check it against its digest, byte for byte.
 
         Args:
@@ -79,20 +75,32 @@ class Checksummed(Generic[M]):
         try:
             body = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise StoreError(f"{where} is not valid JSON ({first_problem(error)})", self.remedy) from error
+            raise StoreError(f"{where} is not valid JSON ({first_problem(error)})", cls.remedy) from error
         if not isinstance(body, dict):
-            raise StoreError(f"{where} is not a manifest", self.remedy)
-        version = body.get(self.version_field)
-        if version != self.version:
-            raise StoreError(f"{where} has {self.version_name} {version!r}, not {self.version}", self.remedy)
+            raise StoreError(f"{where} is not a manifest", cls.remedy)
+        version = body.get(cls.version_field)
+        if version != cls.version:
+            raise StoreError(f"{where} has {cls.version_name} {version!r}, not {cls.version}", cls.remedy)
         body.pop("checksum", None)
         try:
-            manifest = self.model.model_validate_json(json.dumps(body))
+            manifest = cls.model_validate_json(json.dumps(body))
         except (ValidationError, ValueError) as error:
-            raise StoreError(f"{where} is malformed ({first_problem(error)})", self.remedy) from error
-        if self.encode(manifest) != data:
-            raise StoreError(f"{where} does not match its checksum", self.remedy)
+            raise StoreError(f"{where} is malformed ({first_problem(error)})", cls.remedy) from error
+        if manifest.encode() != data:
+            raise StoreError(f"{where} does not match its checksum", cls.remedy)
         return manifest
+
+    @classmethod
+    def read(cls, store: Path) -> Self | None:
+        """The manifest in a store's folder; None where there is none. Raises as `decode`."""
+        path = store / cls.file_name
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read ({error.strerror})", cls.remedy) from error
+        return cls.decode(data, str(path))
 
 
 def first_problem(error: Exception) -> str:
@@ -130,7 +138,7 @@ ITEM_BYTES: Mapping[str, int] = {
 Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
 
 
-class TensorSpec(BaseModel):
+class TensorSpec(Record):
     """One tensor of a safetensors file.
 
     Attributes:
@@ -138,8 +146,6 @@ class TensorSpec(BaseModel):
         offset: of the first byte, from the start of the file.
         nbytes: length of the data.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str
     dtype: str
@@ -268,11 +274,7 @@ def layer_name(index: int) -> str:
     return f"layer-{index:03d}.safetensors"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileRecord(_Frozen):
+class FileRecord(Record):
     """A file of the store, its length and its digest."""
 
     file: FileName
@@ -292,7 +294,7 @@ class LayerFile(FileRecord):
     module: str
 
 
-class TiedWeight(_Frozen):
+class TiedWeight(Record):
     """A parameter that shares the storage of another one, which is in the dense file."""
 
     name: str
@@ -305,7 +307,7 @@ class DenseFile(FileRecord):
     tied: tuple[TiedWeight, ...]
 
 
-class SourceFile(_Frozen):
+class SourceFile(Record):
     """A checkpoint file as it was when the store was made.
 
     Attributes:
@@ -319,7 +321,7 @@ class SourceFile(_Frozen):
     sha256: Sha256
 
 
-class ExpertShape(_Frozen):
+class ExpertShape(Record):
     """Shape of one expert; all experts of a store have the same.
 
     Attributes:
@@ -373,7 +375,7 @@ class ExpertShape(_Frozen):
         return {name: (self.num_experts, *shape) for name, shape in shapes.items() if shape is not None}
 
 
-class NeuronOrder(_Frozen):
+class NeuronOrder(Record):
     """In which order the neurons of each expert lie, where it is not the checkpoint's.
 
     Attributes:
@@ -388,7 +390,7 @@ class NeuronOrder(_Frozen):
     tokens: Count
 
 
-class Manifest(_Frozen):
+class Manifest(ChecksummedManifest):
     """What a store holds. Written last, so a folder without one is not a store.
 
     Attributes:
@@ -400,6 +402,10 @@ class Manifest(_Frozen):
         source: the checkpoint's files, to notice that it changed.
         neuron_order: None: the checkpoint's; it is then not written, so that older stores keep their digest.
     """
+
+    file_name = MANIFEST_NAME
+    version_field, version, version_name = "format_version", FORMAT_VERSION, "store format"
+    remedy = REBUILD
 
     format_version: Literal[1]
     model: str
@@ -445,29 +451,9 @@ class Manifest(_Frozen):
         return {name: (code, shape) for name, shape in self.experts.stacked().items()}
 
 
-_MANIFEST = Checksummed(Manifest, "format_version", FORMAT_VERSION, "store format", REBUILD)
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The only byte string that `decode_manifest` takes for this manifest; it carries its own digest."""
-    return _MANIFEST.encode(manifest)
-
-
-def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Read a manifest and check it against its digest, byte for byte.
-
-    Args:
-        where: the path to name in errors.
-
-    Raises:
-        StoreError: not a manifest, of another format version, or altered.
-    """
-    return _MANIFEST.decode(data, where)
-
-
 def manifest_digest(manifest: Manifest) -> str:
     """SHA-256 of a manifest's only byte string: two stores with the same hold the same bytes."""
-    return hashlib.sha256(encode_manifest(manifest)).hexdigest()
+    return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 def read_manifest(store: Path) -> Manifest:
@@ -484,7 +470,7 @@ def read_manifest(store: Path) -> Manifest:
             f"{store} is not an expert store ({path.name}: {error.strerror})",
             "make one with `tiermoe prepare MODEL OUT`",
         ) from error
-    return decode_manifest(data, str(path))
+    return Manifest.decode(data, str(path))
 
 
 def model_fingerprint(manifest: Manifest) -> str:

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from ...errors import StoreError
 from ...kernels.pack import PackedShape
 from .files import ArrayView, FileStamp, VerifiedFiles, map_arrays
-from .format import MANIFEST_NAME, Checksummed, Count, FileRecord, Manifest, Sha256, _Frozen, read_manifest
+from .format import MANIFEST_NAME, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, read_manifest
 
 REPLICA_VERSION: Literal[1] = 1
 REPLICAS_NAME = "replicas.json"
@@ -57,7 +57,7 @@ class ReplicaFile(FileRecord):
     layer: Annotated[int, Field(ge=0, le=1 << 16)]
 
 
-class Calibration(_Frozen):
+class Calibration(Record):
     """The text that the replicas were fitted to.
 
     Attributes:
@@ -69,7 +69,7 @@ class Calibration(_Frozen):
     tokens: Count
 
 
-class ReplicaManifest(_Frozen):
+class ReplicaManifest(ChecksummedManifest):
     """The replicas of one store.
 
     Attributes:
@@ -80,6 +80,10 @@ class ReplicaManifest(_Frozen):
         files: by width, then by layer.
         losses: the file of `ReplicaTables`.
     """
+
+    file_name = REPLICAS_NAME
+    version_field, version, version_name = "replica_version", REPLICA_VERSION, "replica version"
+    remedy = REQUANTIZE
 
     replica_version: Literal[1]
     store_sha256: Sha256
@@ -138,26 +142,6 @@ def store_digest(store: Path) -> str:
     return hashlib.sha256((store / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
-_MANIFEST = Checksummed(ReplicaManifest, "replica_version", REPLICA_VERSION, "replica version", REQUANTIZE)
-
-
-def encode_replicas(manifest: ReplicaManifest) -> bytes:
-    """The only byte string that `decode_replicas` takes for this manifest; it carries its own digest."""
-    return _MANIFEST.encode(manifest)
-
-
-def decode_replicas(data: bytes, where: str) -> ReplicaManifest:
-    """Read a manifest of replicas and check it against its digest, byte for byte.
-
-    Args:
-        where: the path to name in errors.
-
-    Raises:
-        StoreError: not one, of another version, or altered.
-    """
-    return _MANIFEST.decode(data, where)
-
-
 def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:
     """The manifest of a store's replicas; None where it has none.
 
@@ -167,17 +151,13 @@ def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:
     Raises:
         StoreError: it is of no use, or of another store.
     """
-    path = store / REPLICAS_NAME
     if any(record.file == REPLICAS_NAME for record in manifest.files()):
         return None  # the checkpoint's own file of that name, copied
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror})", REQUANTIZE) from error
-    replicas = decode_replicas(data, str(path))
-    if replicas.store_sha256 != store_digest(store) or replicas.num_layers != len(manifest.layers):
+    replicas = ReplicaManifest.read(store)
+    if replicas is not None and (
+        replicas.store_sha256 != store_digest(store) or replicas.num_layers != len(manifest.layers)
+    ):
+        path = store / REPLICAS_NAME
         raise StoreError(f"{path} belongs to another store than the one around it", REQUANTIZE)
     return replicas
 

@@ -27,7 +27,7 @@ from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.engine.model.model import MoeBlock, build_model, find_blocks
 from tiermoe.actors.store.files import ExpertStore, LayerArrays
-from tiermoe.actors.store.format import MANIFEST_NAME, ExpertShape, encode_manifest, read_manifest
+from tiermoe.actors.store.format import MANIFEST_NAME, ExpertShape, read_manifest
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas
 from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_windows
@@ -229,7 +229,7 @@ def test_once_ordered_it_stays(store: Path, plain: Path, checkpoint: Path, text:
 
 
 def test_a_manifest_without_an_order_is_what_it_was(plain: Path) -> None:
-    assert b"neuron_order" not in encode_manifest(read_manifest(plain))
+    assert b"neuron_order" not in read_manifest(plain).encode()
 
 
 def test_replicas_come_after_the_order(store: Path, checkpoint: Path, text: Path) -> None:

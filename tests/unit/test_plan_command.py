@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from tiermoe.actors.store.format import MANIFEST_NAME, Manifest, encode_manifest
+from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
@@ -286,7 +286,7 @@ def test_facts_of_a_store_are_its_manifests(model: Path, tmp_path: Path) -> None
         "layers": [record | {"file": f"l{i}", "index": i, "module": f"m{i}"} for i in range(3)],
         "dense": {"file": "d", "nbytes": 4000, "sha256": "0" * 64, "tied": []}, "extras": [], "source": [],
     }))  # fmt: skip
-    (store / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    (store / MANIFEST_NAME).write_bytes(manifest.encode())
     facts = model_facts(load_run_config(None, {"model": str(model), "store": str(store)}))
     assert (facts.name, facts.layers, facts.experts, facts.gates, facts.item_bytes) == ("m", 3, 8, 1, 4)
     assert facts.expert_elements == 2 * 8 * 16 + 16 + 8

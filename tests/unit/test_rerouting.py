@@ -20,7 +20,7 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import PolicySettings, RoutingSettings
-from tiermoe.actors.store.artifacts import Calibrated
+from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
 
 VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)
@@ -231,10 +231,10 @@ def _policy(**kwargs: Any) -> PolicySettings:
 
 
 def test_settings_make_the_rule_or_say_what_is_missing() -> None:
-    assert make_rerouting(_policy(lossless=True), 2, True, Calibrated()) is None
+    assert make_rerouting(_policy(lossless=True), 2, True, PolicyArtifacts()) is None
     adaptive = _policy(routing=RoutingSettings(kind="adaptive", threshold=0.1))
-    assert isinstance(make_rerouting(adaptive, 2, True, Calibrated((1.0, 2.0))), AdaptiveGating)
-    for lacking in (Calibrated(), Calibrated((1.0,))):
+    assert isinstance(make_rerouting(adaptive, 2, True, PolicyArtifacts((1.0, 2.0))), AdaptiveGating)
+    for lacking in (PolicyArtifacts(), PolicyArtifacts((1.0,))):
         with pytest.raises(ConfigError, match="--sensitivity TEXT"):
             make_rerouting(adaptive, 2, True, lacking)
 

@@ -40,7 +40,7 @@ from tiermoe.actors.policies.prefetch import (
     predicted_experts,
 )
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
-from tiermoe.actors.store.artifacts import Calibrated
+from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
 
 
@@ -186,7 +186,7 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
         for _ in range(LAYERS - 1)
     )
     policy = PolicySettings(name="test", lossless=True, prefetch=PrefetchSettings(kind="pre-gated"))
-    probes = gate_probes(policy, Calibrated(gates=gates), LAYERS, torch.device("cpu"))
+    probes = gate_probes(policy, PolicyArtifacts(gates=gates), LAYERS, torch.device("cpu"))
     cache, made = FakeCache(), PreGatedPrefetch(LAYERS, EXPERTS, 2)
     tested = Prefetching(made, cache, blocks_of([None] * LAYERS), EXPERTS, None, probes)  # type: ignore[arg-type]
     hidden = hidden_rows(2)
@@ -197,7 +197,7 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
         ([(i + 1) * EXPERTS + e for e in predicted_experts(gate(shown), 2)], set(), "pre-gated")
         for i, gate in enumerate(gates)
     ]
-    for lacking in (Calibrated(), Calibrated(gates=gates[:1])):
+    for lacking in (PolicyArtifacts(), PolicyArtifacts(gates=gates[:1])):
         with pytest.raises(ConfigError, match="--gates TEXT"):
             gate_probes(policy, lacking, LAYERS, torch.device("cpu"))
 

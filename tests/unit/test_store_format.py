@@ -24,8 +24,6 @@ from tiermoe.actors.store.format import (
     SourceFile,
     TiedWeight,
     build_header,
-    decode_manifest,
-    encode_manifest,
     read_header,
 )
 from tiermoe.errors import StoreError
@@ -72,23 +70,23 @@ def test_shape_without_gate_or_bias() -> None:
 
 def test_manifest_round_trip() -> None:
     original = manifest()
-    assert decode_manifest(encode_manifest(original), "m") == original
+    assert Manifest.decode(original.encode(), "m") == original
 
 
 def test_every_altered_byte_of_a_manifest_is_noticed() -> None:
-    data = encode_manifest(manifest())
+    data = manifest().encode()
     for place in range(len(data)):
         altered = bytearray(data)
         altered[place] ^= 1
         with pytest.raises(StoreError):
-            decode_manifest(bytes(altered), "m")
+            Manifest.decode(bytes(altered), "m")
 
 
 def test_another_format_version_is_named() -> None:
-    body = json.loads(encode_manifest(manifest()))
+    body = json.loads(manifest().encode())
     body["format_version"] = 2
     with pytest.raises(StoreError, match="store format 2, not 1"):
-        decode_manifest(json.dumps(body).encode(), "m")
+        Manifest.decode(json.dumps(body).encode(), "m")
 
 
 @pytest.mark.parametrize("name", ["../secret", "a/b", "", ".hidden", "/etc/passwd"])

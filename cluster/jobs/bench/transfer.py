@@ -33,7 +33,6 @@ from ....actors.store.format import (
     FileRecord,
     LayerFile,
     Manifest,
-    encode_manifest,
     layer_name,
 )
 from ....actors.store.server import StoreWorker
@@ -225,7 +224,7 @@ def _write_store(model: Model, folder: Path) -> Path:
         dense=DenseFile(tied=(), **dense.model_dump()),
         extras=(FileRecord(file="config.json", nbytes=len(config), sha256=digest),), source=(),
     )  # fmt: skip
-    write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
+    write_file(folder / MANIFEST_NAME, manifest.encode())
     ExpertStore(folder)  # hashed once; every opening after it goes by the stamps
     return folder
 

@@ -20,7 +20,6 @@ from ....actors.store.format import (
     LayerFile,
     Manifest,
     TiedWeight,
-    encode_manifest,
     layer_name,
 )
 from ....errors import CheckpointError
@@ -132,7 +131,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
         source=checkpoint.source,
     )
     journal.remove()
-    write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
+    write_file(folder / MANIFEST_NAME, manifest.encode())
 
 
 def _write_layer(conversion: Conversion, index: int, folder: Path, journal: Journal, advance: Advance) -> LayerFile:

@@ -39,7 +39,6 @@ from ....actors.store.format import (
     Manifest,
     NeuronOrder,
     SourceFile,
-    encode_manifest,
     layer_name,
     read_manifest,
 )
@@ -278,7 +277,7 @@ class _Job:
             for record in layers:
                 (folder / record.file).replace(self.store / record.file)
             sync_folder(self.store)
-        write_file(self.store / MANIFEST_NAME, encode_manifest(manifest))
+        write_file(self.store / MANIFEST_NAME, manifest.encode())
         _sweep(self.store, manifest)
 
 

@@ -38,7 +38,6 @@ from ....actors.store.replicas import (
     ReplicaTables,
     Width,
     describe_replicas,
-    encode_replicas,
     losses_name,
     read_tables,
     replica_name,
@@ -450,7 +449,7 @@ class ReplicaJob:
             for record in (*files, losses):
                 (folder / record.file).replace(self.store / record.file)
             sync_folder(self.store)
-        write_file(self.store / REPLICAS_NAME, encode_replicas(manifest))
+        write_file(self.store / REPLICAS_NAME, manifest.encode())
         named = {record.file for record in manifest.records()}
         with disk_errors(self.store):
             for pattern in ("replicas-b*-g*-*.safetensors", "losses-b*-g*.safetensors"):

@@ -39,7 +39,6 @@ from ....actors.store.artifacts import (
     ProfileManifest,
     ProfileSource,
     encode_arrays,
-    encode_profile,
     read_profile_manifest,
     stale_arrays,
 )
@@ -418,7 +417,7 @@ def _publish(
         arrays=record,
     )
     write_file(store / record.file, data)
-    write_file(store / PROFILE_NAME, encode_profile(made))
+    write_file(store / PROFILE_NAME, made.encode())
     with disk_errors(store):
         for path in stale_arrays(store, made):
             path.unlink()

@@ -13,7 +13,7 @@ from replica_sets import contents
 from tiny_models import save_tiny_checkpoint
 from tiny_tokenizer import VOCAB_SIZE
 
-from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, replica_name
+from tiermoe.actors.store.replicas import REPLICAS_NAME, ReplicaManifest, describe_replicas, open_replicas, replica_name
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import StoreError
@@ -77,7 +77,6 @@ def rewrite(store: Path, layer_file: str, change: Any) -> None:
     """A file with other tensors under a manifest that vouches for it."""
     from safetensors.numpy import load_file
 
-    from tiermoe.actors.store.replicas import decode_replicas, encode_replicas
     from tiermoe.cluster.jobs.prepare.writer import write_tensors
 
     path = store / layer_file
@@ -86,14 +85,14 @@ def rewrite(store: Path, layer_file: str, change: Any) -> None:
     codes = {"u": "U8", "e": "F16", "f": "F32", "d": "F64", "q": "I64", "l": "I64", "B": "U8"}
     header = {name: (codes[array.dtype.char], array.shape) for name, array in tensors.items()}
     record = write_tensors(path, header, [array.tobytes() for array in tensors.values()])
-    manifest = decode_replicas((store / REPLICAS_NAME).read_bytes(), "")
+    manifest = ReplicaManifest.decode((store / REPLICAS_NAME).read_bytes(), "")
 
     def fixed(old: Any) -> Any:
         return old.model_copy(update=record.model_dump()) if old.file == layer_file else old
 
     files = tuple(fixed(file) for file in manifest.files)
     manifest = manifest.model_copy(update={"files": files, "losses": fixed(manifest.losses)})
-    (store / REPLICAS_NAME).write_bytes(encode_replicas(manifest))
+    (store / REPLICAS_NAME).write_bytes(manifest.encode())
 
 
 def not_finite(tensors: dict[str, np.ndarray]) -> None:
