@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
+from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Stream
-from .links import MATCHER, PeerLink, StoreLink
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
 from .store.artifacts import map_shape, predictors_of

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, StoreError
-from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
-from .links import MATCHER, Directory, PeerLink
-from .peer import PeerConnection
+from ..proto.options import ServerOptions
+from ..proto.peers import MATCHER, Directory, PeerLink, ReconnectingChannel
+from ..proto.server import ChannelServer
 from .policies.fmoe import ExpertMapPrefetch, Forecast
 from .policies.fmoe.maps import ExpertMapStore
 from .policies.sharding import shard_of
@@ -109,7 +109,10 @@ class Matcher:
         self._owner = np.array(
             [shard_of(*divmod(key, shape.experts), shape.experts, sharding.count, sharding.ownership) for key in keys]
         )
-        self._shards = [PeerConnection("shard", link, sharding, {"index": i}) for i, link in enumerate(shards, start=1)]
+        self._shards = [
+            ReconnectingChannel("shard", link, sharding.transport, {"index": i})
+            for i, link in enumerate(shards, start=1)
+        ]
         self._saved = self._maps.generation
         self._closing = threading.Event()
         self._saver = threading.Thread(target=self._keep_saving, name="tiermoe-matcher-snapshots", daemon=True)
@@ -155,7 +158,7 @@ class Matcher:
             "unsaved": 0 if self._snapshot is None else self._maps.generation - self._saved,
             "search_s": self._search_s,
             "update_s": self._update_s,
-            "shards_connected": sum(shard.channel is not None for shard in self._shards),
+            "shards_connected": sum(shard.current is not None for shard in self._shards),
         } | self._counts | asdict(self._shape) | means  # fmt: skip
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
@@ -252,7 +255,7 @@ class Matcher:
         own = np.ones(len(keys), np.bool_)
         for index, shard in enumerate(self._shards, start=1):
             theirs = self._owner[keys] == index
-            if theirs.any() and shard.channel is not None:  # the lead computes the experts of a shard that is lost
+            if theirs.any() and shard.current is not None:  # the lead computes the experts of a shard that is lost
                 self._counts["posted"] += shard.post(_part(iteration, forecast, theirs, hint))
                 own &= ~theirs
         return _part(iteration, forecast, own, hint)

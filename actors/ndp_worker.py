@@ -20,9 +20,10 @@ import numpy as np
 
 from ..errors import ConfigError, StoreError
 from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
-from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
-from .links import Directory, ndp_name
+from ..proto.options import ServerOptions
+from ..proto.peers import Directory, ndp_name
+from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
 from .store.files import ExpertStore, open_views

@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
-from ..proto.channel import ChannelServer, ServerOptions
 from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
-from .links import Directory, StoreLink, shard_name
+from ..proto.options import ServerOptions
+from ..proto.peers import Directory, StoreLink, shard_name
+from ..proto.server import ChannelServer
 from .settings import EngineSettings, check_combination
 from .store.dense import view_here
 

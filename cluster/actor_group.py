@@ -33,11 +33,11 @@ from typing import Any
 import ray
 from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
 
-from ..actors.links import MATCHER, PeerLink, StoreLink
 from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
 from ..actors.store.files import StoreView
 from ..errors import RuntimeFailure
+from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
 from .config import RunConfig
 from .endpoints import Endpoint, EndpointDirectory, Endpoints

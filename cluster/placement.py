@@ -27,8 +27,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ..actors.links import MATCHER
 from ..errors import RuntimeFailure
+from ..proto.peers import MATCHER
 from .topology.spec import PlannedActor, Topology
 
 LEAD, ENDPOINTS = "lead", "endpoints"

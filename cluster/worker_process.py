@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from ..actors.links import MATCHER, Noticeboard, PeerLink, StoreLink, ndp_name, shard_name, store_name
 from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..actors.store.artifacts import MapShape
 from ..errors import RuntimeFailure
+from ..proto.peers import MATCHER, LocalDirectory, PeerLink, StoreLink, ndp_name, shard_name, store_name
 
 _START_S = 120.0
 _END_S = 5.0
@@ -93,7 +93,7 @@ class WorkerProcess:
 
     def __init__(self, role: Role, store: Path | None = None) -> None:
         self._role, self._store = role, store
-        self._board = Noticeboard()
+        self._board = LocalDirectory()
         self.link = PeerLink(self._board, name=role.name)
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[str] | None = None  # its standard error: a file, which never fills up like a pipe
@@ -214,15 +214,15 @@ def _worker(request: dict[str, Any]) -> Any:
         from ..actors.ndp_worker import NdpWorker
 
         near_data = NdpSettings(**request["settings"])
-        return NdpWorker(near_data, request["store"], Noticeboard(), index=request["index"])
+        return NdpWorker(near_data, request["store"], LocalDirectory(), index=request["index"])
     if request["kind"] == "store":
         from ..actors.store.server import StoreWorker
-        from ..proto.channel import ServerOptions
+        from ..proto.options import ServerOptions
 
         given = request["settings"]
         options = ServerOptions(shared_memory=given["shared_memory"])
         return StoreWorker(
-            request["store"], request["index"], given["layers"], "stamp", Noticeboard(), options=options
+            request["store"], request["index"], given["layers"], "stamp", LocalDirectory(), options=options
         )
     if request["kind"] == "matcher":
         from ..actors.matcher import Matcher
@@ -230,12 +230,12 @@ def _worker(request: dict[str, Any]) -> Any:
         asked = request["settings"]
         settings, shape = MatcherSettings(**asked["settings"]), MapShape(**asked["shape"])
         return Matcher(
-            settings, shape, asked["top_k"], Noticeboard(), snapshot=asked["snapshot"], warm=asked["warm"]
+            settings, shape, asked["top_k"], LocalDirectory(), snapshot=asked["snapshot"], warm=asked["warm"]
         )
     from ..actors.shard_worker import ShardWorker
 
     index = request["index"]
-    return ShardWorker(EngineSettings(**request["settings"]), index, request["store"], Noticeboard(), gpu=index)
+    return ShardWorker(EngineSettings(**request["settings"]), index, request["store"], LocalDirectory(), gpu=index)
 
 
 def main() -> None:

@@ -16,35 +16,60 @@ of life. Messages then travel through rings in shared memory where they can, els
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import os
 import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, Protocol
 
-from ..errors import ChannelRefused
-from . import grpc_wire as wire
-from . import shm
-from .client import Channel
-from .control import Control
-from .faults import Fault, FaultInjector
+from ..errors import ChannelRefused, DeadlinePassed, MessageError, PeerLost, RemoteFailure
+from . import grpc_transport, shm
+from .codec import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces, decode, encode, pack, pack_bare, unpack
 from .generated import channel_pb2
-from .limits import Limits
-from .links import Link, RingLink, StreamLink
-from .options import ChannelOptions, ServerOptions, TlsFiles
-from .pending import Pending
-from .server import ChannelServer
+from .messages import Acknowledged, Failure, Message
+from .options import ChannelOptions, Received
 
-__all__ = [
-    "Channel",
-    "ChannelOptions",
-    "ChannelServer",
-    "Fault",
-    "FaultInjector",
-    "Limits",
-    "Pending",
-    "ServerOptions",
-    "TlsFiles",
-    "open_channel",
-]
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_FULL_S = 0.001  # while the transport is full: how long to wait before looking for answers that may clear it
+
+
+class Transport(Protocol):
+    """How frames go from client to server and back: `shm.ShmTransport`, `grpc_transport.GrpcTransport`.
+
+    Attributes:
+        pull: whether answers are there for `receive` to take; else they are delivered.
+        whole: longer frames are sent while the peer takes them out.
+    """
+
+    @property
+    def name(self) -> Literal["shm", "grpc"]: ...
+
+    pull: bool
+    whole: int
+
+    def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
+        """Called once, before anything is sent."""
+
+    def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
+        """Send a frame; one thread at a time. False: the transport stayed full.
+
+        Args:
+            pieces, size: the frame.
+            timeout_s: how long to wait for space.
+            stall_s: how long to wait in the middle of a frame longer than `whole`; then the transport is broken.
+        """
+
+    def receive(self, timeout_s: float) -> Received | None:
+        """Take a frame; one thread at a time. None: none came in time."""
+
+    def close(self) -> None:
+        """End it and wake whoever waits. Idempotent."""
 
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> Channel:
@@ -60,31 +85,427 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
     """
     options = options if options is not None else ChannelOptions()
     client = secrets.randbits(63) + 1
-    most = options.limits.max_message_bytes
-    hello = channel_pb2.Hello(version=wire.PROTOCOL_VERSION, client=client, max_message_bytes=most)
+    max_bytes = options.limits.max_message_bytes
+    hello = channel_pb2.Hello(version=grpc_transport.PROTOCOL_VERSION, client=client, max_message_bytes=max_bytes)
     offered: shm.Offer | None = None
     if options.transport != "grpc" and shm.supported():
         with contextlib.suppress(OSError):  # gRPC then
             offered = shm.offer(options.ring_bytes, options.spin_s)
-            place = channel_pb2.SharedMemory(pid=os.getpid(), fd=offered.fd, ring_bytes=offered.ring_bytes)
-            hello.shared_memory.CopyFrom(place)
-    metadata = wire.metadata(options, client)
+            memory = channel_pb2.SharedMemory(pid=os.getpid(), fd=offered.fd, ring_bytes=offered.ring_bytes)
+            hello.shared_memory.CopyFrom(memory)
+    metadata = grpc_transport.metadata(options, client)
     try:
-        grpc_channel = wire.dial(address, options)
-        control = Control(address, grpc_channel, metadata, hello, options)
+        grpc_channel = grpc_transport.dial(address, options)
+        control = grpc_transport.ControlStream(address, grpc_channel, metadata, hello, options)
     finally:
         if offered is not None:
-            offered.forget_fd()
+            offered.close_fd()
     assert control.welcome is not None
-    most = min(most, control.welcome.max_message_bytes)
-    link: Link
+    transport: Transport
     if offered is not None and control.welcome.nonce == offered.nonce:
-        link = RingLink(offered.rings, options.limits.max_message_bytes, options.supply)
+        transport = shm.ShmTransport(offered.rings, max_bytes, options.supply)
     elif options.transport == "shm":
         control.close()
         raise ChannelRefused(
             f"{address} cannot share memory with this process", "use transport auto or grpc, or run both on one host"
         )
     else:
-        link = StreamLink(grpc_channel, metadata, options.queued_bytes)
-    return Channel(control, link, client, most, options)
+        transport = grpc_transport.GrpcTransport(grpc_channel, metadata, options.queued_bytes)
+    return Channel(control, transport, client, min(max_bytes, control.welcome.max_message_bytes), options)
+
+
+class Pending:
+    """An answer to come. Several threads may wait for different answers; one waits for the same."""
+
+    __slots__ = (
+        "_channel", "answered", "deadline", "number", "pieces", "probe_after_s", "probe_at", "reply", "size", "unknown",
+    )  # fmt: skip
+
+    def __init__(
+        self, channel: Channel, number: int, deadline: float, probe_after_s: float, pieces: Pieces, size: int
+    ) -> None:
+        self._channel, self.number, self.deadline = channel, number, deadline
+        self.pieces, self.size = pieces, size
+        self.probe_after_s, self.probe_at = probe_after_s, 0.0
+        self.reply: Frame | None = None
+        self.unknown = False  # the peer says that the request never came
+        self.answered = threading.Lock()  # held until there is something to look at; where answers are delivered
+        self.answered.acquire()
+
+    def wake(self) -> None:
+        """Let the thread that waits for this answer look again."""
+        with contextlib.suppress(RuntimeError):  # it is awake
+            self.answered.release()
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._channel._poll(self)
+
+    def result(self) -> Message | None:
+        """The answer; None where it is "done".
+
+        Raises:
+            DeadlinePassed: none came in time.
+            PeerLost: the other process died or does not answer.
+            RemoteFailure: the answer is an error.
+            MessageError: the answer is malformed.
+        """
+        return self._channel._result(self)
+
+
+class Channel:
+    """An open channel; made by `open_channel`. All methods may be called by any thread.
+
+    On shared memory the thread that waits for an answer reads the ring itself (one at a time: the others sleep until it
+    has theirs, or leaves the ring to them), so that no second thread has to be woken. On gRPC its own thread delivers.
+    """
+
+    def __init__(
+        self,
+        control: grpc_transport.ControlStream,
+        transport: Transport,
+        client: int,
+        max_bytes: int,
+        options: ChannelOptions,
+    ) -> None:
+        self._control, self._transport, self._client = control, transport, client
+        self._max_bytes, self._options = max_bytes, options
+        self._faults = options.faults
+        self._numbers = itertools.count(1)
+        self._pendings: dict[int, Pending] = {}
+        self._sending = threading.Lock()
+        self._reading = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._waiters = 0
+        self._timers: set[threading.Timer] = set()
+        self._lost: str | None = None
+        self._dropped = 0
+        self._probes = 0
+        self._resent = 0
+        self._unexpected = 0
+        transport.start(self._deliver, self._lose)
+        control.on_lost(self._lose)
+        _open_channels.add(self)
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def transport(self) -> str:
+        """ "shm" or "grpc"."""
+        return self._transport.name
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer is lost or the channel closed; it does not come back."""
+        return self._lost is None
+
+    @property
+    def closed_because(self) -> str | None:
+        """Why it is not alive."""
+        return self._lost
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Posts dropped, late answers asked for, requests sent again, answers that nobody waited for."""
+        return {
+            "dropped": self._dropped, "probes": self._probes, "resent": self._resent, "unexpected": self._unexpected,
+        }  # fmt: skip
+
+    def submit(self, message: Message, deadline_s: float) -> Pending:
+        """Send a request; waits only where the transport is full.
+
+        Args:
+            message: the request.
+            deadline_s: seconds from now until which an answer is worth something, here and there.
+
+        Raises:
+            MessageError: the message is malformed, or too large (`MessageTooLarge`).
+            DeadlinePassed: the transport stayed full.
+            PeerLost: the other process died or does not answer.
+        """
+        encoded = encode(message)
+        deadline = time.monotonic() + deadline_s
+        deadline_ns = self._peer_deadline_ns(deadline)
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise _not_sent()
+        try:
+            number = next(self._numbers)
+            pieces, size = pack(
+                encoded, self._client, number, self._settled(number), deadline_ns, REQUEST, self._max_bytes
+            )
+            pending = Pending(self, number, deadline, self._options.resend_after_s, pieces, size)
+            self._pendings[number] = pending
+            try:
+                if not self._transmit(pieces, size, deadline):
+                    raise _not_sent()
+            except BaseException:
+                self._pendings.pop(number, None)
+                raise
+        finally:
+            self._sending.release()
+        pending.probe_at = time.monotonic() + pending.probe_after_s
+        return pending
+
+    def call(self, message: Message, deadline_s: float) -> Message | None:
+        """`submit` and `result`."""
+        return self.submit(message, deadline_s).result()
+
+    def post(self, message: Message) -> bool:
+        """Send without an answer, at once or not at all.
+
+        Returns:
+            False: the transport was full, or the message is longer than the ring; it is dropped and counted.
+
+        Raises:
+            MessageError, PeerLost: as in `submit`.
+        """
+        encoded = encode(message)
+        pieces, size = pack(encoded, self._client, 0, 0, 0, POST, self._max_bytes)
+        if size > self._transport.whole or not self._sending.acquire(blocking=False):
+            self._dropped += 1
+            return False
+        try:
+            sent = self._transmit(pieces, size, 0.0)
+        finally:
+            self._sending.release()
+        if not sent:
+            self._dropped += 1
+        return sent
+
+    def close(self) -> None:
+        """End the channel; whoever waits gets `PeerLost`. Idempotent."""
+        self._lose("the channel was closed")
+        for timer in list(self._timers):
+            timer.cancel()
+        self._control.close()
+
+    # sending
+
+    def _peer_deadline_ns(self, deadline: float) -> int:
+        return max(1, int(deadline * 1e9) + self._control.offset_ns)
+
+    def _settled(self, number: int) -> int:
+        """The oldest request that waits for its answer: what is below is settled."""
+        try:
+            return next(iter(self._pendings), number)
+        except RuntimeError:  # an answer came in between
+            return 0
+
+    def _transmit(self, pieces: Pieces, size: int, deadline: float) -> bool:
+        """Send, with `_sending` held; False: the transport stayed full until the deadline."""
+        if self._faults is None:
+            return self._send(pieces, size, deadline)
+        fault = self._faults.next()
+        if fault.delay_s:
+            timer = threading.Timer(fault.delay_s, self._send_late, (pieces, size, fault.copies))
+            timer.daemon = True
+            self._timers.add(timer)
+            timer.start()
+            return True
+        sent = [self._send(pieces, size, deadline) for _ in range(fault.copies)]
+        return all(sent)
+
+    def _send_late(self, pieces: Pieces, size: int, copies: int) -> None:
+        with self._sending, contextlib.suppress(PeerLost):
+            for _ in range(copies):
+                self._send(pieces, size, time.monotonic() + 1.0)
+
+    def _send(self, pieces: Pieces, size: int, deadline: float) -> bool:
+        if size > self._transport.whole and self._lost is None:
+            return self._send_long(pieces, size, deadline)
+        try:
+            if self._lost is None and self._transport.send(pieces, size, 0.0, 0.0):
+                return True
+            while self._lost is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._drain()  # the peer may be waiting for us to take its answers
+                if self._transport.send(pieces, size, min(left_s, _FULL_S), 0.0):
+                    return True
+        except shm.RingEnded as end:
+            self._lose(str(end))
+        raise self._peer_lost()
+
+    def _send_long(self, pieces: Pieces, size: int, deadline: float) -> bool:
+        """A frame longer than the ring. The peer may have to write answers before it takes the rest: take them."""
+        sent = threading.Event()
+
+        def take_answers() -> None:
+            while not sent.is_set() and self._lost is None:
+                self._drain(_FULL_S)
+
+        helper = threading.Thread(target=take_answers, name="channel-drain", daemon=True)
+        helper.start()
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            return self._transport.send(pieces, size, left_s, max(left_s, self._options.liveness_s))
+        except shm.RingEnded as end:
+            self._lose(str(end))
+            raise self._peer_lost() from None
+        finally:
+            sent.set()
+            helper.join()
+
+    def _ask_again(self, pending: Pending, now: float) -> None:
+        """Ask where the answer is; send the request again where the peer says that it never came."""
+        pending.probe_after_s *= 2
+        pending.probe_at = now + pending.probe_after_s
+        if not self._sending.acquire(blocking=False):
+            return  # somebody sends; the next time
+        try:
+            if pending.unknown:
+                pending.unknown = False
+                self._resent += self._transmit(pending.pieces, pending.size, pending.deadline)
+            else:
+                number, deadline_ns = pending.number, self._peer_deadline_ns(pending.deadline)
+                probe = pack_bare(self._client, number, self._settled(number), deadline_ns, PROBE)
+                self._probes += self._transmit(probe, len(probe[0]), now)
+        finally:
+            self._sending.release()
+
+    # receiving
+
+    def _result(self, pending: Pending) -> Message | None:
+        while pending.reply is None:
+            now = time.monotonic()
+            left_s = pending.deadline - now
+            if self._lost is not None or left_s <= 0:
+                self._poll(pending)  # what came before the end counts
+                if pending.reply is not None:
+                    break
+                self._pendings.pop(pending.number, None)
+                if self._lost is not None:
+                    raise self._peer_lost()
+                raise DeadlinePassed(
+                    f"no answer from {self._control.address} before the deadline",
+                    "give the call more time, or see what keeps the worker busy",
+                )
+            if now >= pending.probe_at or pending.unknown:
+                self._ask_again(pending, now)
+            self._wait(pending, min(left_s, max(0.0, pending.probe_at - now)))
+        message = decode(*pending.reply[5:], self._options.limits)
+        if isinstance(message, Failure):
+            if message.kind == DeadlinePassed.__name__:
+                raise DeadlinePassed(message.what, message.remedy)
+            raise RemoteFailure(message.what, message.remedy, message.kind)
+        return None if isinstance(message, Acknowledged) else message
+
+    def _wait(self, pending: Pending, timeout_s: float) -> None:
+        """Until there may be something new for this answer: read the ring, or sleep while another thread does."""
+        if not self._transport.pull:
+            if self._lost is None:
+                pending.answered.acquire(timeout=timeout_s)
+        elif self._reading.acquire(blocking=False):
+            try:
+                if pending.reply is None:
+                    self._take(timeout_s)
+            finally:
+                self._reading.release()
+            if self._waiters:
+                self._wake()
+        else:
+            with self._changed:
+                # Counted before the look at what it waits for: whoever changes that looks at the count afterwards.
+                self._waiters += 1
+                try:
+                    waits = pending.reply is None and not pending.unknown and self._lost is None
+                    if waits and self._reading.locked():
+                        self._changed.wait(timeout_s)
+                finally:
+                    self._waiters -= 1
+
+    def _take(self, timeout_s: float) -> bool:
+        """Read one answer from the ring, with `_reading` held; False: there was none."""
+        try:
+            data = self._transport.receive(timeout_s)
+        except shm.RingEnded as end:
+            self._lose(str(end))
+            return False
+        if data is None:
+            return False
+        self._deliver(data)
+        return True
+
+    def _drain(self, timeout_s: float = 0.0) -> None:
+        if self._transport.pull and self._reading.acquire(blocking=False):
+            try:
+                while self._take(timeout_s):
+                    pass
+            finally:
+                self._reading.release()
+            if self._waiters:
+                self._wake()
+
+    def _poll(self, pending: Pending) -> bool:
+        if pending.reply is None:
+            self._drain()
+        return pending.reply is not None or self._lost is not None or time.monotonic() >= pending.deadline
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _deliver(self, data: Received) -> None:
+        """An answer arrived."""
+        try:
+            frame = unpack(data)
+        except MessageError as error:
+            self._lose(f"the peer sends what is no frame: {error.what}")
+            return
+        if frame.role == UNKNOWN:
+            asked = self._pendings.get(frame.request)
+            if asked is not None:
+                asked.unknown = True
+                asked.wake()
+                if self._waiters:
+                    self._wake()
+            return
+        pending = self._pendings.pop(frame.request, None)
+        if pending is None or frame.role != REPLY or frame.client != self._client:
+            self._unexpected += 1  # the answer to a request that was sent again, or given up
+            return
+        pending.reply = frame
+        if not self._transport.pull:
+            pending.wake()
+        elif self._waiters:
+            self._wake()
+
+    # the end
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            if self._lost is not None:
+                return
+            self._lost = why
+            self._changed.notify_all()
+        for pending in list(self._pendings.values()):
+            pending.wake()
+        self._transport.close()
+
+    def _peer_lost(self) -> PeerLost:
+        return PeerLost(
+            f"the channel to {self._control.address} ended: {self._lost}", "restart the worker, or go on without it"
+        )
+
+
+def _not_sent() -> DeadlinePassed:
+    return DeadlinePassed(
+        "the request was not sent: the way to the peer stayed full", "give the call more time, or send less at once"
+    )
+
+
+def close_all() -> None:
+    """End every channel of this process, so that no thread of theirs waits when the interpreter ends."""
+    for channel in list(_open_channels):
+        with contextlib.suppress(Exception):
+            channel.close()
+
+
+atexit.register(close_all)

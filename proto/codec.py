@@ -1,7 +1,9 @@
-"""Messages to bytes and back, checked.
+"""Messages to frames and back, checked.
 
     message -> Encoded(kind, body, arrangement, arrays)        encode: no array is copied unless it is not contiguous
-    kind, body, layout, payload -> message                     decode: arrays are views of the received bytes
+    Encoded -> buffers of a `Frame`                            pack: what follows each other on the way
+    bytes -> Frame                                             unpack: the payload stays where it is
+    Frame's parts -> message                                   decode: arrays are views of the received bytes
 
 What arrives is trusted in nothing: sizes are checked against the bytes that are there, indices against their ranges,
 numbers for being finite. Whatever is wrong with it ends in a `MessageError`.
@@ -13,6 +15,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +23,8 @@ from google.protobuf.message import DecodeError, EncodeError
 from numpy.typing import NDArray
 
 from . import _ring
+from .generated import channel_pb2
 from .generated import messages_pb2 as pb
-from .layout import EXPONENTS, Arrangement, arrangement_of, parse_layout
-from .limits import Limits, malformed
 from .messages import (
     Acknowledged,
     Context,
@@ -39,19 +41,144 @@ from .messages import (
     StoreReply,
     StoreRequest,
 )
+from .options import Limits, Received, malformed, too_large
 
 Arrays = list[NDArray[Any]]
-_BATCH_FAULTS = {
-    1: "an expert id is out of range",
-    2: "an expert is named twice",
-    3: "a width is above 8 bits",
-    4: "starts does not rise from 0 to the number of pairs",
-    5: "a row number is out of range",
+Parts = tuple[bytes, tuple[NDArray[Any], ...]]  # body, arrays
+
+# Arrays: which follow a message, and where. Batches of equal shape have equal layouts, so both directions are cached: a
+# layout is serialized, parsed and checked against the rules of its kind once, not per message.
+
+ALIGNMENT = 16  # bytes; frames and their payloads start there, so arrays are aligned for every dtype
+MAX_TENSORS = 24
+MAX_DIMENSIONS = 4
+_CACHED_LAYOUTS = 4096
+_MAX_LAYOUT_BYTES = 4096
+
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_FLOAT16: np.dtype("<f2"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_UINT8: np.dtype("u1"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
 }
-_MOST_DETAILS = 256
-_MOST_NAME = 256  # characters of a file's name
-_REMEMBERED = 1024  # bodies of batches: one for each layer of a model
-_MOST_REMEMBERED_BYTES = 64  # of each
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# The exponent's bits of the float dtypes: all set means infinite or NaN.
+_EXPONENTS = {np.dtype("<f4"): 0x7F800000, np.dtype("<f2"): 0x7C00, np.dtype("<u2"): 0x7F80}
+
+_F32, _I32, _U8, _I64, _FLOAT = ("f4",), ("i4",), ("u1",), ("i8",), ("f4", "f2", "u2")
+# Per kind: name, accepted dtypes and dimensions of each array; equal letters are equal sizes, "N+1" is one more than N.
+_ARRAYS: dict[int, tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = {
+    pb.KIND_EXPERT_BATCH: (
+        ("experts", _I32, ("N",)), ("bits", _U8, ("N",)), ("starts", _I32, ("N+1",)),
+        ("rows", _I32, ("P",)), ("weights", _F32, ("P",)), ("hidden", _FLOAT, ("T", "H")),
+    ),
+    pb.KIND_EXPERT_RESULT: (("partial", _F32, ("T", "H")), ("held", _U8, ("B",))),
+    pb.KIND_PREFETCH_COMMAND: (("keys", _I32, ("N",)), ("priorities", _F32, ("N",))),
+    pb.KIND_PLACEMENT_COMMAND: (("keys", _I32, ("N",)),),
+    pb.KIND_CONTEXT: (
+        ("sequences", _I64, ("S",)), ("embedding", _F32, ("S", "D")), ("probabilities", _F32, ("S", "E")),
+    ),
+    pb.KIND_STORE_REQUEST: (("experts", _I32, ("N",)),),
+    pb.KIND_STORE_REPLY: (("experts", _I32, ("N",)),),
+    pb.KIND_FILE_REPLY: (("data", _U8, ("N",)),),
+}  # fmt: skip
+_OPTIONAL: dict[int, int] = {pb.KIND_EXPERT_RESULT: 1}  # how many of the last arrays may be left out
+_OPEN_ENDED = frozenset({pb.KIND_STORE_REPLY})  # any arrays may follow, each with N rows
+
+Shapes = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """All arrays of a payload.
+
+    Attributes:
+        serialized: the `Layout` message.
+        places: dtype, shape and offset of each.
+        gaps: bytes of padding before each.
+        size: bytes of the payload.
+    """
+
+    serialized: bytes
+    places: tuple[tuple[np.dtype[Any], tuple[int, ...], int], ...]
+    gaps: tuple[int, ...]
+    size: int
+
+
+@functools.lru_cache(maxsize=_CACHED_LAYOUTS)
+def _arrange(kind: int, shapes: Shapes) -> Arrangement:
+    """How arrays of these shapes travel with a message of this kind; raises MessageError."""
+    layout = pb.Layout()
+    for dtype, shape in shapes:
+        if dtype not in _CODES:
+            raise malformed(f"arrays of {dtype} do not travel")
+        tensor = layout.tensors.add()
+        tensor.dtype = pb.DType.Name(_CODES[dtype])  # type: ignore[assignment]
+        tensor.shape.extend(shape)
+        tensor.byte_length = math.prod(shape) * dtype.itemsize
+    _check_shapes(kind, shapes)
+    return _placed(shapes, layout.SerializeToString())
+
+
+@functools.lru_cache(maxsize=_CACHED_LAYOUTS)
+def _parse_layout(kind: int, serialized: bytes) -> Arrangement:
+    """What a received `Layout` says; raises MessageError."""
+    if len(serialized) > _MAX_LAYOUT_BYTES:  # what is cached has a bound
+        raise malformed(f"a layout of {len(serialized)} bytes")
+    try:
+        layout = pb.Layout.FromString(serialized)
+    except DecodeError:
+        raise malformed("the layout is none") from None
+    if len(layout.tensors) > MAX_TENSORS:
+        raise malformed(f"{len(layout.tensors)} arrays")
+    shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
+    for tensor in layout.tensors:
+        dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
+        if dtype is None:
+            raise malformed(f"dtype {tensor.dtype} is unknown")
+        if len(shape) > MAX_DIMENSIONS:
+            raise malformed(f"{len(shape)} dimensions")
+        # NumPy multiplies the sizes that are not zero, and an empty array of 2**63 columns is refused by it
+        if any(size >= 2**31 for size in shape) or math.prod(max(size, 1) for size in shape) >= 2**40:
+            raise malformed(f"shape {shape}")
+        if math.prod(shape) * dtype.itemsize != tensor.byte_length:
+            raise malformed(f"{dtype} {shape} does not take {tensor.byte_length} bytes")
+        shapes.append((dtype, shape))
+    _check_shapes(kind, tuple(shapes))
+    return _placed(tuple(shapes), serialized)
+
+
+def _placed(shapes: Shapes, serialized: bytes) -> Arrangement:
+    places, gaps, at = [], [], 0
+    for dtype, shape in shapes:
+        gaps.append(-at % ALIGNMENT)
+        at += gaps[-1]
+        places.append((dtype, shape, at))
+        at += math.prod(shape) * dtype.itemsize
+    return Arrangement(serialized, tuple(places), tuple(gaps), at)
+
+
+def _check_shapes(kind: int, shapes: Shapes) -> None:
+    rules = _ARRAYS.get(kind, ())
+    fewest = len(rules) - _OPTIONAL.get(kind, 0)
+    if len(shapes) < fewest or (len(shapes) > len(rules) and kind not in _OPEN_ENDED):
+        raise malformed(f"kind {kind} has {len(shapes)} arrays")
+    sizes: dict[str, int] = {}
+    for (dtype, shape), (_, accepted, names) in zip(shapes, rules, strict=False):
+        if dtype.str[1:] not in accepted or len(shape) != len(names):
+            raise malformed(f"kind {kind} has an array of {dtype} {shape}")
+        for size, name in zip(shape, names, strict=True):
+            letter, _, more = name.partition("+")
+            if sizes.setdefault(letter, size - int(more or 0)) != size - int(more or 0):
+                raise malformed(f"in kind {kind}, {letter} is {sizes[letter]} in one array and differs in another")
+    for _, shape in shapes[len(rules) :]:
+        if not shape or shape[0] != sizes["N"]:
+            raise malformed(f"an array {shape} does not have a row for each of {sizes['N']} experts")
+
+
+# Messages
 
 
 class Encoded(NamedTuple):
@@ -83,7 +210,7 @@ def encode(message: Message) -> Encoded:
         if not array.flags.c_contiguous:
             arrays = tuple([np.ascontiguousarray(a) for a in arrays])
             break
-    return Encoded(kind, body, arrangement_of(kind, arrays), arrays)
+    return Encoded(kind, body, _arrange(kind, tuple([(array.dtype, array.shape) for array in arrays])), arrays)
 
 
 def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> Message:
@@ -95,10 +222,10 @@ def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: L
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise malformed(f"kind {kind} is unknown")
-    arrangement = parse_layout(kind, layout)
+    arrangement = _parse_layout(kind, layout)
     if arrangement.size != len(payload):
         raise malformed(f"the arrays take {arrangement.size} bytes, there are {len(payload)}")
-    arrays = [np.ndarray(place.shape, place.dtype, payload, place.offset) for place in arrangement.places]
+    arrays = [np.ndarray(shape, dtype, payload, offset) for dtype, shape, offset in arrangement.places]
     try:
         return decoder(body, arrays, limits)
     except (DecodeError, UnicodeDecodeError):
@@ -112,7 +239,7 @@ def _below(name: str, value: int, limit: int) -> int:
 
 
 def _finite(name: str, array: NDArray[Any]) -> NDArray[Any]:
-    if not _ring.finite(array, EXPONENTS[array.dtype]):
+    if not _ring.finite(array, _EXPONENTS[array.dtype]):
         raise malformed(f"{name} has numbers that are not finite")
     return array
 
@@ -123,7 +250,89 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
     return array
 
 
-@functools.lru_cache(maxsize=_REMEMBERED, typed=True)
+class _Plain:
+    """A kind whose message has the fields of its protobuf body, and its arrays, under the same names.
+
+    Args:
+        message: its class.
+        body: the protobuf class.
+        check: refuses a received message that breaks a rule of its kind.
+    """
+
+    def __init__(
+        self, kind: int, message: Callable[..., Message], body: Any, check: Callable[[Any, Limits], None] | None = None
+    ) -> None:
+        self._message, self._body, self._check = message, body, check
+        self._fields = tuple(body.DESCRIPTOR.fields_by_name)
+        self._arrays = tuple(name for name, *_ in _ARRAYS.get(kind, ()))
+
+    def encode(self, message: Any) -> Parts:
+        body = self._body(**{name: getattr(message, name) for name in self._fields})
+        return body.SerializeToString(), tuple([getattr(message, name) for name in self._arrays])
+
+    def decode(self, body: bytes, arrays: Arrays, limits: Limits) -> Message:
+        read = self._body.FromString(body)
+        values = {name: getattr(read, name) for name in self._fields}
+        message = self._message(**values, **dict(zip(self._arrays, arrays, strict=True)))
+        if self._check is not None:
+            self._check(message, limits)
+        return message
+
+
+def _check_prefetch(m: PrefetchCommand, limits: Limits) -> None:
+    _below("layer", m.layer, limits.layers)
+    _ids("keys", m.keys, limits.layers * limits.experts)
+    _finite("priorities", m.priorities)
+    _below("the number of hints", m.hints, len(m.keys) + 1)
+
+
+def _check_placement(m: PlacementCommand, limits: Limits) -> None:
+    _ids("keys", m.keys, limits.layers * limits.experts)
+
+
+def _check_context(m: Context, limits: Limits) -> None:
+    _below("the number of experts", m.probabilities.shape[1], limits.experts + 1)
+    _below("layer", m.layer, limits.layers)
+    _finite("embedding", m.embedding)
+    _finite("probabilities", m.probabilities)
+
+
+def _check_store_request(m: StoreRequest, limits: Limits) -> None:
+    _below("layer", m.layer, limits.layers)
+    _ids("experts", m.experts, limits.experts)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > _MAX_NAME:
+        raise malformed(f"a file name of {len(name)} characters")
+
+
+def _check_file_request(m: FileRequest, limits: Limits) -> None:
+    if not 0 < m.length <= limits.max_message_bytes:
+        raise malformed(f"{m.length} bytes of a file are asked for")
+    _check_name(m.name)
+
+
+def _check_file_reply(m: FileReply, limits: Limits) -> None:
+    if m.offset + len(m.data) > m.size:
+        raise malformed(f"bytes up to {m.offset + len(m.data)} of a file of {m.size}")
+    _check_name(m.name)
+
+
+_BATCH_FAULTS = {
+    1: "an expert id is out of range",
+    2: "an expert is named twice",
+    3: "a width is above 8 bits",
+    4: "starts does not rise from 0 to the number of pairs",
+    5: "a row number is out of range",
+}
+_MAX_DETAILS = 256  # of a health report
+_MAX_NAME = 256  # characters of a file's name
+_CACHED_BODIES = 1024  # of batches: one for each layer of a model
+_MAX_CACHED_BODY_BYTES = 64
+
+
+@functools.lru_cache(maxsize=_CACHED_BODIES, typed=True)
 def _batch_body(layer: int, activation: str, decode: bool) -> bytes:
     return pb.ExpertBatch(layer=layer, activation=activation, decode=decode).SerializeToString()
 
@@ -133,17 +342,17 @@ def _parse_batch(body: bytes) -> tuple[int, str, bool]:
     return header.layer, header.activation, header.decode
 
 
-_batch_header = functools.lru_cache(maxsize=_REMEMBERED)(_parse_batch)
+_parse_batch_cached = functools.lru_cache(maxsize=_CACHED_BODIES)(_parse_batch)
 
 
-def _expert_batch(m: ExpertBatch) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return _batch_body(m.layer, m.activation, m.decode), (
-        m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden,
-    )  # fmt: skip
+def _encode_batch(m: ExpertBatch) -> Parts:
+    arrays = (m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden)
+    return _batch_body(m.layer, m.activation, m.decode), arrays
 
 
-def _to_expert_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
-    layer, activation, decode = _batch_header(body) if len(body) <= _MOST_REMEMBERED_BYTES else _parse_batch(body)
+def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
+    parse = _parse_batch_cached if len(body) <= _MAX_CACHED_BODY_BYTES else _parse_batch
+    layer, activation, decode = parse(body)
     _below("layer", layer, limits.layers)
     experts, bits, starts, rows, weights, hidden = arrays
     fault = _ring.batch_fault(experts, bits, starts, rows, hidden.shape[0], limits.experts)
@@ -157,7 +366,7 @@ def _to_expert_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch
 _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf writes them
 
 
-def _expert_result(m: ExpertResult) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+def _encode_result(m: ExpertResult) -> Parts:
     body = _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s)
     return body, (m.partial,) if m.held is None else (m.partial, m.held)
 
@@ -171,7 +380,7 @@ def _seconds(body: bytes) -> tuple[float, float, float]:
     return result.measured_s, result.modelled_s, result.paced_s
 
 
-def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResult:
+def _decode_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResult:
     seconds = _seconds(body)
     for value in seconds:
         if not 0.0 <= value < math.inf:
@@ -179,69 +388,18 @@ def _to_expert_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResu
     return ExpertResult(_finite("partial", arrays[0]), *seconds, arrays[1] if len(arrays) > 1 else None)
 
 
-def _prefetch(m: PrefetchCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.PrefetchCommand(iteration=m.iteration, layer=m.layer, hints=m.hints, mapped=m.mapped)
-    return body.SerializeToString(), (m.keys, m.priorities)
-
-
-def _to_prefetch(body: bytes, arrays: Arrays, limits: Limits) -> PrefetchCommand:
-    command = pb.PrefetchCommand.FromString(body)
-    return PrefetchCommand(
-        command.iteration,
-        _below("layer", command.layer, limits.layers),
-        _ids("keys", arrays[0], limits.layers * limits.experts),
-        _finite("priorities", arrays[1]),
-        _below("the number of hints", command.hints, len(arrays[0]) + 1),
-        command.mapped,
-    )
-
-
-def _placement(m: PlacementCommand) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.PlacementCommand(keep_others=m.keep_others, preload=m.preload)
-    return body.SerializeToString(), (m.keys,)
-
-
-def _to_placement(body: bytes, arrays: Arrays, limits: Limits) -> PlacementCommand:
-    command = pb.PlacementCommand.FromString(body)
-    keys = _ids("keys", arrays[0], limits.layers * limits.experts)
-    return PlacementCommand(keys, command.keep_others, command.preload)
-
-
-def _context(m: Context) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    body = pb.Context(iteration=m.iteration, layer=m.layer)
-    return body.SerializeToString(), (m.sequences, m.embedding, m.probabilities)
-
-
-def _to_context(body: bytes, arrays: Arrays, limits: Limits) -> Context:
-    context = pb.Context.FromString(body)
-    sequences, embedding, probabilities = arrays
-    _below("the number of experts", probabilities.shape[1], limits.experts + 1)
-    return Context(
-        context.iteration,
-        _below("layer", context.layer, limits.layers),
-        sequences,
-        _finite("embedding", embedding),
-        _finite("probabilities", probabilities),
-    )
-
-
-def _health_report(m: HealthReport) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+def _encode_report(m: HealthReport) -> Parts:
     report = pb.HealthReport(role=m.role)
+    # bool before int, of which it is one
+    fields = ((bool, "flag"), (int, "integer"), (float, "real"), (object, "text"))
     for name, value in m.details.items():
-        if isinstance(value, bool):  # before int, of which bool is one
-            report.details[name].flag = value
-        elif isinstance(value, int):
-            report.details[name].integer = value
-        elif isinstance(value, float):
-            report.details[name].real = value
-        else:
-            report.details[name].text = value
+        setattr(report.details[name], next(field for kind, field in fields if isinstance(value, kind)), value)
     return report.SerializeToString(), ()
 
 
-def _to_health_report(body: bytes, arrays: Arrays, limits: Limits) -> HealthReport:
+def _decode_report(body: bytes, arrays: Arrays, limits: Limits) -> HealthReport:
     report = pb.HealthReport.FromString(body)
-    if len(report.details) > _MOST_DETAILS:
+    if len(report.details) > _MAX_DETAILS:
         raise malformed(f"a health report with {len(report.details)} details")
     details: dict[str, str | float | int | bool] = {}
     for name, detail in report.details.items():
@@ -252,113 +410,122 @@ def _to_health_report(body: bytes, arrays: Arrays, limits: Limits) -> HealthRepo
     return HealthReport(report.role, details)
 
 
-def _failure(m: Failure) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.Failure(kind=m.kind, what=m.what, remedy=m.remedy).SerializeToString(), ()
-
-
-def _to_failure(body: bytes, arrays: Arrays, limits: Limits) -> Failure:
-    failure = pb.Failure.FromString(body)
-    return Failure(failure.kind, failure.what, failure.remedy)
-
-
-def _store_request(m: StoreRequest) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.StoreRequest(layer=m.layer, first=m.first, neurons=m.neurons).SerializeToString(), (m.experts,)
-
-
-def _to_store_request(body: bytes, arrays: Arrays, limits: Limits) -> StoreRequest:
-    request = pb.StoreRequest.FromString(body)
-    layer = _below("layer", request.layer, limits.layers)
-    return StoreRequest(layer, _ids("experts", arrays[0], limits.experts), request.first, request.neurons)
-
-
-def _store_reply(m: StoreReply) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+def _encode_store_reply(m: StoreReply) -> Parts:
     body = pb.StoreReply(layer=m.layer, names=list(m.tensors), first=m.first)
     return body.SerializeToString(), (m.experts, *m.tensors.values())
 
 
-def _to_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreReply:
+def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreReply:
     reply = pb.StoreReply.FromString(body)
     experts, *tensors = arrays
     names = list(reply.names)
     if len(names) != len(tensors) or len(set(names)) != len(names):
         raise malformed(f"{len(names)} names for {len(tensors)} tensors, or one of them twice")
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.dtype in EXPONENTS:
+    named = dict(zip(names, tensors, strict=True))
+    for name, tensor in named.items():
+        if tensor.dtype in _EXPONENTS:
             _finite(name, tensor)
     layer = _below("layer", reply.layer, limits.layers)
-    ids = _ids("experts", experts, limits.experts)
-    return StoreReply(layer, ids, dict(zip(names, tensors, strict=True)), reply.first)
+    return StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
-def _file_request(m: FileRequest) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.FileRequest(name=m.name, offset=m.offset, length=m.length).SerializeToString(), ()
+_Encode = Callable[[Any], Parts]
+_Decode = Callable[[bytes, Arrays, Limits], Message]
+_SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
+    (pb.KIND_EXPERT_BATCH, ExpertBatch, _encode_batch, _decode_batch),
+    (pb.KIND_EXPERT_RESULT, ExpertResult, _encode_result, _decode_result),
+    (pb.KIND_HEALTH_REPORT, HealthReport, _encode_report, _decode_report),
+    (pb.KIND_STORE_REPLY, StoreReply, _encode_store_reply, _decode_store_reply),
+)
+_PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] = (
+    (pb.KIND_ACKNOWLEDGED, Acknowledged, pb.Acknowledged, None),
+    (pb.KIND_FAILURE, Failure, pb.Failure, None),
+    (pb.KIND_HEALTH_REQUEST, HealthRequest, pb.HealthRequest, None),
+    (pb.KIND_PREFETCH_COMMAND, PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
+    (pb.KIND_PLACEMENT_COMMAND, PlacementCommand, pb.PlacementCommand, _check_placement),
+    (pb.KIND_CONTEXT, Context, pb.Context, _check_context),
+    (pb.KIND_STORE_REQUEST, StoreRequest, pb.StoreRequest, _check_store_request),
+    (pb.KIND_FILE_REQUEST, FileRequest, pb.FileRequest, _check_file_request),
+    (pb.KIND_FILE_REPLY, FileReply, pb.FileReply, _check_file_reply),
+)
+_ENCODERS: dict[type, tuple[int, _Encode]] = {message: (kind, encode) for kind, message, encode, _ in _SPECIAL}
+_DECODERS: dict[int, _Decode] = {kind: decode for kind, _, _, decode in _SPECIAL}
+for _kind, _message, _body, _check in _PLAIN:
+    _plain = _Plain(_kind, _message, _body, _check)
+    _ENCODERS[_message], _DECODERS[_kind] = (_kind, _plain.encode), _plain.decode
 
 
-def _to_file_request(body: bytes, arrays: Arrays, limits: Limits) -> FileRequest:
-    request = pb.FileRequest.FromString(body)
-    if not 0 < request.length <= limits.max_message_bytes:
-        raise malformed(f"{request.length} bytes of a file are asked for")
-    return FileRequest(_file_name(request.name), request.offset, request.length)
+# Frames: the `Frame` of channel.proto, written and read by frame.cpp, because a payload must not be copied on the way.
+# The bytes are what protobuf writes for the message with every field present and in order, so any protobuf
+# implementation reads them. What others write, who leave out what is empty, is read too, a little slower.
+#
+#     offset  0  9 18 27  fixed64 client, request, settled, deadline_ns, each after its tag
+#            36 41        fixed32 role, kind, each after its tag
+#            46           body, layout, padding, payload, each after its tag and length; the payload at a multiple of 16
+
+REQUEST, REPLY, POST = channel_pb2.ROLE_REQUEST, channel_pb2.ROLE_REPLY, channel_pb2.ROLE_POST
+PROBE, UNKNOWN = channel_pb2.ROLE_PROBE, channel_pb2.ROLE_UNKNOWN
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+
+Pieces = tuple[Any, ...]  # buffers, to be written one after the other
 
 
-def _file_reply(m: FileReply) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return pb.FileReply(name=m.name, offset=m.offset, size=m.size).SerializeToString(), (m.data,)
+class Frame(NamedTuple):
+    """A received frame, not decoded yet. `deadline_ns` 0: none."""
+
+    client: int
+    request: int
+    settled: int
+    deadline_ns: int
+    role: int
+    kind: int
+    body: bytes
+    layout: bytes
+    payload: memoryview
 
 
-def _to_file_reply(body: bytes, arrays: Arrays, limits: Limits) -> FileReply:
-    reply = pb.FileReply.FromString(body)
-    if reply.offset + len(arrays[0]) > reply.size:
-        raise malformed(f"bytes up to {reply.offset + len(arrays[0])} of a file of {reply.size}")
-    return FileReply(_file_name(reply.name), reply.offset, reply.size, arrays[0])
+def pack(
+    encoded: Encoded, client: int, request: int, settled: int, deadline_ns: int, role: int, max_bytes: int
+) -> tuple[Pieces, int]:
+    """The buffers that make up a frame, and their bytes together.
+
+    Raises:
+        MessageTooLarge: there are more than `max_bytes`.
+    """
+    arrangement = encoded.arrangement
+    start = _ring.frame_head(
+        client, request, settled, deadline_ns, role, encoded.kind, encoded.body, arrangement.serialized,
+        arrangement.size,
+    )  # fmt: skip
+    size = len(start) + arrangement.size
+    if size > max_bytes:
+        raise too_large(size, max_bytes)
+    pieces: list[Any] = [start]
+    for gap, array in zip(arrangement.gaps, encoded.arrays, strict=True):
+        if gap:
+            pieces.append(_PADDING[gap])
+        if array.nbytes:
+            pieces.append(array)
+    return tuple(pieces), size
 
 
-def _file_name(name: str) -> str:
-    if len(name) > _MOST_NAME:
-        raise malformed(f"a file name of {len(name)} characters")
-    return name
+def pack_bare(client: int, request: int, settled: int, deadline_ns: int, role: int) -> Pieces:
+    """A frame without a message."""
+    return (_ring.frame_head(client, request, settled, deadline_ns, role, 0, b"", b"", 0),)
 
 
-def _empty(m: Message) -> tuple[bytes, tuple[NDArray[Any], ...]]:
-    return b"", ()
+def unpack(data: Received) -> Frame:
+    """Find the parts of a frame, whose payload stays where it is.
 
-
-def _to_acknowledged(body: bytes, arrays: Arrays, limits: Limits) -> Acknowledged:
-    pb.Acknowledged.FromString(body)
-    return Acknowledged()
-
-
-def _to_health_request(body: bytes, arrays: Arrays, limits: Limits) -> HealthRequest:
-    pb.HealthRequest.FromString(body)
-    return HealthRequest()
-
-
-_ENCODERS: dict[type, tuple[int, Callable[[Any], tuple[bytes, tuple[NDArray[Any], ...]]]]] = {
-    Acknowledged: (pb.KIND_ACKNOWLEDGED, _empty),
-    Failure: (pb.KIND_FAILURE, _failure),
-    ExpertBatch: (pb.KIND_EXPERT_BATCH, _expert_batch),
-    ExpertResult: (pb.KIND_EXPERT_RESULT, _expert_result),
-    PrefetchCommand: (pb.KIND_PREFETCH_COMMAND, _prefetch),
-    PlacementCommand: (pb.KIND_PLACEMENT_COMMAND, _placement),
-    Context: (pb.KIND_CONTEXT, _context),
-    HealthRequest: (pb.KIND_HEALTH_REQUEST, _empty),
-    HealthReport: (pb.KIND_HEALTH_REPORT, _health_report),
-    StoreRequest: (pb.KIND_STORE_REQUEST, _store_request),
-    StoreReply: (pb.KIND_STORE_REPLY, _store_reply),
-    FileRequest: (pb.KIND_FILE_REQUEST, _file_request),
-    FileReply: (pb.KIND_FILE_REPLY, _file_reply),
-}
-_DECODERS: dict[int, Callable[[bytes, Arrays, Limits], Message]] = {
-    pb.KIND_ACKNOWLEDGED: _to_acknowledged,
-    pb.KIND_FAILURE: _to_failure,
-    pb.KIND_EXPERT_BATCH: _to_expert_batch,
-    pb.KIND_EXPERT_RESULT: _to_expert_result,
-    pb.KIND_PREFETCH_COMMAND: _to_prefetch,
-    pb.KIND_PLACEMENT_COMMAND: _to_placement,
-    pb.KIND_CONTEXT: _to_context,
-    pb.KIND_HEALTH_REQUEST: _to_health_request,
-    pb.KIND_HEALTH_REPORT: _to_health_report,
-    pb.KIND_STORE_REQUEST: _to_store_request,
-    pb.KIND_STORE_REPLY: _to_store_reply,
-    pb.KIND_FILE_REQUEST: _to_file_request,
-    pb.KIND_FILE_REPLY: _to_file_reply,
-}
+    Raises:
+        MessageError: the bytes are no frame.
+    """
+    parts = _ring.frame_parts(data)
+    if parts is not None:
+        return Frame._make(parts)
+    try:  # as others write it, with fields left out or in another order; its payload is copied
+        f = channel_pb2.Frame.FromString(bytes(data))
+    except DecodeError:
+        raise malformed(f"{len(data)} bytes that are no frame") from None
+    payload = memoryview(f.payload)
+    return Frame(f.client, f.request, f.settled, f.deadline_ns, f.role, f.kind, f.body, f.layout, payload)

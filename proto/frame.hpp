@@ -1,4 +1,4 @@
-// The fixed form of a frame (frame.py says which bytes), written and read without protobuf.
+// The fixed form of a frame (codec.py says which bytes), written and read without protobuf.
 #pragma once
 
 #include <cstddef>

@@ -1,23 +1,62 @@
-"""How a channel is opened and a server is bound."""
+"""Bounds of messages, and how a channel is opened and a server is bound."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from .faults import FaultInjector
-from .limits import MIB, Limits
+from ..errors import ConfigError, MessageError, MessageTooLarge
 
+MIB = 1 << 20
 TransportChoice = Literal["auto", "shm", "grpc"]
 # Bytes of an arriving message -> a writable buffer of just that many, at a multiple of 16, or None where bytes will do.
 # Called by whichever thread reads; the message and its arrays hold what it gave for as long as they live.
 Supply = Callable[[int], Any]
 Received = bytes | memoryview  # a frame that arrived; read-only
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what may be sent and what is accepted.
+
+    Attributes:
+        max_message_bytes: of a whole frame.
+        layers, experts: of the model; ids lie below.
+
+    Raises:
+        ConfigError: a bound is out of range.
+    """
+
+    max_message_bytes: int = 64 * MIB
+    layers: int = 1024
+    experts: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_message_bytes", 4096, 2**31 - MIB),
+            ("layers", 1, 2**16),
+            ("experts", 1, 2**15),  # so that layer * experts + expert is an int32
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} is {getattr(self, name)}", f"give a number from {least} to {most}")
+
+
+def malformed(what: str) -> MessageError:
+    """The error for a message that breaks the rules of its kind."""
+    return MessageError(f"malformed message: {what}", "run the same version of tiermoe at both ends")
+
+
+def too_large(size: int, most: int) -> MessageTooLarge:
+    """The error for a message of `size` bytes where `most` are allowed."""
+    return MessageTooLarge(
+        f"a message of {size} bytes is larger than the {most} that the channel carries",
+        "send fewer rows or experts at once, or raise max_message_bytes at both ends",
+    )
 
 
 def default_spin_s() -> float:
@@ -178,3 +217,39 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one message: it arrives `copies` times (0: never), `delay_s` seconds late."""
+
+    copies: int = 1
+    delay_s: float = 0.0
+
+
+DROP, REPEAT = Fault(copies=0), Fault(copies=2)
+_NONE = Fault()
+
+
+class FaultInjector:
+    """Faults by the number of the message, counted from 0 as this side sends them.
+
+    A client's injector meets requests and posts, a server's replies; messages that are sent again count anew.
+    """
+
+    def __init__(self, faults: Mapping[int, Fault]) -> None:
+        self._faults = dict(faults)
+        self._lock = threading.Lock()
+        self._sent = 0
+
+    def next(self) -> Fault:
+        """The fate of the message that is about to be sent."""
+        with self._lock:
+            number, self._sent = self._sent, self._sent + 1
+        return self._faults.get(number, _NONE)
+
+    @property
+    def sent(self) -> int:
+        """Messages met so far."""
+        with self._lock:
+            return self._sent

@@ -1,6 +1,10 @@
 """What a server does with one frame, whichever way it came.
 
     unpack -> decode -> expired? known? stale? -> handler -> encode -> remember -> the frame of the answer
+
+Requests that arrive twice are executed once. Per client, the server remembers the requests that are running or whose
+answer the client may not have. A client sends with every request the number below which it needs no answer any more;
+what lies below is forgotten and, should it arrive again, refused.
 """
 
 from __future__ import annotations
@@ -10,18 +14,17 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 
 from ..errors import MessageError, MessageTooLarge, TierMoeError
-from . import frame as frames
-from .codec import Encoded, decode, encode
-from .dedup import ReplyCache, State
-from .frame import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces
+from .codec import POST, PROBE, REPLY, REQUEST, UNKNOWN, Encoded, Frame, Pieces, decode, encode, pack, pack_bare, unpack
 from .messages import Acknowledged, Failure, Message
-from .options import Received, ServerOptions
+from .options import Received, ServerOptions, too_large
 
 Handler = Callable[[Message], Message | None]
 _log = logging.getLogger(__name__)
-_MOST_CLIENTS = 256
+_MAX_CLIENTS = 256
 _NO_DEADLINE_S = 3600.0  # a request without a deadline waits this long for its first execution
 
 
@@ -41,7 +44,7 @@ class Requests:
     def answer(self, data: Received) -> Pieces | None:
         """The answer to a frame, ready to be written; None: there is none to give."""
         try:
-            frame = frames.unpack(data)
+            frame = unpack(data)
         except MessageError as error:
             # without its numbers nobody can be answered; the client sends again, and then its deadline passes
             self._count("malformed")
@@ -53,7 +56,7 @@ class Requests:
         if frame.role == PROBE:
             if not self._cache(frame.client).knows(frame.request):
                 self._count("unknown")
-                return frames.bare(frame.client, frame.request, 0, 0, UNKNOWN)
+                return pack_bare(frame.client, frame.request, 0, 0, UNKNOWN)
         elif frame.role != REQUEST:
             self._count("malformed")
             return None
@@ -66,7 +69,7 @@ class Requests:
 
     def _post(self, frame: Frame) -> None:
         self._count("posts")
-        failure = _failure_of(lambda: self._handler(self._message(frame)))
+        failure = _result_of(lambda: self._handler(self._message(frame)))
         if isinstance(failure, Failure):
             self._count("failed")
             _log.warning("a post failed: %s", failure.what)
@@ -89,30 +92,27 @@ class Requests:
 
     def _execute(self, frame: Frame) -> Encoded:
         self._count("executed")
-        result = _failure_of(lambda: self._handler(self._message(frame)))
+        result = _result_of(lambda: self._handler(self._message(frame)))
         if isinstance(result, Failure):
             self._count("failed")
+        max_bytes = self._options.limits.max_message_bytes
         try:
             encoded = encode(Acknowledged() if result is None else result)
-            if encoded.arrangement.size > self._options.limits.max_message_bytes:
-                self._too_large(encoded)
+            if encoded.arrangement.size > max_bytes:
+                raise too_large(encoded.arrangement.size, max_bytes)
             return encoded
         except TierMoeError as error:
-            return encode(Failure(type(error).__name__, error.what, error.remedy))
+            return encode(_failure(error))
 
     def _message(self, frame: Frame) -> Message:
         return decode(frame.kind, frame.body, frame.layout, frame.payload, self._options.limits)
 
     def _packed(self, frame: Frame, reply: Encoded) -> Pieces:
-        most = self._options.limits.max_message_bytes
+        max_bytes = self._options.limits.max_message_bytes
         try:
-            return frames.pack(reply, frame.client, frame.request, 0, 0, REPLY, most)[0]
+            return pack(reply, frame.client, frame.request, 0, 0, REPLY, max_bytes)[0]
         except MessageTooLarge as error:
-            small = encode(Failure(type(error).__name__, error.what, error.remedy))
-            return frames.pack(small, frame.client, frame.request, 0, 0, REPLY, most)[0]
-
-    def _too_large(self, encoded: Encoded) -> None:
-        frames.pack(encoded, 0, 0, 0, 0, REPLY, self._options.limits.max_message_bytes)
+            return pack(encode(_failure(error)), frame.client, frame.request, 0, 0, REPLY, max_bytes)[0]
 
     def _refusal(self, count: str, kind: str, why: str) -> Encoded:
         self._count(count)
@@ -122,11 +122,10 @@ class Requests:
         cache = self._caches.get(client)
         if cache is not None:
             return cache
+        new = ReplyCache(self._options.remembered_replies, self._options.remembered_bytes)
         with self._lock:
-            cache = self._caches.setdefault(
-                client, ReplyCache(self._options.remembered_replies, self._options.remembered_bytes)
-            )
-            while len(self._caches) > _MOST_CLIENTS:
+            cache = self._caches.setdefault(client, new)
+            while len(self._caches) > _MAX_CLIENTS:
                 self._caches.popitem(last=False)
             return cache
 
@@ -141,14 +140,106 @@ def _left_s(frame: Frame) -> float:
     return (frame.deadline_ns - time.monotonic_ns()) / 1e9
 
 
-def _failure_of(run: Callable[[], Message | None]) -> Message | None:
+def _failure(error: TierMoeError) -> Failure:
+    return Failure(type(error).__name__, error.what, error.remedy)
+
+
+def _result_of(run: Callable[[], Message | None]) -> Message | None:
     """The result, or what went wrong as a message."""
     try:
         return run()
     except TierMoeError as error:
-        return Failure(type(error).__name__, error.what, error.remedy)
+        return _failure(error)
     except Exception as error:
         _log.exception("the handler failed")
         return Failure(
             "InternalError", f"{type(error).__name__}: {error}", "see the worker's log, and report it as a bug"
         )
+
+
+class State(Enum):
+    """Of a request that arrives."""
+
+    NEW = "new"  # execute it, then `finish`
+    KNOWN = "known"  # running or done: `reply_of` waits for the answer
+    STALE = "stale"  # its client has its answer, or gave it up, or too many came since
+
+
+@dataclass(slots=True)
+class _Entry:
+    reply: Encoded | None = None
+    done: threading.Event | None = None  # made for the first who waits: most answers come before anybody asks again
+
+
+class ReplyCache:
+    """The answers that one client may ask for again.
+
+    Args:
+        max_replies: answers remembered.
+        max_bytes: of their arrays together; the newest is remembered in any case.
+    """
+
+    def __init__(self, max_replies: int, max_bytes: int) -> None:
+        self._max_replies, self._max_bytes = max_replies, max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._bytes = 0
+        self._floor = 0  # requests below are stale where there is no entry
+
+    def begin(self, request: int, settled: int) -> State:
+        """What to do with a request that arrived."""
+        with self._lock:
+            if settled > self._floor:
+                self._floor = settled
+                for number in [n for n in self._entries if n < settled]:
+                    self._forget(number)
+            if request in self._entries:
+                return State.KNOWN
+            if request < self._floor:
+                return State.STALE
+            self._entries[request] = _Entry()
+            return State.NEW
+
+    def knows(self, request: int) -> bool:
+        """Whether the request came; a stale one did, or nobody asks for it."""
+        with self._lock:
+            return request in self._entries or request < self._floor
+
+    def finish(self, request: int, reply: Encoded) -> None:
+        """Remember the answer of a request that `begin` called new, and give it to those who wait."""
+        with self._lock:
+            entry = self._entries.get(request)
+            if entry is None:  # settled while it ran
+                return
+            entry.reply = reply
+            if entry.done is not None:
+                entry.done.set()
+            self._bytes += reply.arrangement.size
+            while len(self._entries) > self._max_replies or (self._bytes > self._max_bytes and len(self._entries) > 1):
+                oldest = next((n for n, e in self._entries.items() if e.reply is not None and n != request), None)
+                if oldest is None:
+                    break
+                self._forget(oldest)
+                self._floor = max(self._floor, oldest + 1)
+
+    def reply_of(self, request: int, timeout_s: float) -> Encoded | None:
+        """The answer of a known request; None: it did not come in time, or was forgotten."""
+        with self._lock:
+            entry = self._entries.get(request)
+            if entry is None or entry.reply is not None:
+                return None if entry is None else entry.reply
+            if entry.done is None:
+                entry.done = threading.Event()
+            done = entry.done
+        return entry.reply if done.wait(max(0.0, timeout_s)) else None
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def _forget(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        if entry.reply is not None:
+            self._bytes -= entry.reply.arrangement.size
+        if entry.done is not None:
+            entry.done.set()

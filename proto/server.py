@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from ..errors import ConfigError, RuntimeFailure
-from . import grpc_wire as wire
+from . import grpc_transport as wire
 from . import shm
-from .client import close_all as close_channels
+from .channel import close_all as close_channels
 from .generated import channel_pb2
 from .options import ServerOptions
 from .requests import Handler, Requests
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import grpc
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # how often a thread that waits on a ring looks around
+_POLL_S = 1.0  # how often a thread that waits on a ring returns to its loop
 _CLOSE_S = 2.0
 _open_servers: weakref.WeakSet[ChannelServer] = weakref.WeakSet()
 
@@ -125,7 +125,7 @@ class ChannelServer:
         )
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
-        methods |= {path: unary(self._one) for path in wire.ROLE_CALLS}
+        methods |= {path: unary(self._role_call) for path in wire.ROLE_CALLS}
         server.add_generic_rpc_handlers((_Methods(methods),))
         self._health = _add_health(server)
         where = f"[{options.host}]" if ":" in options.host else options.host
@@ -223,7 +223,7 @@ class ChannelServer:
             for _ in range(self._copies()):
                 yield reply
 
-    def _one(self, data: bytes, context: Any) -> bytes:
+    def _role_call(self, data: bytes, context: Any) -> bytes:
         """A call of one of the roles' services: one frame."""
         import grpc
 
@@ -234,17 +234,17 @@ class ChannelServer:
         return b"".join(pieces or ())
 
     def _serve_rings(self, rings: shm.SharedRings) -> None:
-        most = self._options.limits.max_message_bytes
+        max_bytes = self._options.limits.max_message_bytes
         try:
             while True:
-                data = rings.requests.read(_LOOK_S, most, self._options.supply)
+                data = rings.requests.read(_POLL_S, max_bytes, self._options.supply)
                 if data is None:
                     continue
                 pieces = self._requests.answer(data)
                 if pieces is None:
                     continue
                 for _ in range(self._copies()):
-                    while not rings.replies.write(pieces, _LOOK_S):
+                    while not rings.replies.write(pieces, _POLL_S):
                         pass  # the client takes its answers when it has time; a client that ends closes the ring
         except shm.RingEnded as end:
             _log.debug("a connection ended: %s", end)

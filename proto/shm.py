@@ -20,14 +20,16 @@ import secrets
 import stat
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from . import _ring
+from .codec import Pieces
 from .options import Received, Supply, good_ring_bytes
 
 NONCE_BYTES = 32
-_FIRST = 4096
+_FIRST_RING = 4096
 _HEADER = 256  # RING_HEADER in ring.hpp
 _OK, _TIMEOUT, _CLOSED, _CORRUPT, _STALLED, _INTERRUPTED = range(6)  # Status in ring.hpp
 _REASONS = {
@@ -35,7 +37,7 @@ _REASONS = {
     _CORRUPT: "the ring holds what no peer of this version writes",
     _STALLED: "the peer stopped in the middle of a message",
 }
-_LONGEST_S = 3600.0
+_MAX_WAIT_S = 3600.0
 _DOZE_STEP_S = 50e-6  # the kernel makes some 0.1 ms of it
 _READ_STALL_NS = 5_000_000_000  # a writer that lives goes on with its message
 
@@ -62,7 +64,7 @@ class Ring:
         self._spin_ns = int(spin_s * 1e9)
         self._doze_s, self._doze_until_s = doze_s, 0.0
 
-    def write(self, pieces: tuple[Any, ...], timeout_s: float, stall_s: float = _LONGEST_S) -> bool:
+    def write(self, pieces: Pieces, timeout_s: float, stall_s: float = _MAX_WAIT_S) -> bool:
         """Write a message; False: there was no space within the time.
 
         A message that is longer than the ring is begun when half of it is free, and then waits for the reader for
@@ -71,7 +73,7 @@ class Ring:
         Raises:
             RingEnded: the ring is closed or broken.
         """
-        timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
+        timeout_ns = int(min(timeout_s, _MAX_WAIT_S) * 1e9)
         status = _ring.write(
             self._memory, self._offset, self._capacity, pieces, timeout_ns, self._spin_ns, int(stall_s * 1e9)
         )  # fmt: skip
@@ -79,7 +81,7 @@ class Ring:
             return True
         return self._nothing(status)
 
-    def read(self, timeout_s: float, most: int, supply: Supply | None = None) -> Received | None:
+    def read(self, timeout_s: float, max_bytes: int, supply: Supply | None = None) -> Received | None:
         """The next message; None: none came within the time (or a signal did).
 
         Args:
@@ -90,14 +92,14 @@ class Ring:
             RingEnded: the ring is closed and empty, or broken.
             ValueError: what `supply` gave has another size or is not aligned.
         """
-        timeout_ns = int(min(timeout_s, _LONGEST_S) * 1e9)
-        if self._doze_s and (data := self._doze(timeout_s, most, supply)) is not None:
+        timeout_ns = int(min(timeout_s, _MAX_WAIT_S) * 1e9)
+        if self._doze_s and (data := self._doze(timeout_s, max_bytes, supply)) is not None:
             return data
-        return self._read(timeout_ns, most, supply)
+        return self._read(timeout_ns, max_bytes, supply)
 
-    def _read(self, timeout_ns: int, most: int, supply: Supply | None = None) -> Received | None:
+    def _read(self, timeout_ns: int, max_bytes: int, supply: Supply | None = None) -> Received | None:
         data = _ring.read(
-            self._memory, self._offset, self._capacity, most, timeout_ns, self._spin_ns, _READ_STALL_NS, supply
+            self._memory, self._offset, self._capacity, max_bytes, timeout_ns, self._spin_ns, _READ_STALL_NS, supply
         )  # fmt: skip
         if isinstance(data, int):
             self._nothing(data)
@@ -106,12 +108,12 @@ class Ring:
             self._doze_until_s = time.monotonic() + self._doze_s
         return data if isinstance(data, bytes) else memoryview(data).toreadonly()
 
-    def _doze(self, timeout_s: float, most: int, supply: Supply | None) -> Received | None:
+    def _doze(self, timeout_s: float, max_bytes: int, supply: Supply | None) -> Received | None:
         """Look until the time is up or the last message is long enough ago."""
         until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
         left_ns = self._spin_ns
         while time.monotonic() < until_s:
-            data = self._read(left_ns, most, supply)
+            data = self._read(left_ns, max_bytes, supply)
             if data is not None:
                 return data
             left_ns = 0
@@ -155,7 +157,7 @@ class Offer:
     fd: int
     ring_bytes: int
 
-    def forget_fd(self) -> None:
+    def close_fd(self) -> None:
         """The mapping stays; nobody else can find it any more."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
@@ -211,10 +213,40 @@ def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.
 
 
 def _size(ring_bytes: int) -> int:
-    return _FIRST + 2 * (_HEADER + ring_bytes)
+    return _FIRST_RING + 2 * (_HEADER + ring_bytes)
 
 
 def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> SharedRings:
     """`doze_s` is for the requests, which the server reads."""
-    second = _FIRST + _HEADER + ring_bytes
-    return SharedRings(Ring(memory, _FIRST, ring_bytes, spin_s, doze_s), Ring(memory, second, ring_bytes, spin_s))
+    second = _FIRST_RING + _HEADER + ring_bytes
+    return SharedRings(Ring(memory, _FIRST_RING, ring_bytes, spin_s, doze_s), Ring(memory, second, ring_bytes, spin_s))
+
+
+class ShmTransport:
+    """Frames through shared memory; the thread that waits for an answer reads.
+
+    Args:
+        rings: of both directions.
+        max_bytes: of a frame.
+        supply: where frames that arrive are put.
+    """
+
+    name: Literal["shm"] = "shm"
+    pull = True
+
+    def __init__(self, rings: SharedRings, max_bytes: int, supply: Supply | None = None) -> None:
+        self._rings, self._max_bytes, self._supply = rings, max_bytes, supply
+        self.send_ring, self.receive_ring = rings.requests, rings.replies
+        self.whole = self.send_ring.whole
+
+    def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
+        """Nothing to start: `receive` reads."""
+
+    def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
+        return self.send_ring.write(pieces, timeout_s, stall_s)
+
+    def receive(self, timeout_s: float) -> Received | None:
+        return self.receive_ring.read(timeout_s, self._max_bytes, self._supply)
+
+    def close(self) -> None:
+        self._rings.close()

@@ -11,8 +11,8 @@ import threading
 
 import numpy as np
 
-from tiermoe.proto.channel import ChannelServer
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from tiermoe.proto.server import ChannelServer
 
 
 def main() -> None:

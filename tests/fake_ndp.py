@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiermoe.actors.links import ndp_name
-from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import StoreView, open_views
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from tiermoe.proto.peers import ndp_name
 
 
 class _Answer:
@@ -26,10 +25,13 @@ class FakeChannel:
     """Answers at once, on the caller's thread."""
 
     transport = "fake"
-    closed_because: str | None = None
 
     def __init__(self, link: FakeLink) -> None:
         self._link, self.alive = link, True
+
+    @property
+    def closed_because(self) -> str | None:
+        return None if self.alive else "the channel closed"
 
     def submit(self, message: Message, deadline_s: float) -> _Answer:
         if not self.alive:
@@ -77,7 +79,7 @@ class FakeLink:
     def address(self) -> str | None:
         return "nowhere" if self.up.is_set() else None
 
-    def connect(self, address: str, settings: NdpSettings, supply: object = None) -> FakeChannel:
+    def connect(self, address: str, transport: str, supply: object = None) -> FakeChannel:
         return FakeChannel(self)
 
     def compute(self, batch: ExpertBatch) -> np.ndarray:

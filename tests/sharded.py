@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.settings import EngineSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Group:
 
     settings: EngineSettings
     store: str
-    board: Noticeboard = field(default_factory=Noticeboard)
+    board: LocalDirectory = field(default_factory=LocalDirectory)
     shards: list[ShardWorker] = field(default_factory=list)
     lead: GpuWorker = field(init=False)
 

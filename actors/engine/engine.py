@@ -9,7 +9,7 @@ import torch
 
 from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
-from ..links import PeerLink
+from ...proto.peers import PeerLink
 from ..policies.baselines import Predictor
 from ..policies.buddymoe import MissRule
 from ..policies.hobbit import MixedPrecision

@@ -17,7 +17,7 @@ from typing import Literal
 from ...errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError
 from ...proto.channel import Channel
 from ...proto.messages import FileReply, FileRequest
-from ..links import StoreLink
+from ...proto.peers import StoreLink
 from ..settings import StoreSettings
 from .files import ExpertStore, FileStamp, StoreView
 from .format import MANIFEST_NAME, FileRecord, Manifest

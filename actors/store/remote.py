@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError, TierMoeError
-from ...proto.channel import Channel, ChannelOptions, open_channel
+from ...proto.channel import Channel, open_channel
 from ...proto.messages import HealthReport, HealthRequest, Message, StoreReply, StoreRequest
-from ..links import StoreLink
+from ...proto.options import ChannelOptions
+from ...proto.peers import StoreLink
 from ..settings import StoreSettings
 from .files import NUMPY_TYPES
 from .format import Manifest, manifest_digest
@@ -155,7 +156,7 @@ class ChannelReader:
         return self._channel.transport
 
     @property
-    def ended(self) -> str | None:
+    def closed_because(self) -> str | None:
         """Why the channel is of no more use; None while it is."""
         return self._channel.closed_because
 
@@ -219,7 +220,7 @@ class RefReader:
     """Over Ray: the store puts experts into its node's object store, and Ray carries them to this one's."""
 
     transport = "ray"
-    ended = None  # nobody tells: the next question does
+    closed_because = None  # nobody tells: the next question does
 
     def __init__(self, store: ActorStore, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest

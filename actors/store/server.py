@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, StoreError
-from ...proto.channel import ChannelServer, ServerOptions
-from ...proto.limits import too_large
 from ...proto.messages import FileReply, FileRequest, HealthReport, HealthRequest, Message, StoreReply, StoreRequest
-from ..links import Directory, store_name
+from ...proto.options import ServerOptions, too_large
+from ...proto.peers import Directory, store_name
+from ...proto.server import ChannelServer
 from .files import ExpertStore, LayerArrays, StoreView, check_unchanged
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
 from .remote import RefBook

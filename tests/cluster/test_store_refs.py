@@ -14,13 +14,13 @@ import pytest
 from handmade_store import EXPERTS, layer_values, write_store
 
 from tiermoe.actors.engine.cache.sources import RemoteStores
-from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.ray_session import leave, start_local
 from tiermoe.cluster.scratch import Scratch
 from tiermoe.errors import RemoteFailure, StoreError
+from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
 
 LAYERS = 2
 NAME = "test/store/0"
@@ -49,7 +49,7 @@ def actor(folder: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def reader(folder: Path, actor: Any) -> Iterator[RemoteStores]:
-    link = StoreLink("store/0", tuple(range(LAYERS)), PeerLink(Noticeboard(), name="store/0"), NAME)
+    link = StoreLink("store/0", tuple(range(LAYERS)), PeerLink(LocalDirectory(), name="store/0"), NAME)
     settings = StoreSettings(transport="ray", deadline_s=30.0)
     with closing(RemoteStores(ExpertStore(folder, "stamp").manifest, range(LAYERS), [link], settings)) as reader:
         reader.start(30.0)

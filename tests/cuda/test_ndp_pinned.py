@@ -22,8 +22,10 @@ from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.cluster.worker_process import Role, WorkerProcess
-from tiermoe.proto.channel import ChannelOptions, ChannelServer, open_channel
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, Message
+from tiermoe.proto.options import ChannelOptions
+from tiermoe.proto.server import ChannelServer
 
 _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7], [3, 1, 4, 1, 5]]
 _NEW = 16

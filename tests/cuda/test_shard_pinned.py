@@ -15,11 +15,12 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.peers import shard as shard_module
-from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.settings import EngineSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
-from tiermoe.proto.channel import ChannelOptions, open_channel
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult
+from tiermoe.proto.options import ChannelOptions
+from tiermoe.proto.peers import LocalDirectory
 
 _DEADLINE_S = 60.0  # of a first batch, for which kernels are compiled
 
@@ -51,7 +52,7 @@ def test_sums_are_those_of_the_plain_way(gpu: torch.device, folder: Path, monkey
     found: list[list[np.ndarray]] = []
     for make in (PlainActivations, activations_of):
         monkeypatch.setattr(shard_module, "activations_of", make)
-        board = Noticeboard()
+        board = LocalDirectory()
         with closing(ShardWorker(_settings(), 1, str(folder), board)) as shard:
             width, way = shard.engine._hidden, shard.engine.activations
             with open_channel(shard.address, ChannelOptions()) as channel:
@@ -83,7 +84,7 @@ def test_an_answer_is_the_only_wait(gpu: torch.device, folder: Path, monkeypatch
         synchronize(event)
         torch.cuda.set_sync_debug_mode("error")
 
-    with closing(ShardWorker(_settings(), 1, str(folder), Noticeboard())) as shard:
+    with closing(ShardWorker(_settings(), 1, str(folder), LocalDirectory())) as shard:
         batches = [_batch(np.ones((tokens, shard.engine._hidden), np.float32)) for tokens in (1, 4)]
         for batch in batches * 2:  # experts are loaded, kernels compiled, pinned memory allocated
             shard.handle(batch)

@@ -12,12 +12,12 @@ from typing import Any
 from serving import greedy, settings, struck_greedy
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, ShardSettings, StoreSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore, StoreView
 from tiermoe.cluster.worker_process import Role, WorkerProcess
+from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 4, 32, 24
 LAYERS = range(8)
@@ -146,7 +146,7 @@ def test_a_request_outlives_the_restart_of_its_only_store(
 def test_a_shard_without_files(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
     """The lead maps all; its shard maps nothing, and asks for what it owns."""
     config = _config(0.125, shards=ShardSettings(count=2))
-    board = Noticeboard()
+    board = LocalDirectory()
     with _stores(store, range(4), range(8)) as stores:
         links = [process.store_link for process in stores]
         with closing(ShardWorker(config, 1, "/nowhere", board, layers=(), stores=links)) as shard:

@@ -24,20 +24,9 @@ from tiermoe.errors import (
     RemoteFailure,
     StoreError,
 )
-from tiermoe.proto import frame as frames
-from tiermoe.proto import grpc_wire
-from tiermoe.proto.channel import (
-    Channel,
-    ChannelOptions,
-    ChannelServer,
-    Fault,
-    FaultInjector,
-    Limits,
-    ServerOptions,
-    open_channel,
-)
+from tiermoe.proto import codec, grpc_transport
+from tiermoe.proto.channel import Channel, open_channel
 from tiermoe.proto.codec import decode, encode
-from tiermoe.proto.faults import DROP, REPEAT
 from tiermoe.proto.messages import (
     ExpertBatch,
     ExpertResult,
@@ -46,6 +35,8 @@ from tiermoe.proto.messages import (
     Message,
     StoreRequest,
 )
+from tiermoe.proto.options import DROP, REPEAT, ChannelOptions, Fault, FaultInjector, Limits, ServerOptions
+from tiermoe.proto.server import ChannelServer
 
 TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
 _SOON_S = 5.0
@@ -393,18 +384,18 @@ def test_health_service_and_role_calls_serve_any_grpc_client(worker: Worker) -> 
         stub = health_pb2_grpc.HealthStub(plain)
         answer = stub.Check(health_pb2.HealthCheckRequest(service="tiermoe.v1.Channel"), timeout=_SOON_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        data = b"".join(frames.pack(encode(batch()), 5, 1, 1, 0, frames.REQUEST, 1 << 20)[0])
+        data = b"".join(codec.pack(encode(batch()), 5, 1, 1, 0, codec.REQUEST, 1 << 20)[0])
         for _ in range(2):
-            reply = frames.unpack(plain.unary_unary(grpc_wire.ROLE_CALLS[0])(data, timeout=_SOON_S))
+            reply = codec.unpack(plain.unary_unary(grpc_transport.ROLE_CALLS[0])(data, timeout=_SOON_S))
             result = decode(reply.kind, reply.body, reply.layout, reply.payload, Limits())
             assert isinstance(result, ExpertResult)
         assert worker.layers == [3]  # the same id: executed once
         with pytest.raises(grpc.RpcError):
-            plain.unary_unary(grpc_wire.ROLE_CALLS[0])(b"nonsense", timeout=_SOON_S)
+            plain.unary_unary(grpc_transport.ROLE_CALLS[0])(b"nonsense", timeout=_SOON_S)
         with pytest.raises(grpc.RpcError):
-            list(plain.stream_stream(grpc_wire.EXCHANGE)(iter([data]), timeout=_SOON_S))
+            list(plain.stream_stream(grpc_transport.EXCHANGE)(iter([data]), timeout=_SOON_S))
         with pytest.raises(grpc.RpcError):
-            list(plain.stream_stream(grpc_wire.CONTROL)(iter([b"\xff"]), timeout=_SOON_S))
+            list(plain.stream_stream(grpc_transport.CONTROL)(iter([b"\xff"]), timeout=_SOON_S))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 
 from tiermoe.proto.codec import Encoded, encode
-from tiermoe.proto.dedup import ReplyCache, State
 from tiermoe.proto.messages import ExpertResult
+from tiermoe.proto.requests import ReplyCache, State
 
 
 def _reply(seconds: float = 0.0) -> Encoded:

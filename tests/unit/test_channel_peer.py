@@ -19,8 +19,10 @@ import pytest
 from channel_messages import batch
 
 from tiermoe.errors import ChannelRefused, ConfigError, PeerLost
-from tiermoe.proto.channel import ChannelOptions, ChannelServer, ServerOptions, TlsFiles, open_channel
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertResult, HealthReport, HealthRequest, Message
+from tiermoe.proto.options import ChannelOptions, ServerOptions, TlsFiles
+from tiermoe.proto.server import ChannelServer
 
 TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
 _SOON_S = 5.0
@@ -119,7 +121,7 @@ def _until(holds: object) -> None:
 
 def test_a_process_ends_although_its_channels_are_open() -> None:
     code = (
-        "from tiermoe.proto.channel import ChannelServer, open_channel;"
+        "from tiermoe.proto.channel import open_channel; from tiermoe.proto.server import ChannelServer;"
         "from tiermoe.proto.messages import HealthRequest;"
         "s = ChannelServer(lambda m: None); cs = [open_channel(s.address) for _ in range(2)];"
         "cs[0].call(HealthRequest(), 5.0); print('done')"

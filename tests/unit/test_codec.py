@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError, MessageError, MessageTooLarge
-from tiermoe.proto import frame as frames
+from tiermoe.proto import codec
 from tiermoe.proto.codec import decode, encode
 from tiermoe.proto.generated import channel_pb2
 from tiermoe.proto.generated import messages_pb2 as pb
-from tiermoe.proto.limits import Limits
 from tiermoe.proto.messages import (
     Acknowledged,
     Context,
@@ -33,17 +32,18 @@ from tiermoe.proto.messages import (
     StoreReply,
     StoreRequest,
 )
+from tiermoe.proto.options import Limits
 
 LIMITS = Limits(layers=8, experts=16)
 _F32 = np.float32
 
 
 def _bytes(message: Message) -> bytes:
-    return b"".join(frames.pack(encode(message), 7, 8, 9, 10, frames.REQUEST, 1 << 20)[0])
+    return b"".join(codec.pack(encode(message), 7, 8, 9, 10, codec.REQUEST, 1 << 20)[0])
 
 
 def _message(data: bytes) -> Message:
-    frame = frames.unpack(data)
+    frame = codec.unpack(data)
     return decode(frame.kind, frame.body, frame.layout, frame.payload, LIMITS)
 
 
@@ -96,14 +96,14 @@ def test_protobuf_reads_what_we_write_and_we_read_what_it_writes(message: Messag
     theirs = channel_pb2.Frame.FromString(ours)
     assert (theirs.client, theirs.request, theirs.settled, theirs.deadline_ns) == (7, 8, 9, 10)
     theirs.ClearField("padding")
-    a, b = frames.unpack(ours), frames.unpack(theirs.SerializeToString())
+    a, b = codec.unpack(ours), codec.unpack(theirs.SerializeToString())
     assert a == b
     assert type(_message(theirs.SerializeToString())) is type(message)
 
 
 def test_arrays_are_views_of_the_bytes_and_aligned() -> None:
     data = _bytes(batch())
-    frame = frames.unpack(data)
+    frame = codec.unpack(data)
     back = decode(frame.kind, frame.body, frame.layout, frame.payload, LIMITS)
     hidden = getattr(back, "hidden")  # noqa: B009
     assert not hidden.flags.owndata
@@ -227,7 +227,7 @@ def test_a_payload_of_another_size() -> None:
 
 def test_the_size_bound() -> None:
     with pytest.raises(MessageTooLarge):
-        frames.pack(encode(batch(64, 64)), 1, 1, 0, 0, frames.REQUEST, 4096)
+        codec.pack(encode(batch(64, 64)), 1, 1, 0, 0, codec.REQUEST, 4096)
 
 
 def test_limits_out_of_range() -> None:

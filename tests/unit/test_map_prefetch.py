@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.engine.peers.matcher import MatcherPrefetch
 from tiermoe.actors.engine.peers.shards import Shards
-from tiermoe.actors.links import Noticeboard, PeerLink, shard_name
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.proto.messages import PrefetchCommand
+from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
 L, E, K = SHAPE.layers, SHAPE.experts, 2
 
@@ -142,7 +142,7 @@ class FakePeer:
 @pytest.mark.parametrize("load", [True, False])
 def test_commands_are_passed_on_to_the_owners(load: bool) -> None:
     shards = Shards(
-        ShardSettings(count=2), [PeerLink(Noticeboard(), name=shard_name(1))], L, E, SHAPE.hidden, None  # type: ignore[arg-type]
+        ShardSettings(count=2), [PeerLink(LocalDirectory(), name=shard_name(1))], L, E, SHAPE.hidden, None  # type: ignore[arg-type]
     )
     peer: Any = FakePeer()
     shards.peers = {"shard/1": peer}

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink, shard_name
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.fmoe import Forecast
 from tiermoe.actors.policies.sharding import shard_of
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import save_maps
 from tiermoe.errors import ConfigError, RemoteFailure, StoreError
-from tiermoe.proto.channel import ChannelServer, open_channel
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import (
     Context,
     HealthReport,
@@ -29,12 +28,15 @@ from tiermoe.proto.messages import (
     PrefetchCommand,
     StoreRequest,
 )
+from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
+from tiermoe.proto.server import ChannelServer
 
 _PATIENCE_S = 20.0
 
 
 def matcher(**options: Any) -> Matcher:
-    return Matcher(options.pop("settings", SETTINGS), SHAPE, TOP_K, options.pop("directory", Noticeboard()), **options)
+    directory = options.pop("directory", LocalDirectory())
+    return Matcher(options.pop("settings", SETTINGS), SHAPE, TOP_K, directory, **options)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_answers_are_the_forecasts(served: Matcher, sequences: int) -> None:
 
 
 def test_over_a_channel() -> None:
-    board, policy = Noticeboard(), reference()
+    board, policy = LocalDirectory(), reference()
     with closing(matcher(directory=board)), open_channel(board.addresses[MATCHER]) as channel:
         for number in range(3):
             shown = iteration(number)
@@ -136,9 +138,9 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
 
 def test_top_k_and_ways_are_checked() -> None:
     with pytest.raises(ConfigError, match="top_k"):
-        Matcher(SETTINGS, SHAPE, 9, Noticeboard())
+        Matcher(SETTINGS, SHAPE, 9, LocalDirectory())
     with pytest.raises(ConfigError, match="4 shards and ways to 1"):
-        matcher(sharding=ShardSettings(count=4), shards=[PeerLink(Noticeboard(), name=shard_name(1))])
+        matcher(sharding=ShardSettings(count=4), shards=[PeerLink(LocalDirectory(), name=shard_name(1))])
 
 
 class TestStore:
@@ -213,7 +215,7 @@ class TestStore:
 class FakeShard:
     """Keeps the commands that it is posted."""
 
-    def __init__(self, index: int, board: Noticeboard) -> None:
+    def __init__(self, index: int, board: LocalDirectory) -> None:
         self.commands: list[PrefetchCommand] = []
         self.came = threading.Semaphore(0)
         self._index = index
@@ -233,7 +235,7 @@ class FakeShard:
 
 
 def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
-    board, sharding = Noticeboard(), ShardSettings(count=3)
+    board, sharding = LocalDirectory(), ShardSettings(count=3)
     with ExitStack() as stack:
         shards = [stack.enter_context(closing(FakeShard(i, board))) for i in (1, 2)]
         links = [PeerLink(board, name=shard_name(i)) for i in (1, 2)]
@@ -262,7 +264,7 @@ def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
 
 
 def test_the_lead_gets_the_experts_of_a_lost_shard() -> None:
-    board = Noticeboard()
+    board = LocalDirectory()
     links = [PeerLink(board, name=shard_name(1))]
     with closing(matcher(sharding=ShardSettings(count=2), shards=links)) as it:  # the shard never comes
         show(it, iteration(0))

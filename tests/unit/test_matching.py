@@ -14,13 +14,12 @@ import pytest
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink, sequence_means, tell_eviction, wanted_keys
-from tiermoe.actors.links import MATCHER, Noticeboard, PeerLink
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
-from tiermoe.actors.settings import MatcherSettings
 from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
+from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink
 
 _PATIENCE_S = 20.0
 _DEEP = 6 * 8  # keys of all layers
@@ -50,8 +49,11 @@ class FakePending:
 class FakeChannel:
     report: HealthReport
     alive: bool = True
-    closed_because: str | None = None
     sent: list[FakePending] = field(default_factory=list)
+
+    @property
+    def closed_because(self) -> str | None:
+        return None if self.alive else "the channel closed"
 
     def call(self, message: Message, deadline_s: float) -> Message:
         return self.report
@@ -80,7 +82,7 @@ class FakeLink:
     def address(self) -> str | None:
         return "nowhere" if self.channels and self.channels[-1].alive else None
 
-    def connect(self, address: str, settings: MatcherSettings) -> FakeChannel:
+    def connect(self, address: str, transport: str, supply: object = None) -> FakeChannel:
         return self.channels[-1]
 
 
@@ -267,7 +269,7 @@ class TestSource:
 
 def test_with_a_real_matcher() -> None:
     """What comes back over a channel is what the maps say, whenever it is looked for."""
-    board, policy = Noticeboard(), reference()
+    board, policy = LocalDirectory(), reference()
     with (
         closing(Matcher(SETTINGS, SHAPE, TOP_K, board)),
         closing(MatcherLink(PeerLink(board, name=MATCHER), SETTINGS, SHAPE)) as link,

@@ -12,14 +12,14 @@ from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import Noticeboard, PeerLink
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
-from tiermoe.proto.channel import ChannelOptions, ServerOptions, open_channel
-from tiermoe.proto.faults import DROP, REPEAT, Fault, FaultInjector
+from tiermoe.proto.channel import open_channel
+from tiermoe.proto.options import DROP, REPEAT, ChannelOptions, Fault, FaultInjector, ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 _PROMPT, _NEW = [5, 9, 2, 7, 1, 3], 10
 _LATE = Fault(delay_s=0.6)
@@ -33,7 +33,7 @@ class _FaultyLink(PeerLink):
     transport: str = "shm"
     faults: FaultInjector | None = field(default=None, compare=False)
 
-    def connect(self, address: str, settings: NdpSettings, supply: object = None) -> Any:
+    def connect(self, address: str, transport: str, supply: object = None) -> Any:
         return open_channel(address, ChannelOptions(transport=self.transport, faults=self.faults))  # type: ignore
 
 
@@ -56,7 +56,7 @@ def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
 
 @pytest.fixture(scope="module")
 def expected(store: ExpertStore) -> list[list[int]]:
-    board = Noticeboard()
+    board = LocalDirectory()
     ndp = NdpWorker(_NDP, store.describe().path, board)
     try:
         with _serving(store, PeerLink(board, name="ndp/0")) as worker:
@@ -72,7 +72,7 @@ def test_one_bad_message(
     transport: str, side: str, fault: Fault, store: ExpertStore, expected: list[list[int]]
 ) -> None:
     injector = FaultInjector({3: fault})
-    board = Noticeboard()
+    board = LocalDirectory()
     server = ServerOptions(faults=injector if side == "reply" else None)
     ndp = NdpWorker(_NDP, store.describe().path, board, options=server)
     try:

@@ -47,7 +47,7 @@ def _pool(links: list[FakeLink]) -> NdpPool:
 
 def _kill(pool: NdpPool, link: FakeLink) -> None:
     link.up.clear()
-    pool.peers[link.name]._channel.close()
+    pool.peers[link.name]._peer.connection.close()
 
 
 def _numbers(pool: NdpPool) -> str:

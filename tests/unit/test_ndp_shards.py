@@ -14,7 +14,6 @@ from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners
-from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
@@ -23,6 +22,7 @@ from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.proto.messages import ExpertBatch, PlacementCommand
+from tiermoe.proto.peers import LocalDirectory
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
@@ -192,7 +192,7 @@ def _one_row(layer: int, experts: list[int], decode: bool = False) -> ExpertBatc
 
 
 def test_a_shard_holds_what_it_is_told(store: ExpertStore) -> None:
-    shard = ShardWorker(_settings("context", 2), 1, store.describe().path, Noticeboard())
+    shard = ShardWorker(_settings("context", 2), 1, store.describe().path, LocalDirectory())
     try:
         cache = shard.engine.cache
         for preload, keys in ((True, [1, 3, 9]), (False, [11, 9])):

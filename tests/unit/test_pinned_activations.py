@@ -23,14 +23,15 @@ from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.peers.remote import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import Noticeboard, PeerLink
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster.config import load_hardware
-from tiermoe.proto.channel import ChannelOptions, ChannelServer, FaultInjector, open_channel
-from tiermoe.proto.faults import DROP
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
+from tiermoe.proto.options import DROP, ChannelOptions, FaultInjector
+from tiermoe.proto.peers import LocalDirectory, PeerLink
+from tiermoe.proto.server import ChannelServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only")
 _WIDTH = 512  # a row of float32 is more than a short frame
@@ -47,7 +48,7 @@ class _Peer:
         self.may_answer.set()
         self.rows: list[np.ndarray] = []
         self.faults: FaultInjector | None = None
-        self.board = Noticeboard()
+        self.board = LocalDirectory()
         self.server = ChannelServer(self._handle)
         self.board.register("ndp/0", self.server.address)
 
@@ -65,7 +66,7 @@ class _Peer:
         peer = self
 
         class Link(PeerLink):
-            def connect(self, address: str, settings: Any, supply: Any = None) -> Any:
+            def connect(self, address: str, transport: Any, supply: Any = None) -> Any:
                 options = ChannelOptions(transport="shm", supply=supply, faults=peer.faults, resend_after_s=0.05)
                 return open_channel(address, options)
 
@@ -324,7 +325,7 @@ def test_tokens_are_those_of_the_plain_way(tmp_path: Path, monkeypatch: pytest.M
     near = NdpSettings(hardware=vars(load_hardware("paper-ndp")))
     policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
     store = prepared(save_tiny_checkpoint("mixtral", tmp_path / "checkpoint"), tmp_path / "store")
-    board = Noticeboard()
+    board = LocalDirectory()
     ndp = NdpWorker(near, store.describe().path, board)
     way = PinnedActivations(FakeCompute(lazy=False))
     found: list[list[list[int]]] = []

@@ -29,7 +29,7 @@ def _pair(ring_bytes: int = _RING) -> tuple[shm.SharedRings, shm.SharedRings]:
     assert accepted is not None
     rings, nonce = accepted
     assert nonce == offer.nonce
-    offer.forget_fd()
+    offer.close_fd()
     return offer.rings, rings
 
 
@@ -134,7 +134,7 @@ def test_only_sealed_memory_of_the_right_size_is_accepted(tmp_path: Path) -> Non
     finally:
         for fd in (read_end, write_end, plain, unsealed):
             os.close(fd)
-        offer.forget_fd()
+        offer.close_fd()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -158,7 +158,7 @@ def test_a_reader_that_dozes_misses_nothing(supplied: bool) -> None:
     """
     offer = shm.offer(_RING, 0.0)
     accepted = shm.accept(os.getpid(), offer.fd, _RING, 0.0, doze_s=0.01)
-    offer.forget_fd()
+    offer.close_fd()
     assert accepted is not None
     reader, writer = accepted[0].requests, offer.rings.requests
     got: list[bytes | memoryview | None] = []

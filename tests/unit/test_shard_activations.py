@@ -16,11 +16,11 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.peers import shard as shard_module
-from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.proto.messages import ExpertBatch, ExpertResult
+from tiermoe.proto.peers import LocalDirectory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only")
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
@@ -100,7 +100,7 @@ def test_rows_of_each_kind(kind: str, store: ExpertStore, monkeypatch: pytest.Mo
     for way in (PlainActivations(torch.device("cpu")), PinnedActivations(_Shard())):
         monkeypatch.setattr(shard_module, "activations_of", lambda _, way=way: way)
         config = settings(0.5, shards=ShardSettings(count=2))
-        with closing(ShardWorker(config, 1, store.describe().path, Noticeboard())) as shard:
+        with closing(ShardWorker(config, 1, store.describe().path, LocalDirectory())) as shard:
             for rows in (hidden, hidden[:1]):
                 answer = shard.handle(_batch(rows))
                 assert isinstance(answer, ExpertResult)

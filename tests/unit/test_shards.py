@@ -21,12 +21,12 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import Noticeboard
 from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PlacementCommand, PrefetchCommand
+from tiermoe.proto.peers import LocalDirectory
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
@@ -167,7 +167,7 @@ def test_an_answer_that_fails_is_recomputed(olmoe: Tiny, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def shard(olmoe: Tiny) -> ShardWorker:
-    return ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    return ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
 
 
 def _batch(layer: int, experts: list[int], hidden: np.ndarray) -> ExpertBatch:
@@ -210,7 +210,7 @@ def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.Monkey
     gpu = FakeGpu()
     gpu.eager = True
     monkeypatch.setattr(shard_module, "make_device", lambda *_: CudaDevice(gpu))
-    made = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    made = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
     monkeypatch.undo()
     hidden = np.ones((1, 32), np.float32)
     with closing(made) as shard:
@@ -234,7 +234,7 @@ def test_a_shard_without_a_way_for_rows_leaves_no_thread(olmoe: Tiny, monkeypatc
     monkeypatch.setattr(LinkQueue, "supports", lambda *args: False)  # whose thread Python does not see
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no pinned memory"):
-        ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+        ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
     assert set(threading.enumerate()) <= before
 
 
@@ -268,7 +268,7 @@ def _command_of_another_kind() -> object:
 
 def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
     """No tiny model has one; a shard must apply it before the weights."""
-    worker = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, Noticeboard())
+    worker = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
     try:
         hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
         batch = ExpertBatch(
@@ -297,10 +297,10 @@ def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> No
         GpuWorker(settings(0.5, policy=ndp, shards=ShardSettings(count=2)), view).start()
     for index in (0, 2):
         with pytest.raises(ConfigError, match="no shard worker"):
-            ShardWorker(_settings(2), index, view.path, Noticeboard())
+            ShardWorker(_settings(2), index, view.path, LocalDirectory())
     small = settings(0.25, policy=policy(preload="all"), shards=ShardSettings(count=2))
     with pytest.raises(ConfigError, match="resident"):
-        ShardWorker(small, 1, view.path, Noticeboard())
+        ShardWorker(small, 1, view.path, LocalDirectory())
 
 
 def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.
     group = Group(_settings(3), olmoe.store.describe().path)
     shard = group.start_shard(1)
     try:
-        from tiermoe.actors.links import PeerLink
+        from tiermoe.proto.peers import PeerLink
 
         lead = GpuWorker(config, olmoe.store.describe(), shards=[PeerLink(group.board, name="shard/1")])
         with pytest.raises(RuntimeFailure, match="has count 3, this side 2"):

@@ -17,14 +17,14 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
-from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from tiermoe.actors.policies.residency import Reservation
 from tiermoe.actors.settings import LinkSettings, StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import DType, ExpertShape, layer_name
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import StoreError
-from tiermoe.proto.channel import ServerOptions
+from tiermoe.proto.options import ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink, store_name
 
 LAYERS = 4
 FAST = StoreSettings(deadline_s=0.3)
@@ -37,7 +37,7 @@ class Stores:
 
     def __init__(self, folder: Path, slices: Sequence[Sequence[int]], shared_memory: bool) -> None:
         self.folder, self.slices = folder, slices
-        self.board = Noticeboard()
+        self.board = LocalDirectory()
         self.options = ServerOptions(shared_memory=shared_memory)
         self.workers = [self._new(i) for i in range(len(slices))]
         self.manifest = self.workers[0].describe().manifest

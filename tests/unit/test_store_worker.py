@@ -13,16 +13,17 @@ from handmade_store import EXPERTS, HIDDEN, INTERMEDIATE, layer_values, write_st
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.dense import fetch_front
 from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
 from tiermoe.actors.store.remote import RefBook
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import MessageTooLarge, RemoteFailure, StoreError, TierMoeError
-from tiermoe.proto.channel import Limits, ServerOptions, open_channel
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertResult, FileReply, FileRequest, HealthReport, HealthRequest, StoreReply
 from tiermoe.proto.messages import StoreRequest as Request
+from tiermoe.proto.options import Limits, ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink, store_name
 
 SETTINGS = StoreSettings(deadline_s=5.0)
 
@@ -38,12 +39,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def worker(folder: Path) -> Iterator[StoreWorker]:
-    with closing(StoreWorker(str(folder), directory=Noticeboard())) as worker:
+    with closing(StoreWorker(str(folder), directory=LocalDirectory())) as worker:
         yield worker
 
 
 def link_to(*workers: StoreWorker) -> list[StoreLink]:
-    board = Noticeboard({store_name(i): str(worker.address) for i, worker in enumerate(workers)})
+    board = LocalDirectory({store_name(i): str(worker.address) for i, worker in enumerate(workers)})
     return [StoreLink(name, (0, 1), PeerLink(board, name=name)) for name in board.addresses]
 
 
@@ -108,7 +109,7 @@ def test_refuses_other_messages(worker: StoreWorker) -> None:
 
 def test_a_slice_gives_its_slice(folder: Path) -> None:
     (folder / layer_name(0)).unlink()
-    with closing(StoreWorker(str(folder), 3, [1], directory=(board := Noticeboard()))) as worker:
+    with closing(StoreWorker(str(folder), 3, [1], directory=(board := LocalDirectory()))) as worker:
         assert board.addresses == {"store/3": worker.address}
         assert isinstance(worker.handle(Request(1, ids(0))), StoreReply)
         with pytest.raises(StoreError, match="store/3 does not hold MoE layer 0; it holds 1"):
@@ -118,7 +119,7 @@ def test_a_slice_gives_its_slice(folder: Path) -> None:
 
 def test_more_than_a_message_carries_is_refused_before_it_is_copied(folder: Path) -> None:
     options = ServerOptions(limits=Limits(max_message_bytes=64 * 1024 + 500))
-    with closing(StoreWorker(str(folder), directory=Noticeboard(), options=options)) as worker:
+    with closing(StoreWorker(str(folder), directory=LocalDirectory(), options=options)) as worker:
         with pytest.raises(MessageTooLarge):
             worker.handle(Request(0, ids(0)))
         assert isinstance(worker.handle(Request(0, ids(0), 0, 1)), StoreReply)
@@ -193,8 +194,8 @@ def test_the_front_comes_from_the_next_store_where_one_ends_in_the_middle(
     here = tmp_path / "here"
     here.mkdir()
     with (
-        closing(StoreWorker(str(folder), 0, directory=Noticeboard())) as first,
-        closing(StoreWorker(str(folder), 1, directory=Noticeboard())) as second,
+        closing(StoreWorker(str(folder), 0, directory=LocalDirectory())) as first,
+        closing(StoreWorker(str(folder), 1, directory=LocalDirectory())) as second,
     ):
         given_pieces = first._file
 
@@ -223,7 +224,7 @@ def test_an_altered_front_is_refused(folder: Path, worker: StoreWorker, tmp_path
 
 
 def test_no_store_to_give_the_front(tmp_path: Path) -> None:
-    links = [StoreLink("store/0", (0,), PeerLink(Noticeboard(), name="store/0"))]
+    links = [StoreLink("store/0", (0,), PeerLink(LocalDirectory(), name="store/0"))]
     with pytest.raises(StoreError, match=r"manifest.json was not had from a store \(store/0: store/0 registered no"):
         fetch_front(links, tmp_path, StoreSettings(deadline_s=0.2))
 

@@ -36,8 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
-from ...kept import Kept
-from ...links import StoreLink
+from ....proto.peers import Reconnecting, StoreLink
 from ...settings import CopySettings, StoreSettings
 from ...store.files import LayerArrays, StoreView, open_views
 from ...store.format import Manifest
@@ -105,7 +104,7 @@ class RemoteLayer:
 class _Fetch:
     """One request: experts of one layer under way from one store."""
 
-    def __init__(self, holder: Kept[Reader], reader: Reader, answer: Answer, experts: Sequence[int]) -> None:
+    def __init__(self, holder: Reconnecting[Reader], reader: Reader, answer: Answer, experts: Sequence[int]) -> None:
         self.holder, self.reader, self._answer = holder, reader, answer
         self._experts = list(experts)
         self._arrived: dict[int, tuple[NDArray[Any], ...]] | None = None
@@ -146,8 +145,10 @@ class RemoteStores:
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
         self._holders = {
-            link.name: Kept(link.name, self._connector(link), _hang_up, _ended, self._changed) for link in used
+            link.name: Reconnecting(link.name, self._connector(link), changed=self._changed) for link in used
         }
+        for holder in self._holders.values():
+            holder.start()
         self._of_layer = {
             layer: _turned([self._holders[link.name] for link in used if layer in link.layers], layer)
             for layer in layers
@@ -263,7 +264,7 @@ class RemoteStores:
             self._await_one(willing, left_s)
         raise self._nobody(wanted.layer, refusals)
 
-    def _begin(self, holder: Kept[Reader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
+    def _begin(self, holder: Reconnecting[Reader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
         """Send one request; False: that store is lost now."""
         reader = holder.current
         if reader is None:
@@ -286,7 +287,7 @@ class RemoteStores:
         self.refetches += 1
         fetch.holder.lost(fetch.reader, str(failure))
 
-    def _await_one(self, holders: Sequence[Kept[Reader]], timeout_s: float) -> None:
+    def _await_one(self, holders: Sequence[Reconnecting[Reader]], timeout_s: float) -> None:
         """Wait until one of these stores is there."""
         with self._changed:
             self._changed.wait_for(
@@ -364,15 +365,7 @@ def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
     return Sources(weights, list(mapped.values()), remote)
 
 
-def _hang_up(reader: Reader) -> None:
-    reader.close()
-
-
-def _ended(reader: Reader) -> str | None:
-    return reader.ended
-
-
-def _turned(holders: list[Kept[Reader]], by: int) -> list[Kept[Reader]]:
+def _turned(holders: list[Reconnecting[Reader]], by: int) -> list[Reconnecting[Reader]]:
     at = by % len(holders)
     return holders[at:] + holders[:at]
 

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from ....errors import DeadlinePassed, MessageError, PeerLost, RuntimeFailure
 from ....proto.channel import Channel, Pending
 from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
-from ...links import PeerLink
-from ...peer import PeerConnection
+from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
 from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
 from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, ranked
@@ -66,7 +65,7 @@ class MatcherLink:
         self.shape, self._deadline_s = shape, settings.deadline_s
         self._semantic = settings.semantic  # without, the first forecast of an iteration comes with its first layer
         expected = asdict(shape) | {"distance": settings.distance}
-        self._peer = PeerConnection("matcher", link, settings, expected)
+        self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
         # what may be under way: two iterations. More would wait in the channel for a matcher that does not keep pace.
         self._most = 2 * (shape.layers + 1)
         self._channel: Channel | None = None  # which was published to last
@@ -93,7 +92,7 @@ class MatcherLink:
     @property
     def problem(self) -> str | None:
         """Why the matcher's commands are not enough now; None: they are."""
-        if self._peer.channel is None:
+        if self._peer.current is None:
             return f"the matcher is not there: {self._peer.problem}"
         if self._slow:
             return "the matcher is slow: most of its commands come too late"
@@ -173,7 +172,7 @@ class MatcherLink:
 
     def account(self, deadline_s: float) -> dict[str, Any]:
         """The matcher's account of itself; where it is lost or late only that, as its `state`."""
-        channel = self._peer.channel
+        channel = self._peer.current
         try:
             report = None if channel is None else channel.call(HealthRequest(), deadline_s)
         except RuntimeFailure:
@@ -183,7 +182,7 @@ class MatcherLink:
     @property
     def connected(self) -> bool:
         """Whether the matcher is there."""
-        return self._peer.channel is not None
+        return self._peer.current is not None
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
@@ -196,7 +195,7 @@ class MatcherLink:
 
     def _publish(self, context: Context, begins: bool) -> None:
         begin_s = time.perf_counter()
-        channel = self._peer.channel
+        channel = self._peer.current
         if channel is not self._channel:
             self._change(channel)
         if channel is None:
@@ -212,7 +211,7 @@ class MatcherLink:
             self._judge(False)
             return
         except RuntimeFailure as failure:
-            self._peer.lose(channel, str(failure))
+            self._peer.lost(channel, str(failure))
             self._change(None)
             return
         self._counts["published"] += 1

@@ -22,18 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....errors import ConfigError, MessageTooLarge, RemoteFailure, RuntimeFailure, TierMoeError
+from ....errors import ConfigError, MessageTooLarge, RemoteFailure, RuntimeFailure
 from ....proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ....proto.options import Supply
-from ...links import PeerLink, ndp_name
+from ....proto.peers import PeerLink, ReconnectingChannel, ndp_name
 from ...policies.sharding import reassigned, spread_by_bytes
 from ...settings import NdpSettings, ShardSettings
 from ..cache.device import Outgoing
 from ..dispatch import Routing
 from ..stats import EngineStats, PeerKind
-
-_LOOK_S = 0.1  # seconds between looks for a lost worker
-_CONNECT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +81,15 @@ class RemoteExperts:
         self.connections = 0
         self.held: NDArray[np.uint8] | None = None
         self.asked: set[int] = set()
-        self._link, self._settings, self._expected = link, settings, expected or {}
-        self._activation, self._stats, self._supply = activation, stats, supply
-        self._channel: Any = None
-        self._wanted = threading.Event()  # the channel is lost: look for the worker
-        self._found = threading.Event()
-        self._closed = False
-        self._problem = "it registered no address"
-        self._thread = threading.Thread(target=self._keep_connected, name=f"tiermoe-{kind}-link", daemon=True)
+        self._settings, self._activation, self._stats = settings, activation, stats
+        self._peer = ReconnectingChannel(
+            kind, link, settings.transport, expected, supply, on_connect=self._connected,
+            on_loss=lambda why: stats.count_loss(kind, why),
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Look for the worker from now on; returns at once."""
-        self._wanted.set()
-        self._thread.start()
+        self._peer.start()
 
     def wait_for_the_first(self, deadline_s: float) -> None:
         """Wait for the first connection, after `begin`.
@@ -106,30 +99,25 @@ class RemoteExperts:
         """
         if not self.wait_until_found(deadline_s):
             raise RuntimeFailure(
-                f"{self.label} was not reached within {deadline_s:g} s ({self._problem})",
+                f"{self.label} was not reached within {deadline_s:g} s ({self._peer.problem})",
                 "see its log, or choose a policy that needs none, such as next-gate"
                 if self.kind == "ndp" else "see its log, or use fewer shards",
             )
 
     def wait_until_found(self, deadline_s: float) -> bool:
         """Whether the worker is connected within `deadline_s` seconds."""
-        return self._found.wait(deadline_s)
+        return self._peer.wait(deadline_s)
 
     @property
     def available(self) -> bool:
         """Whether a layer may be sent now."""
-        channel = self._channel
-        if channel is None:
-            return False
-        if channel.alive:
-            return True
-        self._lost(channel, channel.closed_because or "the channel closed")
-        return False
+        channel = self._peer.connection
+        return channel is not None and (channel.alive or self._peer.current is not None)
 
     @property
     def transport(self) -> str | None:
         """How it is reached now, "shm" or "grpc"; None while it is lost."""
-        channel = self._channel
+        channel = self._peer.connection
         return None if channel is None else channel.transport
 
     def send(
@@ -152,7 +140,7 @@ class RemoteExperts:
         Returns:
             The call under way; None when the worker is not there.
         """
-        channel = self._channel
+        channel = self._peer.connection
         if channel is None:
             return None
         spans = [routing.order[routing.starts[i] : routing.starts[i + 1]] for i, _ in experts]
@@ -187,7 +175,7 @@ class RemoteExperts:
             except RuntimeFailure as failure:
                 self._failed(channel, failure)
                 return None
-            if answer.held is not None and channel is self._channel:
+            if answer.held is not None and channel is self._peer.connection:
                 self.held = answer.held
             return answer
 
@@ -198,7 +186,7 @@ class RemoteExperts:
 
         What is asked before a batch is done before that batch. deadline_s: None for that of the settings.
         """
-        channel = self._channel
+        channel = self._peer.connection
         if channel is None:
             return None
         try:
@@ -219,7 +207,7 @@ class RemoteExperts:
 
     def post(self, message: Message) -> bool:
         """Send what needs no answer; False when the peer is not there or has no room for it now."""
-        channel = self._channel
+        channel = self._peer.connection
         if channel is None:
             return False
         try:
@@ -231,13 +219,13 @@ class RemoteExperts:
 
     def report(self, deadline_s: float) -> HealthReport | None:
         """The peer's account of itself; None when it is not there."""
-        channel = self._channel
+        channel = self._peer.connection
         if channel is None:
             return None
         try:
             answer = channel.call(HealthRequest(), deadline_s)
         except RuntimeFailure as failure:
-            self._problem = str(failure)
+            self._peer.problem = str(failure)
             return None
         return answer if isinstance(answer, HealthReport) else None
 
@@ -248,73 +236,19 @@ class RemoteExperts:
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
-        self._closed = True
-        self._wanted.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        self._peer.close()
+
+    def _connected(self) -> None:
+        self.connections += 1
+        self.held, self.asked = None, set()
 
     def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
         """A call failed: the peer is gone, or is there and refuses this one call."""
         if isinstance(failure, RemoteFailure | MessageTooLarge):
             self._stats.count_refusal(self.kind, str(failure))
         else:
-            self._lost(channel, str(failure))
+            self._peer.lost(channel, str(failure))
 
-    def _lost(self, channel: Any, why: str) -> None:
-        """Forget a channel, once, and have the worker looked for."""
-        if self._channel is not channel:
-            return
-        self._channel = None
-        self._found.clear()
-        self._stats.count_loss(self.kind, why)
-        threading.Thread(target=channel.close, name=f"tiermoe-{self.kind}-hangup", daemon=True).start()
-        self._wanted.set()
-
-    def _keep_connected(self) -> None:
-        while True:
-            self._wanted.wait()
-            if self._closed:
-                return
-            channel = self._try_connect()
-            if channel is None:
-                time.sleep(_LOOK_S)
-                continue
-            self._wanted.clear()
-            self.connections += 1
-            self.held, self.asked = None, set()
-            self._channel = channel
-            self._found.set()
-
-    def _try_connect(self) -> Any:
-        """A channel over which the peer said that it is well; None where there is none yet."""
-        channel = None
-        try:
-            address = self._link.address()
-            if address is None:
-                return None
-            channel = self._link.connect(address, self._settings, self._supply)
-            report = channel.call(HealthRequest(), _CONNECT_S)
-            differs = self._difference(report)
-            if differs is None:
-                return channel
-            self._problem = f"{address} {differs}"
-        except (TierMoeError, OSError) as error:
-            self._problem = str(error)
-        if channel is not None:
-            channel.close()
-        return None
-
-    def _difference(self, report: Message | None) -> str | None:
-        """In what the peer is not the one that is meant; None where it is."""
-        if not isinstance(report, HealthReport) or report.role != self.kind:
-            return "answers as something else"
-        for name, value in self._expected.items():
-            if report.details.get(name) != value:
-                return f"has {name} {report.details.get(name)}, this side {value}"
-        return None
 
 
 _REPORT_S = 5.0

@@ -15,7 +15,7 @@ import torch
 from ....errors import StoreError
 from ....kernels.expert_ffn import ExpertKernel
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
-from ...links import StoreLink
+from ....proto.peers import StoreLink
 from ...policies.plan import LoadOnMiss
 from ...settings import EngineSettings
 from ...store.dense import front_here

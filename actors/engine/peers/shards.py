@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from ....errors import ConfigError, RuntimeFailure
 from ....proto.messages import PlacementCommand, PrefetchCommand
 from ....proto.options import Supply
-from ...links import PeerLink, shard_name
+from ....proto.peers import PeerLink, shard_name
 from ...policies.residency import Residency
 from ...policies.routing import RerouteView
 from ...policies.sharding import shard_of

@@ -16,9 +16,10 @@ import numpy as np
 from rich.progress import Progress
 
 from ....errors import RuntimeFailure
-from ....proto import grpc_wire
-from ....proto.channel import Channel, ChannelOptions, Limits, open_channel
+from ....proto import grpc_transport
+from ....proto.channel import Channel, open_channel
 from ....proto.messages import ExpertBatch, ExpertResult
+from ....proto.options import ChannelOptions, Limits
 from ...config import RaySettings, RunConfig, engine_settings
 from ...deploy import Deployment
 from .channel_peer import BARE_ECHO, NO_MODEL, EchoWorker, NoStore
@@ -148,7 +149,7 @@ def _peer(core: int | None) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def _bare_stream(address: str) -> Iterator[Callable[[bytes], bytes]]:
     outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    with grpc.insecure_channel(address, options=grpc_wire.settings(Limits().max_message_bytes)) as channel:
+    with grpc.insecure_channel(address, options=grpc_transport.settings(Limits().max_message_bytes)) as channel:
         replies = channel.stream_stream(BARE_ECHO)(iter(outgoing.get, None))
 
         def trip(data: bytes) -> bytes:

@@ -15,9 +15,10 @@ from typing import Any
 
 import grpc
 
-from ....proto import grpc_wire
-from ....proto.channel import ChannelServer, Limits
+from ....proto import grpc_transport
 from ....proto.messages import ExpertBatch, ExpertResult, Message
+from ....proto.options import Limits
+from ....proto.server import ChannelServer
 from ...topology.spec import ModelFacts
 
 BARE_ECHO = "/bench/Echo"
@@ -55,7 +56,7 @@ class BareEcho:
 
     def __init__(self) -> None:
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(4), options=grpc_wire.settings(Limits().max_message_bytes)
+            futures.ThreadPoolExecutor(4), options=grpc_transport.settings(Limits().max_message_bytes)
         )
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"

@@ -23,7 +23,6 @@ from rich.progress import Progress
 
 from ....actors.engine.cache.device import Tensors
 from ....actors.engine.cache.sources import RemoteStores, host_weights
-from ....actors.links import Noticeboard, PeerLink, StoreLink, store_name
 from ....actors.settings import StoreSettings
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import (
@@ -37,7 +36,8 @@ from ....actors.store.format import (
 )
 from ....actors.store.server import StoreWorker
 from ....errors import RuntimeFailure
-from ....proto.channel import ServerOptions
+from ....proto.options import ServerOptions
+from ....proto.peers import LocalDirectory, PeerLink, StoreLink, store_name
 from ..prepare.writer import write_file, write_tensors
 from .metrics import Case, Measures, Report, interleaved, rows_of
 from .two_nodes import two_nodes
@@ -129,10 +129,10 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
     opened = ExpertStore(store, "stamp")
     nbytes = model.shape.nbytes(2)
     worker = other(
-        ForgetfulStore, actor, str(store), 0, None, "stamp", Noticeboard(), None,
+        ForgetfulStore, actor, str(store), 0, None, "stamp", LocalDirectory(), None,
         ServerOptions(shared_memory=False), model.batch * nbytes,
     )  # fmt: skip
-    board = Noticeboard({store_name(0): ray.get(worker.channel.remote())})
+    board = LocalDirectory({store_name(0): ray.get(worker.channel.remote())})
     link = StoreLink(store_name(0), (0,), PeerLink(board, name=store_name(0)), actor)
     ways: tuple[Literal["grpc", "ray"], ...] = ("grpc", "ray")
     readers = {

@@ -14,7 +14,6 @@ import torch
 from replica_sets import TEXT, contents
 from rich.console import Console
 
-from tiermoe.actors.links import Noticeboard, PeerLink, StoreLink
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.dense import fetch_front
 from tiermoe.actors.store.files import ExpertStore
@@ -25,6 +24,7 @@ from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
 from tiermoe.cluster.jobs.prepare.quantize import unpacked
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import CheckpointError, StoreError
+from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
 
 
 def test_replicas_reopen_as_the_experts_they_were(made: Path) -> None:
@@ -82,7 +82,7 @@ def test_tables_count_what_the_router_chose(made: Path, checkpoint: Path, calibr
 
 
 def test_the_tables_travel_to_a_node_without_the_store(made: Path, tmp_path: Path) -> None:
-    with closing(StoreWorker(str(made), verify="stamp", directory=(board := Noticeboard()))):
+    with closing(StoreWorker(str(made), verify="stamp", directory=(board := LocalDirectory()))):
         link = StoreLink("store/0", (), PeerLink(board, name="store/0"))
         fetch_front([link], tmp_path, StoreSettings())
     view = describe_replicas(tmp_path, tables_only=True)

@@ -14,10 +14,10 @@ from .....actors.engine.cache.device import make_device
 from .....actors.engine.engine import ExpertEngine
 from .....actors.engine.model.model import RouterProbe
 from .....actors.engine.peers.matcher import MatcherLink
-from .....actors.links import PeerLink
 from .....actors.settings import EngineSettings, LinkSettings, NdpSettings
 from .....actors.store.artifacts import MapShape
 from .....actors.store.format import ExpertShape
+from .....proto.peers import PeerLink
 from ....config import load_hardware, load_policy
 from ....worker_process import Role, WorkerProcess
 from .host_experts import HostExperts

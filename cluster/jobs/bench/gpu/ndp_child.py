@@ -19,13 +19,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .....actors.links import Noticeboard, PeerLink, ndp_name
 from .....actors.ndp_worker import NdpWorker
 from .....actors.settings import NdpSettings
 from .....actors.store.format import ExpertShape
 from .....actors.store.replicas import ReplicaTables
 from .....errors import RuntimeFailure
 from .....kernels.pack import PackedShape
+from .....proto.peers import LocalDirectory, PeerLink, ndp_name
 
 WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 DISTINCT_LAYERS = 2
@@ -41,7 +41,7 @@ class RandomNdpWorker(NdpWorker):
     """
 
     def __init__(
-        self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: Noticeboard, distinct: int
+        self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: LocalDirectory, distinct: int
     ) -> None:
         self._random = shape, layers, distinct
         super().__init__(settings, "", directory)
@@ -87,7 +87,7 @@ def ndp_process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Itera
         RuntimeFailure: it did not start.
     """
     request = {"settings": settings.model_dump(), "shape": shape.model_dump(), "layers": layers}
-    board = Noticeboard()
+    board = LocalDirectory()
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
@@ -122,7 +122,7 @@ def main() -> None:
     """Serve until standard input ends."""
     asked = json.loads(sys.stdin.readline())
     worker = RandomNdpWorker(
-        NdpSettings(**asked["settings"]), ExpertShape(**asked["shape"]), asked["layers"], Noticeboard(),
+        NdpSettings(**asked["settings"]), ExpertShape(**asked["shape"]), asked["layers"], LocalDirectory(),
         DISTINCT_LAYERS,
     )  # fmt: skip
     print(worker.address, flush=True)

@@ -1,0 +1,333 @@
+"""The gRPC side of a client: names, settings and credentials, the control stream, and the stream of frames.
+
+The control stream opens every channel. A peer that is killed breaks it within milliseconds. One that stops (SIGSTOP, a
+machine that is gone) does not answer pings. Time in which this process itself was stopped does not count against the
+peer. `server.py` shares the names and settings. grpc is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ChannelRefused
+from .codec import Pieces
+from .generated import channel_pb2, services_pb2
+from .options import ChannelOptions, Received, TlsFiles
+
+if TYPE_CHECKING:
+    import grpc
+
+PROTOCOL_VERSION = 1
+TOKEN_KEY = "tiermoe-token"
+CLIENT_KEY = "tiermoe-client"
+_OVERHEAD = 64 * 1024  # above the largest message, for what gRPC adds
+
+
+def _path(service: str, method: str) -> str:
+    found = services_pb2.DESCRIPTOR.services_by_name[service]
+    return f"/{found.full_name}/{found.methods_by_name[method].name}"
+
+
+CHANNEL_SERVICE = services_pb2.DESCRIPTOR.services_by_name["Channel"].full_name
+CONTROL = _path("Channel", "Control")
+EXCHANGE = _path("Channel", "Exchange")
+ROLE_CALLS = (_path("ExpertCompute", "Compute"), _path("Store", "Fetch"), _path("Matcher", "Match"))
+
+
+def settings(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Options of both sides of a connection."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes + _OVERHEAD),
+        ("grpc.max_receive_message_length", max_message_bytes + _OVERHEAD),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_http_proxy", 0),
+        # a connection of its own, which no other channel of the process shares or breaks
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def dial(address: str, options: ChannelOptions) -> grpc.Channel:
+    """A gRPC channel to an address; connects when it is used.
+
+    Raises:
+        ConfigError: a TLS file cannot be read.
+    """
+    import grpc
+
+    wire = settings(options.limits.max_message_bytes)
+    if options.tls is None:
+        return grpc.insecure_channel(address, options=wire)
+    if options.tls.server_name is not None:
+        wire.append(("grpc.ssl_target_name_override", options.tls.server_name))
+    ca, certificate, key = options.tls.read()
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=wire)
+
+
+def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """What a server shows, and whether it demands the same.
+
+    Raises:
+        ConfigError: a TLS file cannot be read.
+    """
+    import grpc
+
+    ca, certificate, key = tls.read()
+    return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=ca is not None)
+
+
+def metadata(options: ChannelOptions, client: int) -> tuple[tuple[str, str], ...]:
+    """What goes with every call."""
+    token = () if options.token is None else ((TOKEN_KEY, options.token),)
+    return (*token, (CLIENT_KEY, f"{client:016x}"))
+
+
+def value_of(key: str, given: Iterable[Any]) -> str | None:
+    """The value of a key in a call's metadata."""
+    return next((value for name, value in given if name == key), None)
+
+
+def reason(error: Any) -> str:
+    """What gRPC says about a call that ended."""
+    return f"{error.code().name.lower()}: {error.details()}"
+
+
+class ControlStream:
+    """An open control stream.
+
+    Args:
+        address: of the server.
+        channel: to it; closed with this.
+        metadata: of the call.
+        hello: the first message.
+
+    Attributes:
+        welcome: the server's answer.
+        offset_ns: server's monotonic clock minus ours, at most too large by the time of one way.
+
+    Raises:
+        ChannelRefused: nobody answers in time, or the server refuses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.Channel,
+        metadata: tuple[tuple[str, str], ...],
+        hello: channel_pb2.Hello,
+        options: ChannelOptions,
+    ) -> None:
+        self.address, self._channel, self._options = address, channel, options
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pong = 0
+        self._lost: str | None = None
+        self._code: Any = None
+        self._closed = threading.Event()
+        self._lose: Callable[[str], None] | None = None
+        self._sent_ns = {0: time.monotonic_ns()}
+        self.welcome: channel_pb2.Welcome | None = None
+        self._outgoing.put(channel_pb2.ControlRequest(hello=hello).SerializeToString())
+        self._call = channel.stream_stream(CONTROL)(self._requests(), metadata=metadata)
+        threading.Thread(target=self._read, name="channel-control", daemon=True).start()
+        self._await_welcome()
+        self._ping(1)  # the time of the hello holds that of connecting: this one measures the clocks
+        self._await_pong(1, options.liveness_s)
+        threading.Thread(target=self._watch, name="channel-heartbeat", daemon=True).start()
+
+    def on_lost(self, lose: Callable[[str], None]) -> None:
+        """Whom to tell when the peer is lost; at once where it already is."""
+        with self._changed:
+            self._lose = lose
+            lost = self._lost
+        if lost is not None:
+            lose(lost)
+
+    def close(self) -> None:
+        """End the stream and its connection. Idempotent."""
+        self._closed.set()
+        self._outgoing.put(None)
+        with contextlib.suppress(Exception):
+            self._call.cancel()
+        self._channel.close()
+
+    def _requests(self) -> Iterator[bytes]:
+        while (data := self._outgoing.get()) is not None:
+            yield data
+
+    def _read(self) -> None:
+        import grpc
+
+        try:
+            for data in self._call:
+                self._take(channel_pb2.ControlReply.FromString(data))
+            self._end("the peer ended the connection")
+        except grpc.RpcError as error:
+            self._code = error.code()
+            self._end(reason(error))
+        except Exception as error:  # what the peer sent is no control message
+            self._end(f"the peer's control stream is malformed: {error}")
+
+    def _take(self, reply: channel_pb2.ControlReply) -> None:
+        now = time.monotonic_ns()
+        with self._changed:
+            if reply.HasField("welcome"):
+                self.welcome = reply.welcome
+                self.offset_ns = reply.welcome.clock_ns - self._sent_ns.pop(0, now)
+            elif reply.HasField("pong"):
+                self._pong = max(self._pong, reply.pong.sequence)
+                sent = self._sent_ns.pop(reply.pong.sequence, None)
+                if sent is not None:
+                    self.offset_ns = min(self.offset_ns, reply.pong.clock_ns - sent)
+            self._changed.notify_all()
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            if self._lost is not None:
+                return
+            self._lost = why
+            lose = self._lose
+            self._changed.notify_all()
+        self._closed.set()
+        if lose is not None:
+            lose(why)
+
+    def _await_welcome(self) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.welcome is not None or self._lost is not None, self._options.open_deadline_s
+            )
+            welcome, lost = self.welcome, self._lost
+        if welcome is not None and welcome.version == PROTOCOL_VERSION:
+            return
+        self.close()
+        code = self._code.name if self._code is not None else ""
+        if code == "UNAUTHENTICATED":
+            raise ChannelRefused(f"{self.address} refused the token", "give the token that its server was started with")
+        if code in ("FAILED_PRECONDITION", "INVALID_ARGUMENT") or welcome is not None:
+            raise ChannelRefused(
+                f"{self.address} speaks another version: {lost}", "install the same tiermoe everywhere"
+            )
+        if code == "RESOURCE_EXHAUSTED":
+            raise ChannelRefused(f"{self.address} has too many connections", "close some, or raise max_connections")
+        why = lost if lost is not None else f"no answer within {self._options.open_deadline_s:g} s"
+        raise ChannelRefused(
+            f"no channel server answers at {self.address}: {why}", "start the worker, and give the same TLS files"
+        )
+
+    def _watch(self) -> None:
+        options = self._options
+        patience_s = options.liveness_s - options.heartbeat_s
+        sequence = 1
+        while not self._closed.wait(options.heartbeat_s):
+            sequence += 1
+            begin = time.monotonic()
+            self._ping(sequence)
+            answered = self._await_pong(sequence, patience_s)
+            took_s = time.monotonic() - begin
+            if answered or took_s > 2 * patience_s:  # in the latter case it is us who were stopped
+                continue
+            self._end(f"no sign of life for {took_s + options.heartbeat_s:.1f} s")
+            return
+
+    def _ping(self, sequence: int) -> None:
+        with self._changed:
+            self._sent_ns = {sequence: time.monotonic_ns()}
+        self._outgoing.put(channel_pb2.ControlRequest(ping=channel_pb2.Ping(sequence=sequence)).SerializeToString())
+
+    def _await_pong(self, sequence: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pong >= sequence or self._lost is not None, timeout_s)
+
+
+class GrpcTransport:
+    """A gRPC bidirectional stream.
+
+    Args:
+        channel: connected.
+        metadata: of the call.
+        max_queued: bytes that may wait to be sent, one message in any case.
+    """
+
+    name: Literal["grpc"] = "grpc"
+    pull = False
+
+    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], max_queued: int) -> None:
+        self._channel, self._metadata, self._max_queued = channel, metadata, max_queued
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._space = threading.Condition(threading.Lock())
+        self._queued = 0
+        self._waiting = False
+        self._closed = False
+        self.whole = sys.maxsize
+
+    def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
+        def arrived(data: bytes) -> bool:
+            # gRPC's own thread is here with the bytes: from it the answer is one wake-up away from who waits for it,
+            # from the thread below it is two
+            deliver(data)
+            return True
+
+        exchange = self._channel.stream_stream(EXCHANGE, response_deserializer=arrived)
+        self._call = exchange(self._outgoing(), metadata=self._metadata)
+        threading.Thread(target=self._read, args=(lose,), name="channel-replies", daemon=True).start()
+
+    def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
+        with self._space:
+            if self._queued and self._queued + size > self._max_queued:
+                self._waiting = True
+                self._space.wait_for(
+                    lambda: self._closed or self._queued == 0 or self._queued + size <= self._max_queued, timeout_s
+                )
+                self._waiting = False
+                if self._queued and self._queued + size > self._max_queued:
+                    return False
+            if self._closed:
+                return False
+            self._queued += size
+        self._queue.put(b"".join(pieces))
+        return True
+
+    def receive(self, timeout_s: float) -> Received | None:
+        """Never asked: answers are delivered."""
+        return None
+
+    def close(self) -> None:
+        with self._space:
+            self._closed = True
+            self._space.notify_all()
+        self._queue.put(None)
+        with contextlib.suppress(Exception):
+            self._call.cancel()
+
+    def _outgoing(self) -> Iterator[bytes]:
+        """gRPC asks for the next frame when the one before is on its way."""
+        while (data := self._queue.get()) is not None:
+            with self._space:
+                self._queued -= len(data)
+                if self._waiting:
+                    self._space.notify_all()
+            yield data
+
+    def _read(self, lose: Callable[[str], None]) -> None:
+        """Asks gRPC for one answer after the other."""
+        import grpc
+
+        try:
+            for _ in self._call:
+                pass
+            lose("the peer ended the stream")
+        except grpc.RpcError as error:
+            lose(reason(error))
