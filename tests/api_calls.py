@@ -21,7 +21,7 @@ def ask(backend: FakeBackend, call: Call, **options: Any) -> Any:
         service, client = serving(backend, **options)
         async with client() as http:
             result = await asyncio.wait_for(call(http), WAIT_S)
-        assert service.gate.waiting == service.gate.inside == backend.open == 0
+        assert service.admission.waiting == service.admission.inside == backend.open == 0
         return result
 
     return asyncio.run(run())

@@ -1,73 +1,196 @@
-"""Answers in OpenAI's JSON, whole and in chunks.
+"""OpenAI's two kinds of completions: a body into the choices to generate, and their deltas into JSON.
 
-`/v1/completions`: prompts into choices, and choices into answers.
-
-`/v1/chat/completions`: messages into one prompt, its choices into the assistant's messages.
+    parse (`schema`) -> validate, tokenize (`chat`, `completion`) -> submit (`Service`) -> stream -> format (`Answer`)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
 from .schema import ChatBody, CompletionBody, finite
-from .service import Delta, Run, ScoredToken, Service, Wanted
-from .text import TokenBytes
+from .service import Choice, Run, Service
+from .text import Delta, ScoredToken, TokenBytes
 
 Json = dict[str, Any]
-Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 
 
-@dataclass
-class Gathered:
-    """All of one choice."""
+class Form(Protocol):
+    """How one kind of answer is written.
 
-    text: str = ""
-    scores: list[ScoredToken] = field(default_factory=list)
-    prompt_scores: tuple[TokenLogprob, ...] = ()
-    tokens: int = 0
-    finish: str | None = None
+    Attributes:
+        id_prefix: of the answer's id.
+        whole, chunk: `object` of a whole answer and of a chunk.
+    """
 
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.scores += delta.scores
-        self.prompt_scores = self.prompt_scores or delta.prompt_scores
-        self.tokens, self.finish = delta.tokens, delta.finish
+    id_prefix: str
+    whole: str
+    chunk: str
+
+    def opening(self, index: int) -> Json | None:
+        """What a choice's stream begins with, before anything is generated."""
+
+    def choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        """What is new of a choice, or all of it."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """What all chunks of an answer begin with."""
+class Asked:
+    """A checked request: what to generate and how to write it."""
 
-    id: str
-    object: Kind
-    created: int
-    model: str
-
-    @classmethod
-    def make(cls, kind: Kind, request_id: str, model: str) -> Head:
-        """Of an answer that begins now."""
-        prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
-        return cls(f"{prefix}-{request_id}", kind, int(time.time()), model)
-
-    def with_choices(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
-        found: Json = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-        found["choices"] = list(choices)
-        return found if usage is None else found | {"usage": usage}
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    include_usage: bool
+    form: Form
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> Json:
-    """OpenAI's `usage`."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+def chat(service: Service, body: ChatBody) -> Asked:
+    """Check and tokenize a chat.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    body.check()
+    service.check_model(body.model)
+    service.check_choices(body.choices)
+    ids = service.chat_ids(body.messages)
+    tokens = body.wanted_tokens
+    if tokens is None:
+        tokens = max(1, service.limit_tokens - len(ids))
+    service.check_length(len(ids), tokens, "messages")
+    choices = tuple(
+        Choice(ids, body.sampling(tokens, index, body.wanted_logprobs), body.stops) for index in range(body.choices)
+    )
+    return Asked(choices, len(ids), body.include_usage, ChatForm(service.token_bytes, bool(body.logprobs)))
 
 
-def echoed_scores(ids: Sequence[int], found: Sequence[TokenLogprob]) -> list[tuple[int, TokenLogprob | None]]:
-    """A prompt's tokens with their log-probabilities; the first has none, for nothing stands before it."""
-    return [(ids[0], None), *((entry.token_id, entry) for entry in found)]
+def completion(service: Service, body: CompletionBody) -> Asked:
+    """Check and tokenize the prompts of a completion.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    body.check()
+    service.check_model(body.model)
+    given = body.prompts
+    service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
+    prompts = tuple(service.prompt_ids(prompt) for prompt in given or [""])  # an empty list: says what is wrong
+    tokens = max(1, body.wanted_tokens)
+    choices = []
+    for ids in prompts:
+        service.check_length(len(ids), tokens, "prompt")
+        for index in range(body.choices):
+            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None)
+            choices.append(Choice(ids, sampling, body.stops, shown=body.wanted_tokens > 0))
+    echoes: tuple[str, ...] | None = None
+    if body.echo:
+        decode = service.tokenizer.decode
+        echoes = tuple(text if isinstance(text, str) else decode(text, skip_special_tokens=False) for text in given)
+    form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
+    return Asked(tuple(choices), sum(map(len, prompts)), body.include_usage, form)
+
+
+class Answer:
+    """The answer to a request under way, whole or in chunks.
+
+    Args:
+        model: what clients call it.
+    """
+
+    def __init__(self, asked: Asked, run: Run, request_id: str, model: str) -> None:
+        self._asked, self._run, self._form = asked, run, asked.form
+        self._id, self._created_s, self._model = f"{self._form.id_prefix}-{request_id}", int(time.time()), model
+
+    async def whole(self) -> Json:
+        """The whole answer. Raises ApiError."""
+        gathered = [Delta("")] * self._run.choices
+        async for index, delta in self._run.deltas():
+            gathered[index] = gathered[index].then(delta)
+        choices = [self._form.choice(i, all_of, first=True, streamed=False) for i, all_of in enumerate(gathered)]
+        return self._json(self._form.whole, choices) | {"usage": self._usage(one.tokens for one in gathered)}
+
+    async def chunks(self) -> AsyncIterator[Json]:
+        """The answer as it comes. Raises ApiError."""
+        tokens = [0] * self._run.choices
+        begun: set[int] = set()
+        extra: Json = {"usage": None} if self._asked.include_usage else {}
+        for index in range(self._run.choices):
+            if (opening := self._form.opening(index)) is not None:
+                yield self._json(self._form.chunk, [opening]) | extra
+        async for index, delta in self._run.deltas():
+            tokens[index] = delta.tokens
+            choice = self._form.choice(index, delta, first=index not in begun, streamed=True)
+            begun.add(index)
+            yield self._json(self._form.chunk, [choice]) | extra
+        if self._asked.include_usage:
+            yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens)}
+
+    def _json(self, kind: str, choices: list[Json]) -> Json:
+        head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._model}
+        return head | {"choices": choices}
+
+    def _usage(self, tokens: Iterable[int]) -> Json:
+        prompt, generated = self._asked.prompt_tokens, sum(tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """The assistant's messages."""
+
+    names: TokenBytes
+    logprobs: bool
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def opening(self, index: int) -> Json:
+        return {
+            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        if streamed:
+            content: Json = {"delta": {"content": delta.text} if delta.text else {}}
+        else:
+            content = {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        scores = chat_logprobs(self.names, delta.scores) if self.logprobs else None
+        return {"index": index} | content | {"logprobs": scores, "finish_reason": delta.finish}
+
+
+@dataclass(frozen=True)
+class CompletionForm:
+    """Text that goes on from a prompt.
+
+    Attributes:
+        echoes: the text that each prompt's choices begin with; None: none was asked for.
+        each: choices for each prompt.
+    """
+
+    names: TokenBytes
+    prompts: tuple[tuple[int, ...], ...]
+    echoes: tuple[str, ...] | None
+    each: int
+    logprobs: bool
+    id_prefix = "cmpl"
+    whole = chunk = "text_completion"
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
+        prompt = index // self.each
+        echo, scores = "" if self.echoes is None else self.echoes[prompt], None
+        if self.logprobs:
+            before: list[tuple[int, TokenLogprob | None]] = []
+            if first and self.echoes is not None:  # the first token has none, for nothing stands before it
+                before = [(self.prompts[prompt][0], None), *((found.token_id, found) for found in delta.prompt_scores)]
+            scores = completion_logprobs(self.names, before, delta.scores, len(echo))
+        text = echo + delta.text if first else delta.text
+        return {"index": index, "text": text, "logprobs": scores, "finish_reason": delta.finish}
 
 
 def completion_logprobs(
@@ -116,156 +239,3 @@ def _top(names: TokenBytes, found: TokenLogprob) -> dict[str, float]:
     for token, value in (*found.top, (found.token_id, found.logprob)):
         listed.setdefault(names.shown(token), finite(value))
     return listed
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A checked completion request under way.
-
-    Attributes:
-        echoes: the text that each prompt's choices begin with; empty unless asked for.
-    """
-
-    service: Service
-    body: CompletionBody
-    prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...]
-    run: Run
-
-    @classmethod
-    def start(cls, service: Service, body: CompletionBody, request_id: str) -> Completion:
-        """Check everything, then generate.
-
-        Raises:
-            ApiError: 400, 404 or 429.
-        """
-        body.check()
-        service.check_model(body.model)
-        given = body.prompts
-        service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
-        prompts = tuple(service.prompt_ids(prompt) for prompt in given)
-        if not prompts:
-            service.prompt_ids("")  # says what is wrong
-        tokens = max(1, body.wanted_tokens)
-        keep = body.wanted_tokens > 0
-        wanted = []
-        for ids in prompts:
-            service.check_length(len(ids), tokens, "max_tokens" if len(ids) < service.limit_tokens else "prompt")
-            for index in range(body.choices):
-                sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None)
-                wanted.append(Wanted(ids, sampling, body.stops, keep))
-        echoes = [
-            prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=False)
-            for prompt in given
-        ]
-        shown = tuple(echo if body.echo else "" for echo in echoes)
-        return cls(service, body, prompts, shown, service.run(wanted, request_id))
-
-    async def answer(self, request_id: str) -> Json:
-        """The whole answer. Raises ApiError."""
-        gathered = [Gathered() for _ in self.run.wanted]
-        async for index, delta in self.run.deltas():
-            gathered[index].add(delta)
-        choices = [
-            self._choice(i, Delta(one.text, tuple(one.scores), one.prompt_scores, one.tokens, one.finish), first=True)
-            for i, one in enumerate(gathered)
-        ]
-        return self._head(request_id).with_choices(choices, self._usage(sum(one.tokens for one in gathered)))
-
-    async def chunks(self, request_id: str) -> AsyncIterator[Json]:
-        """The answer as it comes. Raises ApiError."""
-        head, tokens = self._head(request_id), [0] * len(self.run.wanted)
-        begun: set[int] = set()
-        extra: Json = {"usage": None} if self.body.include_usage else {}
-        async for index, delta in self.run.deltas():
-            tokens[index] = delta.tokens
-            choice = self._choice(index, delta, first=index not in begun)
-            begun.add(index)
-            yield head.with_choices([choice]) | extra
-        if self.body.include_usage:
-            yield head.with_choices([], self._usage(sum(tokens)))
-
-    def _choice(self, index: int, delta: Delta, *, first: bool) -> Json:
-        prompt = index // self.body.choices
-        echo = self.echoes[prompt] if first else ""
-        logprobs = None
-        if self.body.logprobs is not None:
-            ids, echoing = self.prompts[prompt], first and bool(self.body.echo)
-            before = echoed_scores(ids, delta.prompt_scores) if echoing else []
-            offset = len(self.echoes[prompt])
-            logprobs = completion_logprobs(self.service.token_bytes, before, delta.scores, offset)
-        return {"index": index, "text": echo + delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
-
-    def _head(self, request_id: str) -> Head:
-        return Head.make("text_completion", request_id, self.service.model_name)
-
-    def _usage(self, tokens: int) -> Json:
-        return usage_of(sum(len(ids) for ids in self.prompts), tokens)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A checked chat request under way."""
-
-    service: Service
-    body: ChatBody
-    prompt_tokens: int
-    run: Run
-
-    @classmethod
-    def start(cls, service: Service, body: ChatBody, request_id: str) -> Chat:
-        """Check everything, then generate.
-
-        Raises:
-            ApiError: 400, 404 or 429.
-        """
-        body.check()
-        service.check_model(body.model)
-        service.check_choices(body.choices)
-        ids = service.chat_ids(body.messages)
-        tokens = body.wanted_tokens
-        if tokens is None:
-            tokens = max(1, service.limit_tokens - len(ids))
-        service.check_length(len(ids), tokens, "max_tokens" if len(ids) < service.limit_tokens else "messages")
-        wanted = [
-            Wanted(ids, body.sampling(tokens, index, body.wanted_logprobs), body.stops)
-            for index in range(body.choices)
-        ]
-        return cls(service, body, len(ids), service.run(wanted, request_id))
-
-    async def answer(self, request_id: str) -> Json:
-        """The whole answer. Raises ApiError."""
-        gathered = [Gathered() for _ in self.run.wanted]
-        async for index, delta in self.run.deltas():
-            gathered[index].add(delta)
-        names = self.service.token_bytes
-        choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
-                "logprobs": chat_logprobs(names, one.scores) if self.body.logprobs else None,
-                "finish_reason": one.finish,
-            }
-            for i, one in enumerate(gathered)
-        ]
-        usage = usage_of(self.prompt_tokens, sum(one.tokens for one in gathered))
-        return Head.make("chat.completion", request_id, self.service.model_name).with_choices(choices, usage)
-
-    async def chunks(self, request_id: str) -> AsyncIterator[Json]:
-        """The answer as it comes; each choice begins with its role. Raises ApiError."""
-        head = Head.make("chat.completion.chunk", request_id, self.service.model_name)
-        tokens = [0] * len(self.run.wanted)
-        extra: Json = {"usage": None} if self.body.include_usage else {}
-        for index in range(len(tokens)):
-            role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield head.with_choices([role | {"finish_reason": None}]) | extra
-        async for index, delta in self.run.deltas():
-            tokens[index] = delta.tokens
-            yield head.with_choices([self._choice(index, delta)]) | extra
-        if self.body.include_usage:
-            yield head.with_choices([], usage_of(self.prompt_tokens, sum(tokens)))
-
-    def _choice(self, index: int, delta: Delta) -> Json:
-        logprobs = chat_logprobs(self.service.token_bytes, delta.scores) if self.body.logprobs else None
-        content = {"content": delta.text} if delta.text else {}
-        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": delta.finish}

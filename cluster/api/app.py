@@ -43,8 +43,9 @@ from ..prompt import load_tokenizer
 from ..ray_session import NAMESPACE, as_failure, head_address
 from ..registry import Registry
 from ..yaml_file import explain
+from .backend import LeadBackend
 from .routes import make_app
-from .service import LeadBackend, Service, model_name_of
+from .service import Service, model_name_of
 from .settings import ApiSettings, read_key
 from .text import load_chat_template
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from ...actors.requests import TokenEvent
+
+Ask = Callable[[str], Awaitable[Any]]
 
 _FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 _BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 5.0)
@@ -30,54 +34,98 @@ disable_created_metrics()  # a second series for each, which nobody reads
 
 
 class Metrics:
-    """Counters and histograms of one server process.
+    """Counters and histograms of one server process, and the runtime's counters as they were when last asked.
 
     Choices are counted one by one, as the runtime sees them: a request with n = 2 and three prompts is six.
+
+    Args:
+        ask: what a control method of the lead returns.
+        sharded: whether other GPUs count as well.
+        every_s: seconds for which the runtime's answer is good, however often the server is scraped.
     """
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.runtime = RuntimeCounters()
-        self.registry.register(self.runtime)
+    def __init__(self, ask: Ask, *, sharded: bool, every_s: float = 1.0) -> None:
+        self._ask, self._sharded, self._every_s = ask, sharded, every_s
+        self._read_s: float | None = None
+        self._lock = asyncio.Lock()
+        self._registry = CollectorRegistry()
+        self._runtime = RuntimeCounters()
+        self._registry.register(self._runtime)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self.registry)
+            return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self._registry)
 
-        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
-        self._between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN_S)
-        self._total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
-        self._prompt = Counter("tiermoe_prompt_tokens", "Prompt tokens processed.", registry=self.registry)
-        self._generated = Counter("tiermoe_generation_tokens", "Tokens generated.", registry=self.registry)
-        self._ended = Counter(
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
+        self.between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN_S)
+        self.total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
+        self.queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
+        self.prompt = Counter("tiermoe_prompt_tokens", "Prompt tokens processed.", registry=self._registry)
+        self.generated = Counter("tiermoe_generation_tokens", "Tokens generated.", registry=self._registry)
+        self.ended = Counter(
             "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
-            ["finished_reason"], registry=self.registry,
+            ["finished_reason"], registry=self._registry,
         )  # fmt: skip
 
-    def first_token(self, seconds: float) -> None:
-        """A request's first token came so long after its arrival."""
-        self._first.observe(seconds)
-
-    def next_tokens(self, seconds: float, tokens: int) -> None:
-        """So many tokens came together, so long after the one before."""
-        for _ in range(tokens):
-            self._between.observe(seconds / tokens)
-
-    def ended(self, reason: str, total_s: float, queue_s: float, prompt_tokens: int, tokens: int) -> None:
-        """A request is over."""
-        self._total.observe(total_s)
-        self._queue.observe(max(0.0, queue_s))
-        self._prompt.inc(prompt_tokens)
-        self._generated.inc(tokens)
-        self._ended.labels(finished_reason=reason).inc()
+    def choice(self, arrived_s: float, prompt_tokens: int) -> ChoiceTimer:
+        """The timer of a choice that is submitted now, of a request that came at `arrived_s` (`time.perf_counter`)."""
+        return ChoiceTimer(self, arrived_s, prompt_tokens)
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
+
+    async def refresh(self, waiting_here: int) -> None:
+        """Bring the runtime's counters up to date.
+
+        Raises:
+            RuntimeFailure: the runtime does not answer; the counters stay as they were.
+        """
+        self._runtime.waiting_here = waiting_here
+        async with self._lock:
+            if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
+                return
+            stats, load = (await self._ask("stats")).as_dict(), await self._ask("load")
+            if self._sharded:  # the lead's are among them
+                parts = await self._ask("shard_stats")
+                for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
+                    if any(key in part for part in parts):
+                        stats[key] = sum(part.get(key, 0) for part in parts)
+            self._runtime.stats, self._runtime.load = stats, load
+            self._read_s = time.monotonic()
+
+
+class ChoiceTimer:
+    """The times of one choice, from its request's arrival to its end."""
+
+    def __init__(self, metrics: Metrics, arrived_s: float, prompt_tokens: int) -> None:
+        self._metrics, self._arrived_s, self._prompt_tokens = metrics, arrived_s, prompt_tokens
+        self._waited_s = time.perf_counter() - arrived_s
+        self._queue_s = 0.0
+        self._last_s: float | None = None  # when the last token came
+
+    def event(self, event: TokenEvent) -> None:
+        """An event has come."""
+        self._queue_s = event.queue_s or self._queue_s
+        if tokens := len(event.token_ids):
+            now_s = time.perf_counter()
+            if self._last_s is None:
+                self._metrics.first.observe(now_s - self._arrived_s)
+            else:  # they came together: each gets its share
+                for _ in range(tokens):
+                    self._metrics.between.observe((now_s - self._last_s) / tokens)
+            self._last_s = now_s
+
+    def ended(self, reason: str, tokens: int) -> None:
+        """The choice is over, after so many tokens."""
+        self._metrics.total.observe(time.perf_counter() - self._arrived_s)
+        self._metrics.queue.observe(max(0.0, self._waited_s + self._queue_s))
+        self._metrics.prompt.inc(self._prompt_tokens)
+        self._metrics.generated.inc(tokens)
+        self._metrics.ended.labels(finished_reason=reason).inc()
 
 
 class RuntimeCounters(Collector):
-    """What the runtime counts, as it was when last asked."""
+    """What the runtime counts."""
 
     def __init__(self) -> None:
         self.stats: dict[str, Any] | None = None
@@ -100,37 +148,3 @@ class RuntimeCounters(Collector):
             for cause in _CAUSES:
                 loaded.add_metric([cause], stats.get(f"bytes_loaded_{cause}", 0))
             yield loaded
-
-
-class RuntimeReader:
-    """Asks the runtime for its counters, once in `every_s` however often it is scraped.
-
-    Args:
-        ask: what a control method of the lead returns.
-        sharded: whether other GPUs count as well.
-        counters: where the answers go.
-    """
-
-    def __init__(self, ask: Any, sharded: bool, counters: RuntimeCounters, every_s: float = 1.0) -> None:
-        self._ask, self._sharded, self._counters, self._every_s = ask, sharded, counters, every_s
-        self._read_s: float | None = None
-        self._lock = asyncio.Lock()
-
-    async def refresh(self, waiting_here: int) -> None:
-        """Bring the counters up to date.
-
-        Raises:
-            RuntimeFailure: the runtime does not answer; the counters stay as they were.
-        """
-        self._counters.waiting_here = waiting_here
-        async with self._lock:
-            if self._read_s is not None and time.monotonic() - self._read_s < self._every_s:
-                return
-            stats, load = (await self._ask("stats")).as_dict(), await self._ask("load")
-            if self._sharded:  # the lead's are among them
-                parts = await self._ask("shard_stats")
-                for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
-                    if any(key in part for part in parts):
-                        stats[key] = sum(part.get(key, 0) for part in parts)
-            self._counters.stats, self._counters.load = stats, load
-            self._read_s = time.monotonic()

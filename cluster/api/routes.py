@@ -1,6 +1,6 @@
-"""What stands before every route: the request's id, the key, the size of the body.
+"""The FastAPI application over a `Service`: what stands before every route, and the routes.
 
-The FastAPI application over a `Service`: routes and nothing else.
+A completion's way: `Guard` -> parsed by FastAPI -> checked and tokenized (`answers`) -> `Service.submit` -> `Answer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from ...errors import TierMoeError
 from ..host import versions
-from .answers import Chat, Completion, Json
+from .answers import Answer, Asked, Json, chat, completion
 from .schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import Service
 
@@ -127,13 +127,29 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        name = request.state.request_id
-        return await _respond(request, Completion.start(service, body, name), name, stream=bool(body.stream))
+        return await _generate(service, request, completion(service, body), stream=bool(body.stream))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        name = request.state.request_id
-        return await _respond(request, Chat.start(service, body, name), name, stream=bool(body.stream))
+        return await _generate(service, request, chat(service, body), stream=bool(body.stream))
+
+
+async def _generate(service: Service, request: Request, asked: Asked, *, stream: bool) -> Response:
+    """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
+    name = request.state.request_id
+    run = service.submit(asked.choices, name)
+    answer = Answer(asked, run, name, service.model_name)
+    if stream:
+        return EventStream(_sse(answer.chunks()), run.close)
+    whole = asyncio.ensure_future(answer.whole())
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(whole.result()) if whole.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        whole.cancel()
+        gone.cancel()
+        run.close()
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -178,7 +194,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
-            await service.reader.refresh(service.gate.waiting)
+            await service.metrics.refresh(service.admission.waiting)
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
@@ -199,21 +215,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return await refuse(request, ApiError(error.status_code, message, headers=error.headers))
-
-
-async def _respond(request: Request, job: Completion | Chat, name: str, *, stream: bool) -> Response:
-    """The whole answer, or a stream of chunks. A client that leaves ends what it asked for."""
-    if stream:
-        return EventStream(_sse(job.chunks(name)), job.run.close)
-    answer = asyncio.ensure_future(job.answer(name))
-    gone = asyncio.ensure_future(_until_gone(request))
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(answer.result()) if answer.done() else Response(status_code=_CLIENT_GONE)
-    finally:
-        answer.cancel()
-        gone.cancel()
-        job.run.close()
 
 
 async def _until_gone(request: Request) -> None:

@@ -1,11 +1,7 @@
-"""A chat's messages into one prompt, by the model's own Jinja template or one that the user gives.
+"""Text in both directions: a chat's messages into one prompt, and a choice's tokens into the text that is shown.
 
-Templates come with checkpoints and are programs: they run in Jinja's sandbox, with the names that transformers gives
-them (`apply_chat_template`), and cannot reach Python's objects.
-
-Stop strings in text that arrives in pieces.
-
-The bytes that a single token stands for: one token may be half a character.
+Chat templates come with checkpoints and are programs: they run in Jinja's sandbox, with the names that transformers
+gives them (`apply_chat_template`), and cannot reach Python's objects.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,13 @@ import jinja2.ext
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from ...actors.requests import TokenEvent, TokenLogprob
 from ...errors import ConfigError
-from ..prompt import read_json_object
+from ..prompt import IncrementalText, read_json_object
 from .schema import refused
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ChatTemplate:
@@ -117,8 +116,8 @@ def _now(form: str) -> str:
 class StopMatcher:
     """Gives out text that can no longer be part of a stop string, and ends at the first one.
 
-    The earliest place wins, and of several there the one that is listed first. What ends in the beginning of a stop
-    string is held back until it is known not to become one.
+    The earliest place wins, and of several there the one that is listed first. An end that may become a
+    stop string is pending until it is known not to.
 
     Args:
         stops: the strings, none of them empty.
@@ -126,27 +125,27 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """What may be shown once `text` has come; up to the stop string where that completes one."""
         if self.matched is not None:
             return ""
-        self._held += text
-        found = [(place, i) for i, stop in enumerate(self._stops) if (place := self._held.find(stop)) >= 0]
+        self._pending += text
+        found = [(place, i) for i, stop in enumerate(self._stops) if (place := self._pending.find(stop)) >= 0]
         if found:
             place, i = min(found)
             self.matched = self._stops[i]
-            shown, self._held = self._held[:place], ""
+            shown, self._pending = self._pending[:place], ""
             return shown
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        safe = len(self._pending) - max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        shown, self._pending = self._pending[:safe], self._pending[safe:]
         return shown
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
-        rest, self._held = self._held, ""
+        """What is pending, when no more text comes."""
+        rest, self._pending = self._pending, ""
         return rest
 
 
@@ -156,9 +155,6 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -201,3 +197,104 @@ class TokenBytes:
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token's log-probability and where its text begins, in characters of the choice."""
+
+    found: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a choice.
+
+    Attributes:
+        text: may be empty.
+        scores: of the tokens whose text has been shown.
+        prompt_scores: of the prompt's tokens from the second on; on the first delta.
+        tokens: generated so far.
+        finish: stop or length, on the last delta and only there.
+    """
+
+    text: str
+    scores: tuple[ScoredToken, ...] = ()
+    prompt_scores: tuple[TokenLogprob, ...] = ()
+    tokens: int = 0
+    finish: str | None = None
+
+    def then(self, later: Delta) -> Delta:
+        """Both as one."""
+        return Delta(
+            self.text + later.text,
+            (*self.scores, *later.scores),
+            self.prompt_scores or later.prompt_scores,
+            later.tokens,
+            later.finish,
+        )
+
+
+class ChoiceText:
+    """Tokens into shown text: whole characters only, no part of a stop string, scores with the text they belong to."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._text = IncrementalText(tokenizer)
+        self._stops = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._decoded = self._shown = 0  # characters
+        self._scores: list[ScoredToken] = []
+        self.tokens = 0
+
+    def delta(self, event: TokenEvent) -> Delta | None:
+        """What an event lets be shown; None: nothing yet. The last one has a finish."""
+        shown, finish = self.add(event), event.finish
+        if self.stopped:
+            finish = "stop"
+        elif finish is not None:
+            shown += self.finish()
+            finish = "stop" if self.stopped else finish
+        scores = self.take_scores(last=finish is not None)
+        if not (shown or scores or event.prompt_logprobs or finish is not None):
+            return None
+        return Delta(shown, scores, event.prompt_logprobs, self.tokens, finish)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._stops.matched is not None
+
+    def add(self, event: TokenEvent) -> str:
+        """The text of an event's tokens that may be shown; ends at a stop string."""
+        shown = []
+        for i, token in enumerate(event.token_ids):
+            if event.logprobs:
+                self._scores.append(ScoredToken(event.logprobs[i], self._decoded))
+            self.tokens += 1
+            shown.append(self._feed(self._text.add((token,))))
+            if self.stopped:
+                break
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        last = self._feed(self._text.finish())
+        if self.stopped:
+            return last
+        rest = self._stops.finish()
+        self._shown += len(rest)
+        return last + rest
+
+    def take_scores(self, *, last: bool) -> tuple[ScoredToken, ...]:
+        """Those whose text has begun to be shown; all that are left where the choice ends by itself."""
+        ready = [s for s in self._scores if (last and not self.stopped) or s.offset < self._shown]
+        self._scores = self._scores[len(ready) :]
+        return tuple(ready)
+
+    def _feed(self, text: str) -> str:
+        self._decoded += len(text)
+        # below the minimal length a stop string is text like any other
+        shown = self._stops.feed(text) if self.tokens >= self._min_tokens else self._stops.finish() + text
+        self._shown += len(shown)
+        return shown

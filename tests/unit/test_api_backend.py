@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
-from tiermoe.cluster.api.service import LeadBackend
+from tiermoe.cluster.api.backend import LeadBackend
 from tiermoe.errors import DeadlinePassed, RequestError, RuntimeFailure
 
 _REQUEST = GenerationRequest("r", (1, 2))
@@ -93,7 +93,7 @@ def test_events_come_in_order_and_an_ended_request_is_not_cancelled() -> None:
 @pytest.mark.parametrize("known_after", [0, 2])
 def test_a_consumer_that_leaves_has_its_request_cancelled(known_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that the worker has not begun when the first cancellation comes."""
-    monkeypatch.setattr("tiermoe.cluster.api.service._REAP_STEP_S", 0.01)
+    monkeypatch.setattr("tiermoe.cluster.api.backend._REAP_STEP_S", 0.01)
 
     async def call() -> None:
         lead = FakeLead([TokenEvent("r", (5,))], known_after=known_after)

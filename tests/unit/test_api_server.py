@@ -103,10 +103,10 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
             await asyncio.sleep(0)
         inbox.put_nowait({"type": "http.disconnect"})
         await asyncio.wait_for(call, WAIT_S)
-        while backend.open or service.gate.inside:
+        while backend.open or service.admission.inside:
             await asyncio.sleep(0)
         assert len(backend.cancelled) == 2
-        assert service.gate.waiting == 0
+        assert service.admission.waiting == 0
         assert 'finished_reason="abort"} 2.0' in service.metrics.page().decode()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))

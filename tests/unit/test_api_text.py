@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.requests import TokenEvent
-from tiermoe.cluster.api.service import ChoiceText
-from tiermoe.cluster.api.text import StopMatcher, TokenBytes
+from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.prompt import IncrementalText, load_tokenizer
 

@@ -1,0 +1,143 @@
+"""The deployment behind the server, as the server sees it; `LeadBackend` is the one that runs on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+import ray
+
+from ...actors.requests import GenerationRequest, TokenEvent
+from ...errors import DeadlinePassed, RuntimeFailure, TierMoeError
+from ..attach import CONTROL
+from ..ray_session import as_failure
+
+_CALL_DEADLINE_S = 10.0
+_REAP_TRIES = 30
+_REAP_STEP_S = 1.0
+
+
+class Backend(Protocol):
+    """Requests in, events out; on one event loop.
+
+    Attributes:
+        plan: the runtime's effective plan.
+        last_event_s: when the last event of any request came, or the first request after a rest; monotonic clock.
+    """
+
+    plan: dict[str, Any]
+    last_event_s: float
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+        """The events of one request; closing it early cancels the request.
+
+        Raises:
+            TierMoeError: the request was refused, or the runtime failed.
+        """
+        ...
+
+    async def ask(self, method: str) -> Any:
+        """What a control method of the worker returns; raises RuntimeFailure where it does not answer."""
+        ...
+
+
+class LeadBackend:
+    """A lead actor.
+
+    Args:
+        handle: of the actor.
+        plan: what its `plan` returned.
+        deadline_s: seconds that one request may take.
+    """
+
+    def __init__(self, handle: Any, plan: dict[str, Any], deadline_s: float) -> None:
+        self.plan = plan
+        self.last_event_s = time.monotonic()
+        self._handle, self._deadline_s = handle, deadline_s
+        self._running = 0
+        self._reapers: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+        deadline_s = asyncio.get_running_loop().time() + self._deadline_s
+        if not self._running:
+            self.last_event_s = time.monotonic()
+        stream = self._handle.generate.options(num_returns="streaming").remote(request)
+        ended = False
+        self._running += 1
+        try:
+            while not ended:
+                event = await self._next(stream, deadline_s)
+                self.last_event_s = time.monotonic()
+                ended = event.finish is not None
+                if event.finish == "error":
+                    raise RuntimeFailure(
+                        f"the request failed in the worker: {event.error}", "send it again; report it if it stays"
+                    )
+                yield event
+        except DeadlinePassed:
+            raise  # it still runs
+        except TierMoeError:
+            ended = True
+            raise
+        finally:
+            self._running -= 1
+            if not ended:
+                self._reap(stream, request.request_id)
+
+    async def ask(self, method: str) -> Any:
+        try:
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                return await self._control(method)
+        except TimeoutError as error:
+            raise RuntimeFailure(f"the worker did not answer '{method}' in time", "look at its node") from error
+        except ray.exceptions.RayError as error:
+            raise as_failure(error, f"the worker did not answer '{method}'") from error
+
+    async def _next(self, stream: Any, deadline_s: float) -> TokenEvent:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await (await anext(stream))
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the request passed its deadline of {self._deadline_s:g} s", "ask for fewer tokens"
+            ) from None
+        except StopAsyncIteration:
+            raise RuntimeFailure("the worker ended a request without saying why", "send it again") from None
+        except ray.exceptions.RayError as error:
+            raise as_failure(error, "the worker failed during a request") from error
+
+    def _reap(self, stream: Any, request_id: str) -> None:
+        """Cancel a request that nobody waits for, from a task of its own: its consumer is being cancelled itself."""
+        task = asyncio.get_running_loop().create_task(self._cancel(stream, request_id))
+        self._reapers.add(task)
+        task.add_done_callback(self._reapers.discard)
+
+    async def _cancel(self, stream: Any, request_id: str) -> None:
+        """Until the worker says that it has it no more. A request may not have reached it yet: then once more."""
+        for _ in range(_REAP_TRIES):
+            with contextlib.suppress(TierMoeError):
+                if await self.ask_to_cancel(request_id):
+                    return
+            try:
+                async with asyncio.timeout(_REAP_STEP_S):
+                    event = await (await anext(stream))
+                if event.finish is not None:
+                    return
+            except (StopAsyncIteration, ray.exceptions.RayError):
+                return
+            except TimeoutError:
+                continue
+
+    async def ask_to_cancel(self, request_id: str) -> bool:
+        """End a request in the worker; False: it has none of this id."""
+        try:
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                return bool(await self._control("cancel", request_id))
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise RuntimeFailure("the worker did not take a cancellation", "look at its node") from error
+
+    def _control(self, method: str, *args: Any) -> Any:
+        return getattr(self._handle, method).options(concurrency_group=CONTROL).remote(*args)
