@@ -1,0 +1,231 @@
+"""Golden figures: what every preset does on one small workload, and every name that users see, as frozen JSON.
+
+A refactoring changes none of them. A change on purpose says so in its commit and renews that figure only:
+
+    python -m pytest tests/golden -m "" -p no:xdist --renew=emulated/moepic
+    python -m pytest tests/golden -m "" --renew=emulated,cli          # whole files
+
+`golden_rig` runs the presets; it is the only file that names modules of the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import golden_rig as rig
+import pytest
+from golden_rig import PRESETS, ExpertStore
+
+FIRST = {  # in `make test`; the others take a minute more
+    "activeevict", "adapmoe", "buddymoe", "fmoe", "hobbit", "mixtral-offloading-swap", "moe-infinity", "moepic",
+    "next-gate", "on-demand", "pre-gated", "promoe",
+}  # fmt: skip
+COUNTED = ("next-gate", "moepic", "fmoe", "activeevict", "on-demand")
+
+
+class Golden:
+    """The frozen figures of one file, by name.
+
+    Args:
+        renew: "FILE", "FILE/NAME", several with commas, or "all".
+    """
+
+    def __init__(self, renew: str | None) -> None:
+        self._renew = [] if renew is None else renew.split(",")
+
+    def renews(self, file: str, name: str) -> bool:
+        return any(wanted in ("all", file, f"{file}/{name}") for wanted in self._renew)
+
+    def read(self, file: str) -> dict[str, Any]:
+        path = rig.FOLDER / f"{file}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write(self, file: str, figures: dict[str, Any]) -> None:
+        """One line for each part of each figure, so that a difference is a line."""
+        parts = []
+        for name, figure in sorted(figures.items()):
+            if isinstance(figure, dict):
+                inner = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in figure.items())
+                parts.append(f"  {json.dumps(name)}: {{\n{inner}\n  }}")
+            else:
+                parts.append(f"  {json.dumps(name)}: {json.dumps(figure)}")
+        (rig.FOLDER / f"{file}.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+    def expected(self, file: str, name: str, found: Any) -> Any:
+        """What is frozen; where it is to be renewed that is what was found."""
+        if self.renews(file, name):
+            self.write(file, self.read(file) | {name: found})
+        frozen = self.read(file)
+        assert name in frozen, f"nothing is frozen for {name}: run with --renew={file}/{name} and commit it"
+        return frozen[name]
+
+    def check(self, file: str, name: str, found: Any) -> None:
+        found = json.loads(json.dumps(found))
+        assert found == self.expected(file, name, found)
+
+    def check_none_lost(self, file: str, name: str, found: list[str]) -> None:
+        """Names may come, and none may go."""
+        lost = set(self.expected(file, name, found)) - set(found)
+        assert not lost, f"{name} lost {sorted(lost)}"
+
+
+@pytest.fixture(scope="session")
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.config.getoption("--renew"))
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return rig.golden_store(tmp_path_factory.mktemp("golden"), (4,))
+
+
+@pytest.fixture(scope="session")
+def wide_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return rig.golden_store(tmp_path_factory.mktemp("golden-wide"), (1, 2, 3, 4))
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rig.golden_trace(tmp_path_factory.mktemp("golden-trace"))
+
+
+@pytest.mark.parametrize("file", ["emulated", "simulated"])
+def test_every_preset_is_frozen(file: str, golden: Golden) -> None:
+    frozen = golden.read(file)
+    if golden.renews(file, "") and set(frozen) - set(PRESETS):
+        golden.write(file, {name: figure for name, figure in frozen.items() if name in PRESETS})
+    assert sorted(golden.read(file)) == PRESETS or golden.renews(file, "")
+
+
+@pytest.mark.parametrize(
+    "preset", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+)
+def test_emulated(preset: str, golden: Golden, request: pytest.FixtureRequest) -> None:
+    """Tokens, bytes by cause, hits and the order of loads on a link whose clock layers move."""
+    store = request.getfixturevalue("wide_store" if rig.needs_many_widths(preset) else "store")
+    golden.check("emulated", preset, rig.run_emulated(store, preset))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_simulated(preset: str, golden: Golden, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tiermoe replay` of a synthetic trace: counters, virtual seconds, the order of loads; or its refusal."""
+    golden.check("simulated", preset, rig.run_simulated(trace, preset, capsys))
+
+
+def test_http(golden: Golden) -> None:
+    document, metrics = asyncio.run(rig.openapi_and_metrics())
+    found = rig.http_figures(document, metrics)
+    for name in ("paths", "schemas", "metrics", "series", "openapi_sha256"):  # the hash last: the others say more
+        golden.check("http", name, found[name])
+
+
+def test_command_line(golden: Golden) -> None:
+    """No command and no option is lost."""
+    found = rig.command_line()
+    frozen = golden.read("cli")
+    if golden.renews("cli", ""):
+        golden.write("cli", found)
+        frozen = found
+    assert not set(frozen) - set(found)
+    for path in frozen:
+        golden.check_none_lost("cli", path, found[path])
+
+
+REPORTS = {
+    "plan": ("plan", "--config", "laptop", "--policy", "next-gate", "--json"),
+    "plan-ndp": ("plan", "--config", "laptop", "--policy", "context-ndp-2bit", "--json"),
+    "plan-cluster": ("plan", "--config", "multi-node", "--nodes", "NODES", "--json"),
+    "replay": ("replay", "TRACE", "--policy", "moepic", "--json"),
+    "replay-recall": ("replay", "TRACE", "--recall", "--json"),
+}
+NODES = """
+nodes:
+  - {id: g, address: 10.0.0.1, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: h, address: 10.0.0.2, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: m, address: 10.0.0.3, resources: {CPU: 20, ndp: 1, store: 1, memory: 256GB}}
+"""
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_json_keys(
+    name: str, golden: Golden, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text(NODES)
+    args = [{"TRACE": trace, "NODES": nodes}.get(arg, arg) for arg in REPORTS[name]]
+    code, out, err = rig.command(capsys, *args)
+    assert code == 0, err
+    golden.check_none_lost("json_keys", name, sorted(rig.keys_of(json.loads(out))))
+
+
+@pytest.mark.parametrize("preset", ["fmoe", "hobbit", "moepic"])
+def test_json_keys_of_a_worker(preset: str, golden: Golden, store: ExpertStore) -> None:
+    """The plan and the counters, which `run`, `status` and the benchmarks print."""
+    with rig.emulated(store, rig.golden_settings(preset)) as worker:
+        rig.greedy(worker, rig.workload()[:1], 4)
+        record = {"plan": worker.plan(), "counters": worker.stats().as_dict(), "gpus": worker.shard_stats()}
+    golden.check_none_lost("json_keys", f"worker-{preset}", sorted(rig.keys_of(record)))
+
+
+@pytest.mark.parametrize("preset", COUNTED)
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+def test_calls_per_layer(preset: str, budget: float, golden: Golden, store: ExpertStore) -> None:
+    """A ratchet: Python calls of a decode pass through a layer at batch 1, the median, do not rise.
+
+    With all experts resident a pass has no misses. `before` is the number before issue L, and stays.
+    """
+    name, found = f"{preset} {budget}", statistics.median_low(rig.calls_per_layer(store, preset, budget))
+    before = golden.read("calls_per_layer").get(name, {}).get("before", found)
+    frozen = golden.expected("calls_per_layer", name, {"before": before, "at_most": found})
+    assert found <= frozen["at_most"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("benchmark", ["substitute"])
+def test_json_keys_of_a_benchmark(benchmark: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = rig.command(capsys, "bench", benchmark, "--repeats", "1", "--json")
+    assert code == 0, err
+    golden.check_none_lost("json_keys", f"bench-{benchmark}", sorted(rig.keys_of(json.loads(out))))
+
+
+@pytest.fixture(scope="module")
+def tiermoe() -> Path:
+    return Path(sys.executable).with_name("tiermoe")
+
+
+@pytest.mark.nodes
+def test_json_keys_of_run(golden: Golden, tiermoe: Path) -> None:
+    """With Ray."""
+    args = [tiermoe, "run", "def f(x):", "--device", "cpu", "--max-tokens", "4", "--json"]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=250, check=True)
+    golden.check_none_lost("json_keys", "run", sorted(rig.keys_of(json.loads(done.stdout))))
+
+
+@pytest.fixture
+def runtime(tiermoe: Path) -> Iterator[None]:
+    with subprocess.Popen(
+        [tiermoe, "up", "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "--attach" in line or "tiermoe status" in line:
+                    break
+            yield
+        finally:
+            process.terminate()
+
+
+@pytest.mark.nodes
+@pytest.mark.usefixtures("runtime")
+def test_json_keys_of_status(golden: Golden, tiermoe: Path) -> None:
+    """With Ray."""
+    done = subprocess.run([tiermoe, "status", "--json"], capture_output=True, text=True, timeout=250, check=True)
+    golden.check_none_lost("json_keys", "status", sorted(rig.keys_of(json.loads(done.stdout))))

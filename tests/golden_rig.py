@@ -1,0 +1,488 @@
+"""Adapters between the golden figures (tests/golden) and the product: every internal name that they need is here.
+
+A golden figure is a JSON value under tests/golden. A refactoring that renames something changes a line of this file; it
+does not change a figure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import traces
+import typer
+from fake_backend import FakeBackend
+from fake_backend import serving as serving_api
+from random_profile import add_random_profile
+from serving import greedy, prepared, settings
+
+from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
+from tiermoe.actors.engine.layer import MoeLayer
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.links import MATCHER, Noticeboard, ndp_name
+from tiermoe.actors.matcher import Matcher
+from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.policies.baselines import Predictor, PreGate
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, NdpSettings
+from tiermoe.actors.store.artifacts import (
+    GATES_NAME,
+    SENSITIVITY_NAME,
+    PredictorsOf,
+    encode_gates,
+    encode_predictors,
+    encode_sensitivity,
+    map_shape,
+    predictors_file,
+)
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import model_fingerprint, read_manifest
+from tiermoe.cluster.cli import app, main
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+
+PRESETS = sorted(policy_names())
+FOLDER = Path(__file__).parent / "golden"
+TOP_K = 4  # of the default model
+PROMPT_TOKENS, TOKENS = 24, 10
+KV = KvSettings(page_size=32, num_blocks=32)
+LINK = LinkSettings(gbps=0.9, latency_us=10.0, layer_us=900.0)
+
+# counters of a run; zero is left out of the JSON
+COUNTERS = (
+    "hits", "misses", "prefetched_hits", "top_hits", "low_bit_hits", "low_bit_misses", "low_bit_pairs",
+    "late_prefetches", "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_loaded_migration",
+    "bytes_loaded_low_bit", "bytes_demanded_decode", "bytes_preloaded", "failed_prefetches", "bytes_wasted", "vacated",
+    "bytes_premature", "bytes_written_back", "forwards", "waves", "substitutions", "dropped", "migrations", "slots",
+    "low_bit_slots", "expert_budget_bytes", "expert_bytes_peak",
+)  # fmt: skip
+STEPPED = ("blocked_io_s", "total_io_s", "link_s")  # seconds of a clock that layers move
+NDP = ("ndp_calls", "ndp_experts", "ndp_tokens", "ndp_recomputed", "ndp_modelled_s")
+SIMULATED = (
+    "policy", "eviction", "prefetch", "distance", "synchronous", "requests", "forwards_run", "tokens",
+    "generated_tokens", "virtual_s", "ttft_s", "tpot_s",
+)  # fmt: skip
+
+
+# -- the emulated executor ----------------------------------------------------------------------------------------
+
+
+def golden_store(folder: Path, widths: Sequence[int]) -> ExpertStore:
+    """The default model's store with handmade gates, predictors, profile and sensitivities, and replicas of `widths`.
+
+    Replicas of more than one width take many seconds to make.
+    """
+    store = prepared(default_model_dir(), folder / "store")
+    path = Path(store.describe().path)
+    manifest, rng = read_manifest(path), np.random.default_rng(7)
+    layers, shape = len(manifest.layers), manifest.experts
+    experts, hidden = shape.num_experts, shape.hidden
+
+    def noise(*dims: int) -> Any:
+        return rng.standard_normal(dims).astype(np.float32)
+
+    gates = [PreGate(noise(experts, hidden), noise(experts)) for _ in range(layers - 1)]
+    (path / GATES_NAME).write_bytes(encode_gates(gates, manifest, 100))
+    stride = load_policy("promoe").prefetch.distance
+    predictors = [
+        Predictor(
+            noise(experts) * 0, noise(experts) * 0 + 1, noise(experts, 8), noise(8), noise(8, experts), noise(experts)
+        )
+        for _ in range(layers - stride)
+    ]
+    of = PredictorsOf(model_fingerprint(manifest), layers, experts, stride)
+    (path / predictors_file(stride)).write_bytes(encode_predictors(predictors, of))
+    (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * layers, manifest, 100))
+    add_random_profile(path, TOP_K, outputs=True)
+    text = folder / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(12)))
+    add_replicas(path, default_model_dir(), ReplicaOptions(tuple(widths), 64), text, progress=False)
+    return store
+
+
+def golden_settings(preset: str, **more: Any) -> EngineSettings:
+    """A preset on the fixed budget and link. The clock of NDP workers cannot be stepped: their link has no limit."""
+    policy = load_policy(preset)
+    budget = 1.0 if policy.preload == "all" else 0.375
+    link = LinkSettings(gbps=None) if policy.uses_ndp else LINK
+    ndp = NdpSettings(hardware=asdict(load_hardware("paper-ndp")))
+    return settings(budget, policy=policy, kv=KV, link=link, ndp=ndp).model_copy(update=more)
+
+
+def uses_ndp(preset: str) -> bool:
+    return load_policy(preset).uses_ndp
+
+
+def needs_many_widths(preset: str) -> bool:
+    """Whether the store must have more than the replicas of 4 bits."""
+    return not set(load_policy(preset).replica_widths) <= {4}
+
+
+class _Answer:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._answer
+
+
+class _Channel:
+    """Answers at once, on the caller's thread, so that what is answered in time does not depend on the machine."""
+
+    transport, alive, closed_because = "in-process", True, None
+
+    def __init__(self, handle: Callable[[Any], Any]) -> None:
+        self._handle = handle
+
+    def submit(self, message: Any, deadline_s: float) -> _Answer:
+        return _Answer(self.call(message, deadline_s))
+
+    def call(self, message: Any, deadline_s: float) -> Any:
+        counting = sys.getprofile()  # Python calls of another process are not counted
+        sys.setprofile(None)
+        try:
+            return self._handle(message)
+        finally:
+            sys.setprofile(counting)
+
+    def close(self) -> None:
+        pass
+
+
+class _Link:
+    """The way to a worker of this process."""
+
+    def __init__(self, name: str, worker: Any) -> None:
+        self.name, self._worker = name, worker
+
+    def address(self) -> str:
+        return str(self._worker.address)
+
+    def connect(self, address: str, settings: Any, supply: Any = None) -> _Channel:
+        return _Channel(self._worker.handle)
+
+
+@contextmanager
+def emulated(store: ExpertStore, config: EngineSettings) -> Iterator[GpuWorker]:
+    """A started lead; its matcher and its NDP worker are objects of this process."""
+    view, policy, workers = store.describe(), config.policy, list[Any]()
+    links: dict[str, Any] = {}
+    if policy.prefetch.uses_maps:
+        workers.append(Matcher(config.matcher_settings, map_shape(view.manifest), TOP_K, Noticeboard()))
+        links["matcher"] = _Link(MATCHER, workers[-1])
+    if policy.uses_ndp:
+        workers.append(NdpWorker(config.ndp, view.path, Noticeboard()))
+        links["ndp"] = [_Link(ndp_name(0), workers[-1])]
+    lead = GpuWorker(config, view, **links)
+    try:
+        lead.start()
+        yield lead
+    finally:
+        lead.close()
+        for worker in workers:
+            worker.close()
+
+
+def workload() -> list[tuple[int, ...]]:
+    return heldout_prompts(default_model_dir(), 4, PROMPT_TOKENS)
+
+
+def run_emulated(store: ExpertStore, preset: str) -> dict[str, Any]:
+    """Two prompts one after the other, then two together: tokens, counters, and the order of loads."""
+    prompts, ndp = workload(), uses_ndp(preset)
+    with emulated(store, golden_settings(preset)) as worker, loads() as order:
+        tokens = [_alone(worker, prompt) for prompt in prompts[:2]] + _together(worker, prompts[2:])
+        record = worker.stats().as_dict()
+    if ndp:  # whether an expert that moves for a decode is there in time depends on the machine, and so does the order
+        for part in (record, *record["layers"]):
+            part["experts_run"] = part.pop("hits") + part.pop("misses")
+        names = ("experts_run", *COUNTERS[2:], *NDP)
+        return {"tokens": tokens, "counters": _chosen(record, names), "by_layer": _by_layer(record, ("experts_run",))}
+    found = {"tokens": tokens, "counters": _chosen(record, COUNTERS + STEPPED), "by_layer": _by_layer(record)}
+    if record["prefetch_sources"]:
+        found["sources"] = record["prefetch_sources"]
+    return found | {"order": order_of(order)}
+
+
+def _by_layer(record: Mapping[str, Any], names: Sequence[str] = ("hits", "misses")) -> dict[str, list[int]]:
+    return {name: [layer[name] for layer in record["layers"]] for name in names}
+
+
+def _alone(worker: GpuWorker, prompt: Sequence[int]) -> list[int]:
+    tokens = greedy(worker, [prompt], TOKENS)
+    _until_idle(worker)
+    return tokens[0]
+
+
+def _together(worker: GpuWorker, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The first prompt's prefill is one forward, the others' prefill and its first decode are the next."""
+    engine, entered, submitted = worker.engine, threading.Event(), threading.Event()
+    begin_forward = engine.begin_forward
+
+    def held(rows: Any) -> None:
+        entered.set()
+        assert submitted.wait(60)
+        begin_forward(rows)
+
+    engine.begin_forward = held
+    sampling, streams = SamplingParams(max_tokens=TOKENS), []
+    for i, prompt in enumerate(prompts):
+        streams.append(worker.submit(GenerationRequest(f"t{i}", tuple(prompt), sampling)))
+        assert entered.wait(60)
+    submitted.set()
+    found = []
+    for i, stream in enumerate(streams):
+        generation = Generation(f"t{i}")
+        for event in stream:
+            generation.add(event)
+        assert generation.error is None, generation.error
+        found.append(generation.token_ids)
+    engine.begin_forward = begin_forward
+    _until_idle(worker)
+    return found
+
+
+def _until_idle(worker: GpuWorker) -> None:
+    """The batcher ends a request after its last token was read; what it does then comes before the next request."""
+    until_s = time.monotonic() + 30
+    while worker.health()["running"]:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+# -- both executors ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loads() -> Iterator[list[str]]:
+    """Every copy that is queued on a virtual link, as cause and key ("d17": demand, "p17": prefetch)."""
+    seen: list[str] = []
+    submit = VirtualLoader.submit
+
+    def watched(self: VirtualLoader, jobs: Sequence[Any], priority: int) -> None:
+        seen.extend(f"{job.cause[0]}{job.reservation.key}" for job in jobs)
+        submit(self, list(jobs), priority)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualLoader, "submit", watched)
+        yield seen
+
+
+def order_of(seen: Sequence[str], chunk: int = 64) -> dict[str, Any]:
+    """How many, the first ones, and a checksum of each 64: a difference shows where it begins."""
+    sums = [f"{zlib.crc32(' '.join(seen[i : i + chunk]).encode()):08x}" for i in range(0, len(seen), chunk)]
+    return {"loads": len(seen), "first": " ".join(seen[:96]), "crc": " ".join(sums)}
+
+
+def _chosen(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: _rounded(record[name]) for name in names if record[name] not in (0, None)}
+
+
+def _rounded(value: Any) -> Any:
+    """Ten digits of a float: another order of summation is no other figure."""
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+# -- the simulated executor ----------------------------------------------------------------------------------------
+
+
+def golden_trace(folder: Path) -> Path:
+    """Eight requests of skewed routing that has favourites by request, 4 layers of 16 experts."""
+    out = folder / "trace"
+    shape = traces.header(layers=4, experts=16, distances=3, slot_bytes=8192 * 48)  # neurons of 4 inputs
+    rng = np.random.default_rng(11)
+    writer = traces.TraceWriter(out, shape, traces.embed, 1 << 20)
+    for number in range(10):
+        favourites = rng.normal(size=(shape.layers, shape.experts)) * 1.5
+        prompt = rng.integers(50, size=20 + 3 * number).tolist()
+        writer.begin(prompt)
+        for step in range(24):
+            tokens = prompt if step == 0 else [int(rng.integers(50))]
+            writer.add(_rows(shape, tokens, favourites, rng), decode=step > 0)
+    writer.close(True, traces.COSTS)
+    return out
+
+
+def _rows(shape: Any, tokens: Sequence[int], favourites: Any, rng: np.random.Generator) -> Any:
+    """The look-ahead is right for three experts in four."""
+    count, top = len(tokens), shape.top_k
+    logits = favourites + rng.normal(size=(count, shape.layers, shape.experts))
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    ids = np.argsort(-probabilities, axis=-1, kind="stable")[..., :top]
+    weights = np.take_along_axis(probabilities, ids, -1)
+    blurred = logits + rng.normal(size=logits.shape) * 0.5
+    guessed = np.argsort(-blurred, axis=-1, kind="stable")[..., :top]
+    next_ids = np.zeros((count, shape.layers, shape.distances, top), np.int64)
+    next_probabilities = np.zeros(next_ids.shape)
+    for d in range(1, shape.distances + 1):
+        next_ids[:, : shape.layers - d, d - 1] = guessed[:, d:]
+        next_probabilities[:, : shape.layers - d, d - 1] = np.take_along_axis(probabilities, guessed, -1)[:, d:]
+    return traces.Rows(np.asarray(tokens, np.int32), probabilities, ids, weights, next_ids, next_probabilities)
+
+
+def run_simulated(trace: Path, preset: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """`tiermoe replay` of a preset, at batch 1 and 3; the exit code where it refuses."""
+    policy = load_policy(preset)
+    budget = "1.0" if policy.preload == "all" else "0.375"
+    options = ["--budget", budget, "--link-gbps", "2", "--link-latency-us", "10"]
+    options += ["--learn", "0.5"] if policy.prefetch.kind == "stride" else []
+    found: dict[str, Any] = {}
+    for at_once in (1, 3):
+        with loads() as order:
+            args = ("replay", trace, "--policy", preset, "--at-once", at_once, *options, "--json")
+            code, out, err = command(capsys, *args)
+        if code:
+            assert err.startswith("error: "), err
+            return {"refused": code}
+        record = json.loads(out)
+        part = {"counters": _chosen(record, (*SIMULATED, *COUNTERS, *STEPPED)), "order": order_of(order)}
+        part["by_layer"] = _by_layer(record)
+        if record["prefetch_sources"]:
+            part["sources"] = record["prefetch_sources"]
+        if record["configurator"]:
+            part["recuts"] = record["configurator"]["reconfigurations"]
+        found[f"batch_{at_once}"] = part
+    return found
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+
+def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `tiermoe ARGS` in this process."""
+    capsys.readouterr()
+    code = 0
+    try:
+        main([str(arg) for arg in args])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return (code, *capsys.readouterr())
+
+
+def command_line() -> dict[str, str]:
+    """Arguments and options of every command, sorted; a command's options are in the module that it is forwarded to."""
+    found: dict[str, str] = {}
+    _walk(typer.main.get_command(app), "tiermoe", found)
+    return dict(sorted(found.items()))
+
+
+def _walk(node: Any, path: str, found: dict[str, str]) -> None:
+    if (node.context_settings or {}).get("ignore_unknown_options"):
+        node = _forwarded(path.split()[1:])
+    parameters = [
+        " ".join(sorted([*p.opts, *p.secondary_opts])) if p.param_type_name == "option" else f"<{p.name}>"
+        for p in node.params
+        if p.name != "help"
+    ]
+    found[path] = " | ".join(sorted(parameters))
+    for name, child in getattr(node, "commands", {}).items():
+        _walk(child, f"{path} {name}", found)
+
+
+def _forwarded(args: list[str]) -> Any:
+    """The command that is called for these arguments, which is not run."""
+    call, seen = typer.Typer.__call__, list[Any]()
+
+    def watched(self: typer.Typer, *rest: Any, **more: Any) -> Any:
+        if self is app:
+            return call(self, *rest, **more)
+        seen.append(typer.main.get_command(self))
+        raise SystemExit(0)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
+        patch.setattr(typer.Typer, "__call__", watched)
+        main(args)
+    return seen[0]
+
+
+def keys_of(value: Any, path: str = "") -> set[str]:
+    """The keys of a JSON value as paths; "[]" is any element of a list."""
+    if isinstance(value, Mapping):
+        found = {f"{path}.{key}".lstrip(".") for key in value}
+        return found.union(*(keys_of(part, f"{path}.{key}".lstrip(".")) for key, part in value.items()))
+    if isinstance(value, list | tuple):
+        return set[str]().union(*(keys_of(part, f"{path}[]") for part in value))
+    return set()
+
+
+# -- HTTP ----------------------------------------------------------------------------------------------------------
+
+
+async def openapi_and_metrics() -> tuple[dict[str, Any], str]:
+    """The OpenAPI document, and the page of metrics after a completion and a chat."""
+    _, client = serving_api(FakeBackend())
+    async with client() as http:
+        await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+        await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "stream": True})
+        document = (await http.get("/openapi.json")).json()
+        document["info"].pop("version")
+        return document, (await http.get("/metrics")).text
+
+
+def http_figures(document: dict[str, Any], metrics: str) -> dict[str, Any]:
+    schemas = document["components"]["schemas"]
+    return {
+        "openapi_sha256": hashlib.sha256(json.dumps(_undescribed(document), sort_keys=True).encode()).hexdigest(),
+        "paths": sorted(f"{verb.upper()} {path}" for path, verbs in document["paths"].items() for verb in verbs),
+        "schemas": {name: sorted(schemas[name].get("properties", ())) for name in sorted(schemas)},
+        "metrics": sorted(set(re.findall(r"^# TYPE (\S+ \S+)$", metrics, re.MULTILINE))),
+        "series": sorted(set(re.findall(r"^(tiermoe_\w+(?:\{[^}]*\})?) ", re.sub(r'le="[^"]*"', "le", metrics), re.M))),
+    }
+
+
+def _undescribed(value: Any) -> Any:
+    """Without the prose, which may be said otherwise."""
+    if isinstance(value, dict):
+        prose = ("description", "summary", "title")
+        return {key: _undescribed(part) for key, part in value.items() if key not in prose}
+    return [_undescribed(part) for part in value] if isinstance(value, list) else value
+
+
+# -- Python calls of a layer ---------------------------------------------------------------------------------------
+
+
+def calls_per_layer(store: ExpertStore, preset: str, budget: float) -> list[int]:
+    """Python-level calls of each pass of a layer with one row, in order; the matcher's own are not among them."""
+    config, counts = golden_settings(preset, integrity_checks=False, budget=budget), list[int]()
+    forward = MoeLayer.forward
+
+    def counted(self: MoeLayer, hidden: Any, *args: Any) -> Any:
+        if len(hidden) != 1:
+            return forward(self, hidden, *args)
+        count = -1  # `forward` itself
+
+        def called(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(called)
+        try:
+            return forward(self, hidden, *args)
+        finally:
+            sys.setprofile(None)
+            counts.append(count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MoeLayer, "forward", counted)
+        with emulated(store, config) as worker:
+            counts.clear()
+            for prompt in workload()[:2]:
+                _alone(worker, prompt)
+    return counts
