@@ -32,7 +32,6 @@ from serving import greedy, prepared, settings
 from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.links import MATCHER, Noticeboard, ndp_name
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.baselines import Predictor, PreGate
@@ -54,6 +53,7 @@ from tiermoe.cluster.cli import app, main
 from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
+from tiermoe.proto.peers import MATCHER, LocalDirectory, ndp_name
 
 PRESETS = sorted(policy_names())
 FOLDER = Path(__file__).parent / "golden"
@@ -175,7 +175,7 @@ class _Link:
     def address(self) -> str:
         return str(self._worker.address)
 
-    def connect(self, address: str, settings: Any, supply: Any = None) -> _Channel:
+    def connect(self, address: str, transport: Any, supply: Any = None) -> _Channel:
         return _Channel(self._worker.handle)
 
 
@@ -185,10 +185,10 @@ def emulated(store: ExpertStore, config: EngineSettings) -> Iterator[GpuWorker]:
     view, policy, workers = store.describe(), config.policy, list[Any]()
     links: dict[str, Any] = {}
     if policy.prefetch.uses_maps:
-        workers.append(Matcher(config.matcher_settings, map_shape(view.manifest), TOP_K, Noticeboard()))
+        workers.append(Matcher(config.matcher_settings, map_shape(view.manifest), TOP_K, LocalDirectory()))
         links["matcher"] = _Link(MATCHER, workers[-1])
     if policy.uses_ndp:
-        workers.append(NdpWorker(config.ndp, view.path, Noticeboard()))
+        workers.append(NdpWorker(config.ndp, view.path, LocalDirectory()))
         links["ndp"] = [_Link(ndp_name(0), workers[-1])]
     lead = GpuWorker(config, view, **links)
     try:
