@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -195,29 +196,24 @@ def test_json_keys_of_a_benchmark(benchmark: str, golden: Golden, capsys: pytest
     golden.check_none_lost("json_keys", f"bench-{benchmark}", sorted(rig.keys_of(json.loads(out))))
 
 
-@pytest.fixture(scope="module")
-def tiermoe() -> Path:
-    return Path(sys.executable).with_name("tiermoe")
-
-
-@pytest.mark.nodes
-def test_json_keys_of_run(golden: Golden, tiermoe: Path) -> None:
-    """With Ray."""
-    args = [tiermoe, "run", "def f(x):", "--device", "cpu", "--max-tokens", "4", "--json"]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=250, check=True)
-    golden.check_none_lost("json_keys", "run", sorted(rig.keys_of(json.loads(done.stdout))))
+TIERMOE = Path(sys.executable).with_name("tiermoe")
 
 
 @pytest.fixture
-def runtime(tiermoe: Path) -> Iterator[None]:
+def environment(tmp_path: Path) -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    return variables | {"XDG_RUNTIME_DIR": str(tmp_path)}
+
+
+@pytest.fixture
+def runtime(environment: dict[str, str]) -> Iterator[None]:
+    command = [TIERMOE, "up", "--threads", "1", "--device", "cpu"]
     with subprocess.Popen(
-        [tiermoe, "up", "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if "--attach" in line or "tiermoe status" in line:
-                    break
+            assert any("is ready at" in line for line in process.stdout)
             yield
         finally:
             process.terminate()
@@ -225,7 +221,17 @@ def runtime(tiermoe: Path) -> Iterator[None]:
 
 @pytest.mark.nodes
 @pytest.mark.usefixtures("runtime")
-def test_json_keys_of_status(golden: Golden, tiermoe: Path) -> None:
-    """With Ray."""
-    done = subprocess.run([tiermoe, "status", "--json"], capture_output=True, text=True, timeout=250, check=True)
-    golden.check_none_lost("json_keys", "status", sorted(rig.keys_of(json.loads(done.stdout))))
+def test_json_keys_of_status(golden: Golden, environment: dict[str, str]) -> None:
+    golden.check_none_lost("json_keys", "status", _keys_printed(environment, "status", "--json"))
+
+
+@pytest.mark.nodes
+def test_json_keys_of_run(golden: Golden, environment: dict[str, str]) -> None:
+    found = _keys_printed(environment, "run", "def f(x):", "--device", "cpu", "--max-tokens", "4", "--json")
+    golden.check_none_lost("json_keys", "run", found)
+
+
+def _keys_printed(environment: dict[str, str], *args: str) -> list[str]:
+    done = subprocess.run([TIERMOE, *args], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return sorted(rig.keys_of(json.loads(done.stdout)))
