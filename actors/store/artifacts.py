@@ -296,7 +296,7 @@ def load_maps(path: Path, shape: MapShape, width: int) -> Arrays:
 PROFILE_VERSION: Literal[1] = 1
 PROFILE_NAME = "profile.json"
 PROFILE_REMEDY = "make it with `tiermoe prepare MODEL --profile TEXT`"
-_PROFILE_FILE = re.compile(r"^profile-[0-9a-f]{16}\.safetensors$")
+PROFILE_FILE = re.compile(r"profile-[0-9a-f]{16}\.safetensors")  # names of the arrays' files
 
 
 class ProfileSource(Record):
@@ -353,11 +353,6 @@ def encode_arrays(profile: ExpertProfile) -> tuple[bytes, FileRecord]:
     data = _encode({name: array.astype(np.float32) for name, array in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
     return data, FileRecord(file=f"profile-{digest[:16]}.safetensors", nbytes=len(data), sha256=digest)
-
-
-def stale_arrays(store: Path, manifest: ProfileManifest) -> list[Path]:
-    """Files of arrays in a store's folder that this manifest does not name."""
-    return [p for p in store.iterdir() if _PROFILE_FILE.match(p.name) and p.name != manifest.arrays.file]
 
 
 def read_profile_manifest(store: Path, manifest: Manifest) -> ProfileManifest | None:

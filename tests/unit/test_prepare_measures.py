@@ -89,7 +89,7 @@ def test_sensitivity_follows_the_formulas(model_type: str, tmp_path: Path) -> No
     opened = serving.prepared(checkpoint, tmp_path / "store")
     windows = np.random.default_rng(0).integers(3, VOCAB, (2, TOKENS))
     model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
-    blocks, tensors = find_blocks(model, opened.manifest), [w.tensors for w in host_weights(opened.layers)]
+    blocks, tensors = find_blocks(model, opened.manifest), host_weights(opened.layers)
     assert blocks[0].normalised == (model_type != "olmoe")
     found = measure(model, blocks, tensors, Windows(windows), lambda tokens: None)
     assert min(found) > 0

@@ -20,10 +20,10 @@ from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.engine.model.model import build_model, find_blocks
 from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions, RoutingCounts, renormalised
 from tiermoe.actors.store.artifacts import PROFILE_NAME, read_profile, read_profile_manifest
-from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.files import ExpertStore, LayerArrays
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app
-from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare import capture, prepare
 from tiermoe.cluster.jobs.prepare.calibration import Windows
 from tiermoe.cluster.jobs.profile import job as collect
 from tiermoe.cluster.jobs.profile.command import (
@@ -36,6 +36,7 @@ from tiermoe.cluster.jobs.profile.command import (
 )
 from tiermoe.cluster.jobs.profile.job import Collector, Partial, profile_text, profile_trace
 from tiermoe.errors import ConfigError, StoreError, TierMoeError, TraceError
+from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 
 SENTENCE = "Profiles say which experts of a layer are picked together, and which do the same. "
 
@@ -83,7 +84,7 @@ def test_sums_are_those_of_direct_loops(
     model_type: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collect, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 16)
+    monkeypatch.setattr(capture, "ROWS_PER_FORWARD", 16)
     checkpoint = save_tiny_checkpoint(model_type, tmp_path / "model")
     opened = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
     model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
@@ -91,7 +92,7 @@ def test_sums_are_those_of_direct_loops(
     options = ProfileOptions(output_tokens=13, warmup_steps=2, warmup_weight=0.5)
     weights = host_weights(opened.layers)
     collector = Collector(model, find_blocks(model, opened.manifest), weights, windows, options)
-    noting = [_Noting(profiler) for profiler in collector._profilers]
+    noting = [_Noting(profiler) for profiler in collector.profilers]
     for note in noting:
         note.profiler.forward = note.forward
     assert list(collector.run(0, lambda tokens: None)) == [2, 4, 5]
@@ -106,9 +107,10 @@ def test_sums_are_those_of_direct_loops(
     assert len(sampled) == 13 == collector.output_tokens
     for layer, note in enumerate(noting):
         hidden, ids, w = (torch.cat([seen[i] for seen in note.seen[:3]]) for i in range(3))
-        experts = note.profiler._experts
-        y = torch.stack([_run(experts, e, hidden) for e in range(experts.count)], dim=1).double()  # [T, E, H]
-        dots, norms = np.zeros((2, experts.count, experts.count))
+        experts = note.profiler
+        count = len(experts.down)
+        y = torch.stack([_run(experts, opened.layers[layer], e, hidden) for e in range(count)], dim=1).double()
+        dots, norms = np.zeros((2, count, count))
         for t in sampled:
             for i, weight in zip(ids[t].tolist(), w[t].double().tolist(), strict=True):
                 dots[i] += weight**2 * (y[t] @ y[t, i]).numpy()
@@ -116,7 +118,7 @@ def test_sums_are_those_of_direct_loops(
         assert found.outputs is not None
         assert found.outputs.dots[layer] == pytest.approx(dots, rel=1e-4, abs=1e-6)
         assert found.outputs.norms[layer] == pytest.approx(norms, rel=1e-4, abs=1e-6)
-        routing = RoutingCounts(experts.count)
+        routing = RoutingCounts(count)
         counts = np.tile([0.5, 0.5, 1, 1, 1, 1, 1, 1], 5)
         routing.add(ids.numpy(), renormalised(w.numpy()), counts)
         assert found.activations[layer] == pytest.approx(routing.pairs.activations)
@@ -128,16 +130,19 @@ def test_sums_are_those_of_direct_loops(
 def collected_hidden(model: Any, collector: Collector, windows: Windows) -> torch.Tensor:
     """The model's last hidden states with the profilers in place of its experts; the sums go on growing."""
     before = collector.state()
-    with collector._attached():
-        collector._announce(0, windows.ids)
+    with capture.watching(model, collector._blocks, collector.profilers):
+        collector.announce(0, windows.ids)
         out = model.base_model(input_ids=torch.from_numpy(windows.ids), use_cache=False).last_hidden_state
     collector.resume(before)
     return out  # type: ignore[no-any-return]
 
 
-def _run(experts: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+def _run(experts: Any, layer: LayerArrays, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+    """By the reference kernel."""
+    gate_up, down, *biases = (t[expert : expert + 1].float() for t in host_weights([layer])[0].tensors)
+    kernel = TorchKernel(Operands(gate_up, down, *(biases or (None, None))), experts.block.gate)
     y = torch.empty(len(hidden), hidden.shape[1])
-    experts.kernel(expert).run(hidden, torch.arange(len(hidden)), [(0, len(hidden), 0, experts.neurons, False)], 1, y)
+    kernel.run(hidden, torch.arange(len(hidden)), [(0, len(hidden), 0, down.shape[1], False)], 1, y)
     return experts.post(y)  # type: ignore[no-any-return]
 
 
@@ -163,7 +168,7 @@ def test_profile_and_read(store: Path, model_dir: Path, text: Path) -> None:
 def test_an_interrupted_profile_goes_on(
     store: Path, model_dir: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 512)
+    monkeypatch.setattr(capture, "ROWS_PER_FORWARD", 512)
     whole = profile_text(Path(shutil.copytree(store, store.parent / "other")), model_dir, text, progress=False)
     save, run, saved, ran = Partial.save, Collector.run, [], []
 
@@ -308,7 +313,7 @@ def test_by_whatever_path_a_profile_is_made_once(
     model_dir: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model and store behind links: an interrupted profile goes on, and a second run finds what the first has made."""
-    monkeypatch.setattr(collect, "_ROWS_PER_FORWARD", 512)
+    monkeypatch.setattr(capture, "ROWS_PER_FORWARD", 512)
     links = tmp_path / "links"
     links.mkdir()
     (links / "model").symlink_to(model_dir)

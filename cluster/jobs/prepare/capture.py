@@ -1,32 +1,150 @@
-"""Runs calibration text through the full-precision model and keeps what the router sends to the experts.
+"""Runs calibration text through a store's model in full precision, and looks on at what the router sends to experts.
 
-Dense layers are in memory in float32; experts are read from the store's mapped files, one at a time in float32, so
-there is no second copy. Inputs, ids and weights of every MoE layer go to one file each in the work folder.
+In place of each MoE layer's experts stands a `Watcher`. It computes them in float32, one at a time from the store's
+mapped files, so there is no second copy, and the job's own watcher sums or writes what it needs. Dense layers are in
+memory in float32.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....actors.engine.cache.slots import LayerWeights
 from ....actors.engine.cache.sources import host_weights
-from ....actors.engine.model.model import MoeBlock, attach, build_model, detach, find_blocks
+from ....actors.engine.model.model import MoeBlock, build_model, find_blocks
 from ....actors.store.files import LayerArrays, hash_files
-from ....actors.store.format import FileRecord, Manifest, build_header, read_header
+from ....actors.store.format import FileRecord, Manifest, TensorSpec, build_header, read_header
 from ....errors import StoreError, UnsupportedModelError
-from ....kernels.expert_ffn import Operands, TorchKernel
 from .calibration import Windows
 from .writer import disk_errors
 
-_ROWS_PER_FORWARD = 2048
+IMPLEMENTATION = "tiermoe-watched"  # name under which transformers knows experts that watchers compute
+ROWS_PER_FORWARD = 2048
+
+
+class Watcher:
+    """In place of one MoE layer's experts. Its outputs pass gradients.
+
+    A subclass overrides `see` for the layer's input, `activations` for those of one expert, or `combine` for the
+    outputs.
+
+    Args:
+        weights: of the layer's experts, in the store's type.
+    """
+
+    def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
+        self.block = block
+        self.gate_up, self.down, *self._biases = weights.tensors  # [E, I, G, H], [E, I, H]
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+        self.see(hidden, ids, weights)
+        top_k, flat, start = ids.shape[1], ids.reshape(-1), 0
+        pairs = flat.argsort(stable=True)
+        y = torch.empty(len(flat), hidden.shape[1])  # [T * K, H]
+        for expert, count in enumerate(flat.bincount(minlength=len(self.down)).tolist()):
+            if count:
+                rows = pairs[start : start + count]
+                y[rows] = self.expert(expert, hidden[rows // top_k].float())
+            start += count
+        return self.combine(self.post(y).view(*ids.shape, -1), weights).to(hidden.dtype)
+
+    def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """The layer's input, before any expert runs."""
+
+    def expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """One expert's outputs for its rows: [n, H] -> [n, H]."""
+        pre = x @ self.gate_up[expert].float().flatten(0, 1).t()  # [n, I * G]
+        if self._biases:
+            pre = pre + self._biases[0][expert].float().flatten()
+        out = self.activations(expert, pre) @ self.down[expert].float()
+        return out + self._biases[1][expert].float() if self._biases else out
+
+    def activations(self, expert: int, pre: torch.Tensor) -> torch.Tensor:
+        """Of one expert's neurons: [n, I * G] -> [n, I]."""
+        return self.block.gate(pre)
+
+    def post(self, y: torch.Tensor) -> torch.Tensor:
+        """What the module does to each expert's output: [n, H] -> [n, H]."""
+        out: torch.Tensor = y if self.block.post is None else self.block.post(y)
+        return out
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Outputs of the picked experts [T, K, H], routing weights [T, K] -> [T, H]."""
+        return (y * weights.unsqueeze(2)).sum(dim=1)
+
+
+def _watched_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """transformers' experts interface."""
+    out: torch.Tensor = module.tiermoe_watcher.forward(hidden, ids, weights)
+    return out
+
+
+@contextmanager
+def watching(model: Any, blocks: Sequence[MoeBlock], watchers: Sequence[Watcher]) -> Iterator[None]:
+    """Let the model's MoE layers run through watchers while the context lasts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _watched_forward)
+    before = model.config._experts_implementation
+    for block, watcher in zip(blocks, watchers, strict=True):
+        block.experts.tiermoe_watcher = watcher
+    model.set_experts_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+        for block in blocks:
+            del block.experts.tiermoe_watcher
+
+
+def batches(windows: Windows, first: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The windows from `first` on, about `ROWS_PER_FORWARD` tokens at a time: number of the first one, ids [n, W]."""
+    step = max(1, ROWS_PER_FORWARD // windows.ids.shape[1])
+    for start in range(first, len(windows.ids), step):
+        yield start, windows.ids[start : start + step]
+
+
+@torch.no_grad()
+def run_batch(model: Any, ids: NDArray[np.int64]) -> None:
+    """One forward without the language model's head; ids [n, W]."""
+    model.base_model(input_ids=torch.from_numpy(ids), use_cache=False)
+
+
+def load_model(store: Path, manifest: Manifest, what: str | None = "replicas") -> tuple[Any, list[MoeBlock]]:
+    """The store's model with its dense part in float32, and its MoE layers.
+
+    Args:
+        what: is to be made of experts that are plain act(gate) * up, for messages; None: any experts will do.
+
+    Raises:
+        UnsupportedModelError, StoreError: as `checked_blocks` and `build_model`.
+    """
+    model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
+    return model, find_blocks(model, manifest) if what is None else checked_blocks(model, manifest, what)
+
+
+def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> list[MoeBlock]:
+    """The model's MoE layers.
+
+    Raises:
+        UnsupportedModelError: its experts are not plain act(gate) * up without biases: there are no kernels on
+            replicas of others.
+    """
+    blocks = find_blocks(model, manifest)
+    if any(block.activation is None or block.post is not None for block in blocks):
+        raise UnsupportedModelError(
+            f"the experts of {manifest.architecture} gate in a way of their own", f"use it without {what}"
+        )
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -49,31 +167,6 @@ def inputs_name(layer: int) -> str:
     return f"inputs-{layer:03d}.safetensors"
 
 
-def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> list[MoeBlock]:
-    """The model's MoE layers.
-
-    Raises:
-        UnsupportedModelError: its experts are not plain act(gate) * up without biases: there are no kernels on
-            replicas of others.
-    """
-    blocks = find_blocks(model, manifest)
-    if any(block.activation is None or block.post is not None for block in blocks):
-        raise UnsupportedModelError(
-            f"the experts of {manifest.architecture} gate in a way of their own", f"use it without {what}"
-        )
-    return blocks
-
-
-def load_model(store: Path, manifest: Manifest, what: str = "replicas") -> tuple[Any, list[MoeBlock]]:
-    """The store's model with its dense part in float32, and its MoE layers. what: is to be made, for messages.
-
-    Raises:
-        UnsupportedModelError, StoreError: as `checked_blocks` and `build_model`.
-    """
-    model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
-    return model, checked_blocks(model, manifest, what)
-
-
 def capture(
     model: Any,
     blocks: Sequence[MoeBlock],
@@ -82,7 +175,7 @@ def capture(
     folder: Path,
     advance: Callable[[int], None],
 ) -> list[FileRecord]:
-    """Run all windows and write the inputs of every layer.
+    """Run all windows and write the inputs, ids and weights of every MoE layer to one file each.
 
     Args:
         folder: where the files of `open_inputs` go.
@@ -92,25 +185,17 @@ def capture(
         StoreError: the disk is full.
     """
     hidden = model.config.get_text_config().hidden_size
-    files = [_InputsFile(folder / inputs_name(i), windows.tokens, hidden) for i in range(len(blocks))]
     recorders = [
-        _Recorder(block, weights, file)
-        for block, weights, file in zip(blocks, host_weights(arrays), files, strict=True)
+        _Recorder(block, weights, folder / inputs_name(i), windows.tokens, hidden)
+        for i, (block, weights) in enumerate(zip(blocks, host_weights(arrays), strict=True))
     ]
-    handles = [attach(block.experts, recorder) for block, recorder in zip(blocks, recorders, strict=True)]
-    step = max(1, _ROWS_PER_FORWARD // windows.ids.shape[1])
-    try:
-        with torch.no_grad(), disk_errors(folder):
-            for start in range(0, len(windows.ids), step):
-                ids = torch.from_numpy(windows.ids[start : start + step])
-                model.base_model(input_ids=ids, use_cache=False)
-                advance(ids.numel())
-            for file in files:
-                file.close()
-    finally:
-        for handle in handles:
-            detach(handle)
-    paths = [file.path for file in files]
+    with watching(model, blocks, recorders), disk_errors(folder):
+        for _, ids in batches(windows):
+            run_batch(model, ids)
+            advance(ids.size)
+        for recorder in recorders:
+            recorder.close()
+    paths = [recorder.path for recorder in recorders]
     with disk_errors(folder):
         sizes = [path.stat().st_size for path in paths]
         digests = hash_files(paths)
@@ -121,28 +206,24 @@ def open_inputs(folder: Path, layer: int) -> LayerInputs:
     """Map what `capture` wrote for one layer."""
     path = folder / inputs_name(layer)
     _, specs = read_header(path, lambda what: StoreError(what, "run the same command again"))
+    return LayerInputs(**_mapped(path, specs, "r"))
+
+
+def _mapped(path: Path, specs: Sequence[TensorSpec], mode: Literal["r", "r+"]) -> dict[str, np.ndarray]:
     types = {"F32": np.float32, "I32": np.int32}
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return LayerInputs(
-        **{
-            spec.name: np.frombuffer(
-                mapped, types[spec.dtype], count=math.prod(spec.shape), offset=spec.offset
-            ).reshape(spec.shape)
-            for spec in specs
-        }
-    )
+    return {s.name: np.memmap(path, types[s.dtype], mode, offset=s.offset, shape=s.shape) for s in specs}
 
 
-class _InputsFile:
-    """One layer's inputs, appended in order; the number of experts a token uses is known with the first rows."""
+class _Recorder(Watcher):
+    """Writes the layer's inputs in order; the number of experts a token uses is known with the first rows."""
 
-    def __init__(self, path: Path, tokens: int, hidden: int) -> None:
+    def __init__(self, block: MoeBlock, weights: LayerWeights, path: Path, tokens: int, hidden: int) -> None:
+        super().__init__(block, weights)
         self.path, self._tokens, self._hidden = path, tokens, hidden
         self._arrays: dict[str, np.ndarray] = {}
         self._done = 0
 
-    def append(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if not self._arrays:
             self._create(ids.shape[1])
         rows = slice(self._done, self._done + len(hidden))
@@ -165,32 +246,4 @@ class _InputsFile:
         with open(self.path, "wb") as file:
             file.write(head)
             file.truncate(specs[-1].offset + specs[-1].nbytes)
-        types = {"F32": np.float32, "I32": np.int32}
-        for spec in specs:
-            self._arrays[spec.name] = np.memmap(
-                self.path, types[spec.dtype], mode="r+", offset=spec.offset, shape=spec.shape
-            )
-
-
-class _Recorder:
-    """In place of an MoE layer's experts: notes the inputs, answers in full precision."""
-
-    def __init__(self, block: MoeBlock, weights: LayerWeights, file: _InputsFile) -> None:
-        self._gate, self._file = block.gate, file
-        self._gate_up, self._down = weights.tensors[0], weights.tensors[1]
-
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        self._file.append(hidden, ids, weights)
-        top_k = ids.shape[1]
-        pairs = ids.reshape(-1).argsort(stable=True)
-        counts = ids.reshape(-1).bincount(minlength=len(self._gate_up)).tolist()
-        y = torch.empty(len(pairs), hidden.shape[1])
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                one = slice(expert, expert + 1)
-                operands = Operands(self._gate_up[one].float(), self._down[one].float(), None, None)
-                kernel = TorchKernel(operands, self._gate)
-                kernel.run(hidden, pairs, [(start, start + count, 0, self._gate_up.shape[1], False)], top_k, y)
-            start += count
-        return (y.view(*ids.shape, -1) * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
+        self._arrays = _mapped(self.path, specs, "r+")

@@ -20,11 +20,11 @@ from ....actors.store.format import (
 )
 from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ....errors import CheckpointError
+from .writer import JOURNAL_NAME
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-JOURNAL_NAME = "journal.json"
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _MAX_JSON_BYTES = 256 << 20
 

@@ -135,16 +135,12 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
 
 
 def _write_layer(conversion: Conversion, index: int, folder: Path, journal: Journal, advance: Advance) -> LayerFile:
-    module = conversion.experts[index]
-    name = layer_name(index)
-    record = journal.finished(name)
-    if record is None:
-        code = DTYPE_CODES[conversion.dtype]
-        header = {stored: (code, shape) for stored, shape in module.shape.stacked().items()}
-        record = write_tensors(folder / name, header, _counted(_layer_data(conversion, module), advance))
-        journal.add(record)
-    else:
+    module, name, code = conversion.experts[index], layer_name(index), DTYPE_CODES[conversion.dtype]
+    if journal.finished(name) is not None:
         advance(conversion.layer_bytes())
+    header = {stored: (code, shape) for stored, shape in module.shape.stacked().items()}
+    data = _counted(_layer_data(conversion, module), advance)
+    record = journal.once(name, lambda: write_tensors(folder / name, header, data))
     return LayerFile(index=index, module=module.path, **record.model_dump())
 
 
@@ -157,14 +153,12 @@ def _layer_data(conversion: Conversion, module: ExpertsModule) -> Iterator[memor
 
 
 def _write_dense(conversion: Conversion, folder: Path, journal: Journal, advance: Advance) -> DenseFile:
-    record = journal.finished(DENSE_NAME)
-    if record is None:
-        made = {name: conversion.plan.makers[name].targets[name] for name in conversion.dense}
-        header = {name: (type_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in made.items()}
-        record = write_tensors(folder / DENSE_NAME, header, _counted(_dense_data(conversion), advance))
-        journal.add(record)
-    else:
+    if journal.finished(DENSE_NAME) is not None:
         advance(conversion.dense_bytes())
+    made = {name: conversion.plan.makers[name].targets[name] for name in conversion.dense}
+    header = {name: (type_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in made.items()}
+    data = _counted(_dense_data(conversion), advance)
+    record = journal.once(DENSE_NAME, lambda: write_tensors(folder / DENSE_NAME, header, data))
     return DenseFile(tied=conversion.tied, **record.model_dump())
 
 

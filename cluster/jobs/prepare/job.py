@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +14,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, Manifest, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from .checkpoint import Checkpoint, open_checkpoint
-from .writer import disk_errors, exclusive, sync_folder
+from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
 _PARTIAL = ".partial"
 _OLD = ".old"
 REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
 ORDER_WORK = ".order"  # beside a store: its layers with their neurons in another order, unfinished
-_LOCK = ".lock"
-SPARE_BYTES = 256 << 20  # left free on the disk beside the store itself
 
 
 def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
@@ -104,24 +101,6 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
     return out
 
 
-@contextmanager
-def locked(out: Path, console: Console) -> Iterator[bool]:
-    """Hold the lock of a store; whether another process had it first.
-
-    Raises:
-        StoreError: the lock file cannot be made.
-    """
-    waited = False
-
-    def on_wait() -> None:
-        nonlocal waited
-        waited = True
-        console.print(f"waiting for another process that prepares {out}")
-
-    with exclusive(beside(out, _LOCK), on_wait):
-        yield waited
-
-
 def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     """Convert into a folder beside `out`, then put it in place. The caller holds the lock."""
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
@@ -129,8 +108,10 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     partial, old = beside(out, _PARTIAL), beside(out, _OLD)
     with console.status(f"checking {checkpoint.name}"):
         conversion = plan_store(checkpoint)
-    _check_space(partial, conversion.total_bytes())
-    with _bar(console, f"preparing {checkpoint.name}", conversion.total_bytes()) as advance:
+    needed = conversion.total_bytes()
+    remedy = "free some space, or name a folder on another disk as OUT"
+    require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
+    with _bar(console, f"preparing {checkpoint.name}", needed) as advance:
         write_store(conversion, partial, advance)
     with disk_errors(out):
         discard(old)
@@ -172,22 +153,6 @@ def _refuse_foreign(out: Path) -> None:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
 
 
-def _check_space(partial: Path, needed: int) -> None:
-    """Refuse to start what cannot be finished; what an earlier run left counts as done.
-
-    Raises:
-        StoreError: the disk has too little space.
-    """
-    with disk_errors(partial):
-        done = sum(path.stat().st_size for path in partial.glob("*.safetensors")) if partial.exists() else 0
-        free = shutil.disk_usage(partial.parent).free
-    if free + done < needed + SPARE_BYTES:
-        raise StoreError(
-            f"the store needs {needed / 1e9:.1f} GB, {partial.parent} has {free / 1e9:.1f} GB free",
-            "free some space, or name a folder on another disk as OUT",
-        )
-
-
 @contextmanager
 def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (
@@ -200,21 +165,6 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], N
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder if it is there."""
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def beside(out: Path, suffix: str) -> Path:
-    """The neighbour of `out` whose name has this suffix; of the folder itself, by whatever link it is named.
-
-    So a store has one lock, and what an interrupted job left is found again by every path to it.
-    """
-    folder = out.resolve()
-    return folder.with_name(folder.name + suffix)
 
 
 def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:

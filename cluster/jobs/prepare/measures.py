@@ -1,10 +1,8 @@
-"""Gates for pre-gated prefetch, trained on calibration text and kept in the store's folder.
+"""What `tiermoe prepare` trains and measures for policies: gates, predictors, sensitivities, each a file in the store.
 
-Predictors for the stride policy, trained on a trace and kept in the store's folder.
-
-How much the loss moves when a layer's output does: measured on calibration text, kept in the store's folder.
-
-For layer l with output y_l (of its routed experts) and the loss L of a text, the sum over its tokens:
+Gates name the next layer's experts for pre-gated prefetch, predictors those of some layers ahead for the stride policy.
+Sensitivity says how much the loss moves when a layer's output does, for adaptive gating. For layer l with output y_l
+(of its routed experts) and the loss L of a text, the sum over its tokens:
 
     F_i = mean over tokens of (dL / dy_{l,i})^2      diagonal of the (empirical) Fisher information
     u   = mean output of a token's more important experts - that of the others, by weight: half of the K each
@@ -14,15 +12,12 @@ Experts that carry d of a token's weight change y by about d * u when they are d
 order, for the expected gradient vanishes at a trained model. With top-2 this is AdapMoE's estimate (arXiv 2408.10284):
 the Hessian is replaced by the Fisher information's diagonal, from one backward pass over the text; no finite
 differences. Where the model does not normalise its weights u is the mean output of the less important experts.
-
-The pass is in float32. Experts are read from the store's mapped files one at a time, and again in the backward pass,
-so there is no second copy of them.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
+from ....actors.engine.cache.slots import LayerWeights
 from ....actors.engine.cache.sources import host_weights
-from ....actors.engine.model.model import MoeBlock, RouterProbe, build_model, find_blocks
+from ....actors.engine.model.model import MoeBlock, RouterProbe
 from ....actors.policies.baselines import PreGate
 from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import GATES_NAME, SENSITIVITY_NAME, encode_gates, encode_sensitivity, predictors_file
@@ -46,25 +42,13 @@ from ....errors import ConfigError, StoreError, TraceError
 from ...report.tables import progress_on
 from ...simulate.predictors import save_predictors, train_predictors
 from ...simulate.trace import Trace
-from ...simulate.trace_writer import replace_file
 from .calibration import Windows, read_windows
-from .capture import capture, load_model, open_inputs
-from .writer import disk_errors
+from .capture import Watcher, capture, load_model, open_inputs, watching
+from .writer import disk_errors, write_file
 
+MAX_TOKENS = 1 << 14  # of the text that sensitivity is measured on
 _BLOCK, _HELD_OUT = 512, 10  # of so many rows each so-manieth block is not trained on: recall is measured there
 _EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A layer's gate, and of the next layer's true experts the share that it and next-gate name on held-out rows.
-
-    next_gate: NaN where the router cannot be asked.
-    """
-
-    gate: PreGate
-    recall: float
-    next_gate: float
 
 
 def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
@@ -78,7 +62,7 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
         text: see `read_texts`.
 
     Raises:
-        ConfigError: the text is none or too short, the model has one MoE layer, or the file cannot be written.
+        ConfigError: the text is none or too short, or the model has one MoE layer.
         StoreError: the store is not one, or the disk is full. UnsupportedModelError: experts of unusual gating.
     """
     console = Console(stderr=True) if console is None else console
@@ -93,18 +77,27 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
         with progress_on(console) as progress:
             running = progress.add_task("running the calibration text", total=windows.tokens)
             capture(model, blocks, opened.layers, windows, work, lambda n: progress.advance(running, n))
-            task = progress.add_task("training gates", total=layers - 1)
             trained = []
-            for layer in range(layers - 1):
+            for layer in progress.track(range(layers - 1), description="training gates"):
                 hidden, later = open_inputs(work, layer).hidden, open_inputs(work, layer + 1)
                 router = blocks[layer + 1].router
                 following = None if router is None else Following(router, later.hidden)
                 trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
-                progress.advance(task)
     console.print(_recalls(trained))
-    path = store / GATES_NAME
-    replace_file(path, encode_gates([t.gate for t in trained], manifest, windows.tokens))
-    return path
+    write_file(store / GATES_NAME, encode_gates([t.gate for t in trained], manifest, windows.tokens))
+    return store / GATES_NAME
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layer's gate, and of the next layer's true experts the share that it and next-gate name on held-out rows.
+
+    next_gate: NaN where the router cannot be asked.
+    """
+
+    gate: PreGate
+    recall: float
+    next_gate: float
 
 
 @dataclass(frozen=True)
@@ -218,13 +211,8 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
         task = progress.add_task("training predictors", total=max(0, header.layers - stride))
         learned = islice(found.requests(), requests)
         trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
-    path = store / predictors_file(stride)
-    save_predictors(path, header, stride, trained)
-    return path
-
-
-IMPLEMENTATION = "tiermoe-differentiable"  # name under which transformers knows experts that a gradient passes
-MAX_TOKENS = 1 << 14  # of the text that are used
+    save_predictors(store / predictors_file(stride), header, stride, trained)
+    return store / predictors_file(stride)
 
 
 def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
@@ -235,92 +223,67 @@ def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console |
         text: see `read_texts`; the first `MAX_TOKENS` tokens are used.
 
     Raises:
-        ConfigError: the text is none or too short, or the file cannot be written. StoreError: the store is not one, or
-            the model's gradients are not finite.
+        ConfigError: the text is none or too short. StoreError: the store is not one, the disk is full, or the model's
+            gradients are not finite.
     """
     console = Console(stderr=True) if console is None else console
     opened = ExpertStore(store, verify="stamp")
     windows = read_windows(text, model_dir, console)
     windows = Windows(windows.ids[: max(1, MAX_TOKENS // windows.ids.shape[1])])
-    model = build_model(store, opened.manifest, torch.float32, torch.device("cpu"), "auto")
-    blocks = find_blocks(model, opened.manifest)
+    model, blocks = load_model(store, opened.manifest, None)
     with progress_on(console) as progress:
         task = progress.add_task("measuring sensitivity", total=windows.tokens)
-        found = measure(
-            model, blocks, [layer.tensors for layer in host_weights(opened.layers)], windows,
-            lambda n: progress.advance(task, n),
-        )  # fmt: skip
+        found = measure(model, blocks, host_weights(opened.layers), windows, lambda n: progress.advance(task, n))
     if not all(0 <= s < float("inf") for s in found):
-        raise StoreError(f"the gradients of {opened.manifest.architecture} on '{text}' are not finite",
-                         "give other calibration text")  # fmt: skip
+        what = f"the gradients of {opened.manifest.architecture} on '{text}' are not finite"
+        raise StoreError(what, "give other calibration text")
     console.print("sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
-    path = store / SENSITIVITY_NAME
-    replace_file(path, encode_sensitivity(found, opened.manifest, windows.tokens))
-    return path
+    write_file(store / SENSITIVITY_NAME, encode_sensitivity(found, opened.manifest, windows.tokens))
+    return store / SENSITIVITY_NAME
 
 
 def measure(
-    model: Any, blocks: Sequence[MoeBlock], tensors: Sequence[Sequence[Any]], windows: Windows, advance: Any
+    model: Any,
+    blocks: Sequence[MoeBlock],
+    experts: Sequence[LayerWeights],
+    windows: Windows,
+    advance: Callable[[int], None],
 ) -> tuple[float, ...]:
     """s_l of each MoE layer.
 
     Args:
-        model: in float32, its experts on meta. tensors: of each layer's experts, as `LayerWeights` has them.
+        model: in float32, its experts on meta. experts: of each layer, in the store's type.
         advance: called with the tokens just run.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-    before = model.config._experts_implementation
-    layers = [_Layer(block, held) for block, held in zip(blocks, tensors, strict=True)]
-    for block, layer in zip(blocks, layers, strict=True):
-        block.experts.tiermoe_watched = layer
-    model.set_experts_implementation(IMPLEMENTATION)
-    try:
-        with torch.enable_grad():
-            for row in windows.ids:
-                ids = torch.from_numpy(row)[None]
-                logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-                loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum")
-                loss.backward()
-                for layer in layers:
-                    layer.collect()
-                advance(len(row))
-    finally:
-        model.set_experts_implementation(before)
-        for block in blocks:
-            del block.experts.tiermoe_watched
+    layers = [_Fisher(block, weights) for block, weights in zip(blocks, experts, strict=True)]
+    with watching(model, blocks, layers), torch.enable_grad():
+        for row in windows.ids:
+            ids = torch.from_numpy(row)[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum").backward()
+            for layer in layers:
+                layer.collect()
+            advance(len(row))
     return tuple(layer.sensitivity for layer in layers)
 
 
-def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return module.tiermoe_watched.forward(hidden, ids, weights)
+class _Fisher(Watcher):
+    """Sums what s_l needs. Experts are computed again in the backward pass, so that their weights are not kept."""
 
-
-class _Layer:
-    """In place of an MoE layer's experts: answers in full precision, lets gradients pass and sums what s_l needs."""
-
-    def __init__(self, block: MoeBlock, tensors: Sequence[torch.Tensor]) -> None:
-        self._block, self._tensors = block, tensors
+    def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
+        super().__init__(block, weights)
         self._output: torch.Tensor | None = None
         self._rows = 0
         self._gradient: torch.Tensor | float = 0.0  # sums over rows of squares, float64 [H]
         self._change: torch.Tensor | float = 0.0
 
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
-        top_k = ids.shape[1]
-        flat = ids.reshape(-1)
-        y = hidden.new_zeros(len(flat), hidden.shape[1])  # [T * K, H]
-        for expert in flat.unique().tolist():
-            pairs = (flat == expert).nonzero()[:, 0]
-            rows = checkpoint(self._expert, hidden[pairs // top_k], expert, use_reentrant=False)
-            y = y.index_copy(0, pairs, rows)
-        if self._block.post is not None:
-            y = self._block.post(y)
-        y = y.view(*ids.shape, -1)  # [T, K, H]
+    def expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().expert, expert, x, use_reentrant=False)
+        return out
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         self._add_change(y.detach(), weights.detach().float())
-        out = (y * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
+        out = super().combine(y, weights)
         if not out.requires_grad:
             out.requires_grad_(True)  # the first layer: all that comes before is fixed
         out.retain_grad()
@@ -342,15 +305,6 @@ class _Layer:
         product = torch.as_tensor(self._gradient) * torch.as_tensor(self._change)
         return 0.5 * float(product.sum()) / self._rows**2
 
-    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        gate_up, down, *biases = self._tensors
-        up = gate_up[expert].float()  # [I, G, H]
-        pre = x @ up.reshape(-1, up.shape[-1]).T
-        if biases:
-            pre = pre + biases[0][expert].float().reshape(-1)
-        out = self._block.gate(pre) @ down[expert].float()
-        return out + biases[1][expert].float() if biases else out
-
     def _add_change(self, y: torch.Tensor, weights: torch.Tensor) -> None:
         """u^2 of each token, summed [H]. y [T, K, H], weights [T, K]."""
         top_k = weights.shape[1]
@@ -359,7 +313,7 @@ class _Layer:
         order = weights.argsort(dim=1, descending=True, stable=True)
         kept, dropped = order[:, : top_k - top_k // 2], order[:, top_k - top_k // 2 :]
         change = _mean(y, weights, dropped)
-        if self._block.normalised:
+        if self.block.normalised:
             change = _mean(y, weights, kept) - change
         self._change = self._change + change.double().square().sum(dim=0)
 

@@ -6,14 +6,14 @@ to weights that make up for their error: with A those activations and A* the ful
 is replaced by D* = D + (A^T A + damping)^-1 A^T (A* - A) D before GPTQ, the least squares fit of A D* to A* D. On
 held-out text this is better at every width than the Hessian of A* alone (docs/store-format.md).
 
-One run that makes replicas, under the store's lock; `replicas.py` decides what it has to make.
+`ReplicaJob` is one run over all layers, under the store's lock; `replicas.py` decides what it has to make.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ....actors.engine.cache.sources import host_weights
 from ....actors.store.files import ExpertStore
-from ....actors.store.format import FileRecord, SourceFile
+from ....actors.store.format import MANIFEST_NAME, FileRecord
 from ....actors.store.replicas import (
     REPLICA_VERSION,
     REPLICAS_NAME,
@@ -50,9 +50,9 @@ from ....kernels.pack import PackedShape, pack_expert, unpack_expert
 from ....kernels.quantize import QuantizedBatch, round_to_nearest
 from .calibration import Windows
 from .capture import LayerInputs, capture, inputs_name, load_model, open_inputs
-from .job import REPLICA_WORK, beside, discard
+from .job import REPLICA_WORK
 from .replicas import ReplicaOptions
-from .writer import Journal, disk_errors, sync_folder, write_file, write_tensors
+from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
 
 MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/store-format.md has the figures)
 LEAST_CAP = 4096  # rows of an expert that are used at most, unless its matrices are larger than that
@@ -267,7 +267,8 @@ def widths_of(
 
 _ALGORITHM = "1"  # another number where the same inputs give other replicas: an unfinished run then starts over
 _ACTIVATIONS = "activations.json"
-_SPARE_BYTES = 256 << 20  # left free on the disk
+_REPLICA_FILE = re.compile(r"(replicas-b\d+-g\d+-\d+|losses-b\d+-g\d+)\.safetensors")
+_TYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
 
 
 @dataclass(frozen=True)
@@ -292,79 +293,59 @@ class ReplicaJob:
         Raises:
             UnsupportedModelError: unusual gating. StoreError: the store is damaged, or the disk is full.
         """
-        opened = ExpertStore(self.store, verify="stamp")
-        folder = beside(self.store, REPLICA_WORK)
-        journal = Journal(folder, self._inputs(), _ALGORITHM)
+        opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
+        options = hashlib.sha256(json.dumps([self.options.group, self.options.act_order]).encode()).hexdigest()
+        calibration = self.windows.record().sha256
+        inputs = {MANIFEST_NAME: store_digest(self.store), "calibration": calibration, "options": options}
+        journal = Journal(folder, inputs, _ALGORITHM)
         layers = range(len(opened.layers))
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
         with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            self._capture(opened, folder, journal, bar)
+            self._capture(opened, journal, bar)
             title = f"quantizing to {', '.join(map(str, self.widths))} bits"
             task = bar.add_task(title, total=len(layers) * len(self.widths))
             for layer in layers:
-                self._layer(opened, layer, folder, journal)
+                self._layer(opened, layer, journal)
                 bar.advance(task, len(self.widths))
-        files = [
-            ReplicaFile(bits=cast(Width, bits), layer=layer, **_finished(journal, self._name(bits, layer)).model_dump())
-            for bits in self.widths
-            for layer in layers
-        ]
+        files = []
+        for bits in self.widths:
+            for layer in layers:
+                record = journal.finished(self._name(bits, layer))
+                assert record is not None  # `_layer` has just noted it
+                files.append(ReplicaFile(bits=cast(Width, bits), layer=layer, **record.model_dump()))
         tables = self._tables(opened, folder)
         _report_fallbacks(tables, self.widths, console)
         self._publish(folder, files, tables)
 
-    def _inputs(self) -> tuple[SourceFile, ...]:
-        """What unfinished work depends on, in the form in which the journal compares it."""
-        calibration = self.windows.record()
-        options = hashlib.sha256(json.dumps([self.options.group, self.options.act_order]).encode()).hexdigest()
-        return tuple(
-            SourceFile(file=name, nbytes=nbytes, mtime_ns=None, sha256=digest)
-            for name, nbytes, digest in (
-                ("manifest.json", 0, store_digest(self.store)),
-                ("calibration", calibration.tokens, calibration.sha256),
-                ("options", 0, options),
-            )
-        )
-
     def _name(self, bits: int, layer: int) -> str:
         return replica_name(bits, self.options.group, layer)
-
-    def _capture(self, opened: ExpertStore, folder: Path, journal: Journal, bar: Progress) -> None:
-        """The inputs of every layer's experts, unless an earlier run left them all."""
-        names = [*(inputs_name(layer) for layer in range(len(opened.layers))), _ACTIVATIONS]
-        if all(journal.finished(name) for name in names):
-            return
-        task = bar.add_task("running the calibration text", total=self.windows.tokens)
-        model, blocks = load_model(self.store, opened.manifest)
-        self._check_space(opened, folder)
-        records = capture(model, blocks, opened.layers, self.windows, folder, lambda n: bar.advance(task, n))
-        records.append(write_file(folder / _ACTIVATIONS, json.dumps([b.activation for b in blocks]).encode()))
-        for record in records:
-            if journal.finished(record.file) is None:
-                journal.add(record)
-
-    def _check_space(self, opened: ExpertStore, folder: Path) -> None:
-        """Refuse to start what cannot be finished.
-
-        Raises:
-            StoreError: the disk has too little space.
-        """
-        shape, layers = opened.manifest.experts, len(opened.layers)
-        packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * shape.num_experts
-        needed = layers * (packed + 4 * self.windows.tokens * (shape.hidden + 32))
-        with disk_errors(folder):
-            free = shutil.disk_usage(folder).free
-        if free < needed + _SPARE_BYTES:
-            raise StoreError(
-                f"making replicas needs {needed / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} GB free",
-                "free some space, or give a shorter calibration text",
-            )
 
     def _shape(self, opened: ExpertStore, bits: int) -> PackedShape:
         experts = opened.manifest.experts
         return PackedShape(experts.hidden, experts.intermediate, bits, self.options.group)
 
-    def _layer(self, opened: ExpertStore, layer: int, folder: Path, journal: Journal) -> None:
+    def _capture(self, opened: ExpertStore, journal: Journal, bar: Progress) -> None:
+        """The inputs of every layer's experts, unless an earlier run left them all.
+
+        Raises:
+            StoreError: the disk has too little space for them and the replicas.
+        """
+        names = [*(inputs_name(layer) for layer in range(len(opened.layers))), _ACTIVATIONS]
+        if all(journal.finished(name) for name in names):
+            return
+        task, folder = bar.add_task("running the calibration text", total=self.windows.tokens), journal.folder
+        model, blocks = load_model(self.store, opened.manifest)
+        shape = opened.manifest.experts
+        packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * shape.num_experts
+        needed = len(opened.layers) * (packed + 4 * self.windows.tokens * (shape.hidden + 32))
+        remedy = "free some space, or give a shorter calibration text"
+        what = f"making replicas needs {needed / 1e9:.1f} GB"
+        require_space(folder, needed, what, folder.parent, remedy, resumed=False)
+        for record in capture(model, blocks, opened.layers, self.windows, folder, lambda n: bar.advance(task, n)):
+            journal.add(record)
+        journal.add(write_file(folder / _ACTIVATIONS, json.dumps([b.activation for b in blocks]).encode()))
+
+    def _layer(self, opened: ExpertStore, layer: int, journal: Journal) -> None:
         """The missing widths of one layer: for each a file of packed experts and one of figures."""
         left = tuple(
             bits
@@ -373,14 +354,13 @@ class ReplicaJob:
         )
         if not left:
             return
+        folder, group, act_order = journal.folder, self.options.group, self.options.act_order
         gate_up, down = host_weights([opened.layers[layer]])[0].tensors[:2]
         activation = json.loads((folder / _ACTIVATIONS).read_text())[layer]
-        inputs = open_inputs(folder, layer)
         packed: dict[int, list[dict[str, NDArray[Any]]]] = {bits: [] for bits in left}
         figures: dict[int, list[NDArray[np.float32]]] = {bits: [] for bits in left}
-        group, act_order = self.options.group, self.options.act_order
         try:
-            for result in widths_of(gate_up, down, inputs, activation, left, group, act_order):
+            for result in widths_of(gate_up, down, open_inputs(folder, layer), activation, left, group, act_order):
                 packed[result.bits] += _packed(result)  # at once: codes take a byte each
                 columns = (result.losses, result.rtn_losses, result.fallback.astype(np.float32))
                 figures[result.bits].append(np.stack(columns))
@@ -389,21 +369,13 @@ class ReplicaJob:
                 f"layer {layer} cannot be quantized ({error})", "give another calibration text, or do without replicas"
             ) from error
         for bits in left:
-            records = (
-                self._write_experts(opened, layer, bits, packed[bits], folder),
-                _write_figures(folder / _figures_name(bits, layer), figures[bits]),
-            )
-            for record in records:
-                if journal.finished(record.file) is None:
-                    journal.add(record)
-
-    def _write_experts(
-        self, opened: ExpertStore, layer: int, bits: int, packed: Sequence[dict[str, NDArray[Any]]], folder: Path
-    ) -> FileRecord:
-        tensors = self._shape(opened, bits).tensors()
-        header = {name: (code, (len(packed), *dims)) for name, (code, dims) in tensors.items()}
-        data = (expert[name].tobytes() for name in header for expert in packed)
-        return write_tensors(folder / self._name(bits, layer), header, data)
+            tensors, experts = self._shape(opened, bits).tensors(), packed[bits]
+            header = {name: (code, (len(experts), *dims)) for name, (code, dims) in tensors.items()}
+            data = (expert[name].tobytes() for name in header for expert in experts)
+            written = write_tensors(folder / self._name(bits, layer), header, data)
+            noted_figures = _write_figures(folder / _figures_name(bits, layer), figures[bits])
+            journal.add(written)
+            journal.add(noted_figures)
 
     def _tables(self, opened: ExpertStore, folder: Path) -> ReplicaTables:
         """Of the new widths and of those that stay."""
@@ -422,8 +394,8 @@ class ReplicaJob:
         if self.present is not None and (view := describe_replicas(self.store, verify="stamp")) is not None:
             old = read_tables(view)
             for place, bits in enumerate(old.widths):
-                kept = (old.losses, old.rtn_losses, old.fallback)
-                by_width[bits] = np.stack([table[..., place].astype(np.float32) for table in kept], axis=1)
+                staying = (old.losses, old.rtn_losses, old.fallback)
+                by_width[bits] = np.stack([table[..., place].astype(np.float32) for table in staying], axis=1)
         widths = tuple(sorted(by_width))
         stacked = np.stack([by_width[bits] for bits in widths])  # [B, L, 3, E]
         losses, rtn_losses, fallback = stacked.transpose(2, 1, 3, 0)
@@ -432,7 +404,7 @@ class ReplicaJob:
     def _publish(self, folder: Path, files: Sequence[ReplicaFile], tables: ReplicaTables) -> None:
         """Move the files into the store, `replicas.json` last, and drop what no manifest names any more."""
         losses = _write_tables(folder / losses_name(tables.widths, self.options.group), tables)
-        kept = self.present.files if self.present is not None else ()
+        staying = self.present.files if self.present is not None else ()
         manifest = ReplicaManifest(
             replica_version=REPLICA_VERSION,
             store_sha256=store_digest(self.store),
@@ -440,30 +412,13 @@ class ReplicaJob:
             widths=cast(tuple[Width, ...], tables.widths),
             act_order=self.options.act_order,
             calibration=self.windows.record(),
-            files=tuple(sorted((*kept, *files), key=lambda file: (file.bits, file.layer))),
+            files=tuple(sorted((*staying, *files), key=lambda file: (file.bits, file.layer))),
             losses=losses,
         )
-        with disk_errors(self.store):
-            if self.present is None:  # names of the old set may be those of the new one: have none in between
+        if self.present is None:  # names of the old set may be those of the new one: have none in between
+            with disk_errors(self.store):
                 (self.store / REPLICAS_NAME).unlink(missing_ok=True)
-            for record in (*files, losses):
-                (folder / record.file).replace(self.store / record.file)
-            sync_folder(self.store)
-        write_file(self.store / REPLICAS_NAME, manifest.encode())
-        named = {record.file for record in manifest.records()}
-        with disk_errors(self.store):
-            for pattern in ("replicas-b*-g*-*.safetensors", "losses-b*-g*.safetensors"):
-                for path in self.store.glob(pattern):
-                    if path.name not in named:
-                        path.unlink()
-            discard(folder)
-
-
-def _finished(journal: Journal, name: str) -> FileRecord:
-    record = journal.finished(name)
-    if record is None:
-        raise StoreError(f"{name} is missing from the unfinished replicas", "run the same command again")
-    return record
+        publish(self.store, folder, (*files, losses), manifest, manifest.records(), _REPLICA_FILE)
 
 
 def _figures_name(bits: int, layer: int) -> str:
@@ -492,8 +447,7 @@ def _read_figures(path: Path, experts: int) -> np.ndarray:
 def _write_tables(path: Path, tables: ReplicaTables) -> FileRecord:
     layers, experts, widths = tables.losses.shape
     header = table_tensors(layers, experts, widths)
-    types = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
-    data = (getattr(tables, name).astype(types[code]).tobytes() for name, (code, _) in header.items())
+    data = (getattr(tables, name).astype(_TYPES[code]).tobytes() for name, (code, _) in header.items())
     return write_tensors(path, header, data)
 
 

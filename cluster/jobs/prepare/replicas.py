@@ -28,8 +28,8 @@ from ....actors.store.replicas import (
     read_replicas,
 )
 from ....errors import ConfigError, StoreError, UnsupportedModelError
-from .job import REPLICA_WORK, beside, discard, is_store, locked
-from .writer import disk_errors, noted
+from .job import REPLICA_WORK, is_store
+from .writer import beside, discard, disk_errors, locked, noted
 
 
 @dataclass(frozen=True)

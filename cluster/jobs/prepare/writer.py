@@ -1,8 +1,9 @@
-"""Tensor files written front to back, hashed on the way, and visible only when they are whole.
+"""How everything that `tiermoe prepare` makes is written: hashed, visible only when whole, resumed, one at a time.
 
-One preparation of a store at a time, across the processes of a machine.
+    lock the store -> finish files in a work folder beside it, each noted in a journal -> move them in, manifest last
 
-What an unfinished store already holds, so that an interrupted preparation resumes.
+Until the manifest is replaced the store has what it had; from then on it has the new files. An interrupted run leaves
+its work folder, which the next run with the same inputs resumes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
 
 from ....actors.store.files import hash_files
-from ....actors.store.format import FORMAT_VERSION, FileRecord, SourceFile, build_header
+from ....actors.store.format import FORMAT_VERSION, ChecksummedManifest, FileRecord, SourceFile, build_header
 from ....errors import StoreError
-from .checkpoint import JOURNAL_NAME
 
+JOURNAL_NAME = "journal.json"
+SPARE_BYTES = 256 << 20  # left free on the disk
 _TEMPORARY = ".part"
 
 
@@ -42,12 +46,27 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} cannot be written ({error.strerror})", remedy) from error
 
 
+def require_space(folder: Path, needed: int, what: str, where: Path, remedy: str, resumed: bool = True) -> None:
+    """Refuse to start what cannot be finished.
+
+    Args:
+        needed: bytes, besides `SPARE_BYTES`. what: how the message begins. where: the folder that it names.
+        resumed: whether the tensor files that an earlier run left in `folder` count as done.
+
+    Raises:
+        StoreError: the disk has too little space.
+    """
+    with disk_errors(folder):
+        done = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if resumed and folder.exists() else 0
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    if free + done < needed + SPARE_BYTES:
+        raise StoreError(f"{what}, {where} has {free / 1e9:.1f} GB free", remedy)
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], data: Iterable[bytes | memoryview]
 ) -> FileRecord:
-    """Write one safetensors file from a stream of its data.
-
-    The file appears under its name only after its last byte is on the disk.
+    """Write one safetensors file from a stream of its data; it appears only after its last byte is on the disk.
 
     Args:
         tensors: type code and shape by name, in the order of the data.
@@ -109,51 +128,68 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-@contextmanager
-def exclusive(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`; wait for whoever holds it. The kernel frees it if its holder dies.
+def discard(folder: Path) -> None:
+    """Remove a folder if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
 
-    Args:
-        on_wait: called once when someone else holds it.
+
+def beside(out: Path, suffix: str) -> Path:
+    """The neighbour of `out` whose name has this suffix; of the folder itself, by whatever link it is named.
+
+    So a store has one lock, and every path to it finds what an interrupted job left.
+    """
+    folder = out.resolve()
+    return folder.with_name(folder.name + suffix)
+
+
+@contextmanager
+def locked(out: Path, console: Console) -> Iterator[bool]:
+    """Hold the lock of a store; whether another process had it first. The kernel frees it if its holder dies.
 
     Raises:
         StoreError: the lock file cannot be made.
     """
+    path = beside(out, ".lock")
     with disk_errors(path):
-        descriptor = _acquire(path, on_wait)
+        descriptor, waited = _acquire(path, f"waiting for another process that prepares {out}", console)
     try:
-        yield
+        yield waited
     finally:
         path.unlink(missing_ok=True)  # while it is held: whoever waits sees that the name is gone
         os.close(descriptor)
 
 
-def _acquire(path: Path, on_wait: Callable[[], None]) -> int:
+def _acquire(path: Path, waiting: str, console: Console) -> tuple[int, bool]:
+    """The locked file, and whether another process held it."""
+    waited = False
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                on_wait()
+                if not waited:
+                    console.print(waiting)
+                waited = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_current(path, descriptor):
-                return descriptor
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor, waited
+        except FileNotFoundError:
+            pass  # its holder removed the file between the two looks
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its holder removed this file: lock the one that bears the name now
 
 
-def _is_current(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+class _Noted(BaseModel):
+    """The journal file. Finished files count only for the very same inputs, format and algorithm.
 
-
-class _Record(BaseModel):
-    """The journal file. Finished files count only for the very same source, format and converter."""
+    Attributes:
+        transformers_version: version of the algorithm: the release whose conversion is used, or the job's own number.
+        source: the inputs, as files or as digests in that form.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -164,52 +200,59 @@ class _Record(BaseModel):
 
 
 class Journal:
-    """The finished files of a work-in-progress folder.
+    """The finished files of a work folder.
 
     Opening it makes the folder, or takes over what an earlier run left there: files whose bytes match
-    their recorded digest. What belongs to another source, format or converter is thrown away.
+    their recorded digest. What belongs to other inputs or another format or algorithm is thrown away.
 
     Args:
-        folder: the work-in-progress folder.
-        source: the checkpoint's files.
-        transformers_version: whose conversion is used.
+        inputs: what the files are made from: a checkpoint's files, or digests by name.
+        algorithm: changes where the same inputs give other files.
 
     Raises:
         StoreError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, source: tuple[SourceFile, ...], transformers_version: str) -> None:
-        self._path = folder / JOURNAL_NAME
-        self._record = _Record(
-            format_version=FORMAT_VERSION,
-            transformers_version=transformers_version,
-            source=source,
-            finished=(),
+    def __init__(self, folder: Path, inputs: tuple[SourceFile, ...] | Mapping[str, str], algorithm: str) -> None:
+        self.folder, self._path = folder, folder / JOURNAL_NAME
+        if isinstance(inputs, Mapping):
+            named = inputs.items()
+            inputs = tuple(SourceFile(file=name, nbytes=0, mtime_ns=None, sha256=digest) for name, digest in named)
+        self._noted = _Noted(
+            format_version=FORMAT_VERSION, transformers_version=algorithm, source=inputs, finished=()
         )
         with disk_errors(folder):
             earlier = _read(folder)
-            if earlier is None or earlier.model_copy(update={"finished": ()}) != self._record:
-                if folder.exists():
-                    shutil.rmtree(folder)
+            if earlier is None or earlier.model_copy(update={"finished": ()}) != self._noted:
+                discard(folder)
                 folder.mkdir(parents=True)
                 self._write()
             else:
-                kept = tuple(record for record in earlier.finished if _matches(folder, record))
-                self._record = earlier.model_copy(update={"finished": kept})
+                whole = tuple(record for record in earlier.finished if _matches(folder, record))
+                self._noted = earlier.model_copy(update={"finished": whole})
 
     def finished(self, name: str) -> FileRecord | None:
         """The record of a finished file; None when it has to be made."""
-        return next((record for record in self._record.finished if record.file == name), None)
+        return next((record for record in self._noted.finished if record.file == name), None)
+
+    def once(self, name: str, make: Callable[[], FileRecord]) -> FileRecord:
+        """The record of a file, which is made and noted now unless it is finished. Raises as `add` and `make`."""
+        record = self.finished(name)
+        if record is None:
+            record = make()
+            self.add(record)
+        return record
 
     def add(self, record: FileRecord) -> None:
-        """Note that a file is finished, durably.
+        """Note that a file is finished, durably; a file that is noted already stays so.
 
         Raises:
             StoreError: the disk is full.
         """
-        plain = FileRecord(file=record.file, nbytes=record.nbytes, sha256=record.sha256)
-        self._record = self._record.model_copy(update={"finished": (*self._record.finished, plain)})
-        self._write()
+        if self.finished(record.file) is None:
+            plain = FileRecord(file=record.file, nbytes=record.nbytes, sha256=record.sha256)
+            self._noted = self._noted.model_copy(update={"finished": (*self._noted.finished, plain)})
+            self._write()
 
     def remove(self) -> None:
         """Drop the journal: the folder is about to become a store."""
@@ -217,7 +260,7 @@ class Journal:
             self._path.unlink()
 
     def _write(self) -> None:
-        write_file(self._path, self._record.model_dump_json(indent=1).encode())
+        write_file(self._path, self._noted.model_dump_json(indent=1).encode())
 
 
 def noted(folder: Path) -> frozenset[str] | None:
@@ -226,9 +269,9 @@ def noted(folder: Path) -> frozenset[str] | None:
     return None if record is None else frozenset(file.file for file in record.finished)
 
 
-def _read(folder: Path) -> _Record | None:
+def _read(folder: Path) -> _Noted | None:
     try:
-        return _Record.model_validate_json((folder / JOURNAL_NAME).read_bytes())
+        return _Noted.model_validate_json((folder / JOURNAL_NAME).read_bytes())
     except (OSError, ValidationError, ValueError):
         return None  # no journal, or a damaged one: start over
 
@@ -239,3 +282,41 @@ def _matches(folder: Path, record: FileRecord) -> bool:
         return path.stat().st_size == record.nbytes and hash_files([path]) == [record.sha256]
     except OSError:
         return False
+
+
+def publish(
+    store: Path,
+    work: Path,
+    records: Iterable[FileRecord],
+    manifest: ChecksummedManifest,
+    named: Iterable[FileRecord],
+    own: re.Pattern[str],
+) -> None:
+    """Move finished files from the work folder into the store, then replace the manifest, then `sweep`.
+
+    Args:
+        named: every file that the manifest names. own: names of files of its kind.
+
+    Raises:
+        StoreError: the disk is full, or may not be written.
+    """
+    with disk_errors(store):
+        for record in records:
+            (work / record.file).replace(store / record.file)
+        sync_folder(store)
+    write_file(store / manifest.file_name, manifest.encode())
+    sweep(store, work, named, own)
+
+
+def sweep(store: Path, work: Path, named: Iterable[FileRecord], own: re.Pattern[str]) -> None:
+    """Remove the files of a kind that its manifest does not name any more, and the work folder.
+
+    Raises:
+        StoreError: the folder may not be written.
+    """
+    names = {record.file for record in named}
+    with disk_errors(store):
+        for path in store.iterdir():
+            if own.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+        discard(work)

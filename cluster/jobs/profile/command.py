@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
-from ....actors.store.artifacts import ProfileManifest, read_profile
+from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError
 from ...report.files import plot_counts, plot_matrix
@@ -52,6 +52,13 @@ class ProfileOptions:
             raise ConfigError(f"--profile-warmup is {self.warmup_steps}", "give a number of at least 0")
         if not 0 <= self.warmup_weight <= 1:
             raise ConfigError(f"the weight of warm-up tokens is {self.warmup_weight}", "give a number from 0 to 1")
+
+    def source(self, kind: Literal["text", "trace"], sha256: str, tokens: int, output_tokens: int) -> ProfileSource:
+        """What a profile made with these options says that it was made from."""
+        return ProfileSource(
+            kind=kind, sha256=sha256, tokens=tokens, output_tokens=output_tokens,
+            warmup_steps=self.warmup_steps, warmup_weight=self.warmup_weight,
+        )  # fmt: skip
 
 
 ALPHAS = (0.75, 0.95, 0.99)  # those of the paper's tables

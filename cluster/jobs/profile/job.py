@@ -1,17 +1,11 @@
-"""Runs calibration text through the full-precision model and keeps sums only: routing, and products of outputs.
+"""Profiles the experts of a store and puts the profile into its folder, whole or not at all.
 
-In place of each MoE layer's experts stands a `LayerProfiler`. It answers in full precision, one expert at a time from
-the store's mapped file, as `prepare/capture.py` does; nothing of the activations outlives a forward. On a sample of
-the tokens it runs all experts and takes their products, in blocks of at most `BLOCK_BYTES` of outputs.
-
-What an interrupted profile has summed so far, so that the next run goes on from there.
-
-Profiles the experts of a store and puts the profile into its folder, whole or not at all.
-
-    text   run it through the model, forward by forward, sums kept in OUT.profile: an interrupted run goes on
+    text   run it through the model, forward by forward, sums kept in OUT.profile: an interrupted run resumes
     trace  count its routing; a trace holds no inputs of experts, so there is no output similarity
 
-`profile.json` comes last; until then the store has the profile that it had, or none.
+Only sums are kept: of the routing, and of products of outputs. On a sample of the tokens all experts are run, in blocks
+of at most `BLOCK_BYTES` of outputs. `profile.json` comes last; until then the store has the profile that it had, or
+none.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,65 +24,71 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from ....actors.engine.cache.slots import LayerWeights
-from ....actors.engine.model.model import MoeBlock, attach, detach
+from ....actors.engine.cache.sources import host_weights
+from ....actors.engine.model.model import MoeBlock, experts_per_token
 from ....actors.policies.buddymoe.buddies import ExpertProfile, Outputs, RoutingCounts, renormalised, warmup_weights
 from ....actors.store.artifacts import (
-    PROFILE_NAME,
+    PROFILE_FILE,
     PROFILE_VERSION,
     ProfileManifest,
     ProfileSource,
     encode_arrays,
     read_profile_manifest,
-    stale_arrays,
 )
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import StoreError, TraceError
-from ....kernels.expert_ffn import Operands, TorchKernel
 from ...report.tables import progress_on
 from ...simulate.trace import HEADER_NAME, Trace
 from ..prepare.calibration import Windows, read_windows
-from ..prepare.job import beside, discard, locked
-from ..prepare.writer import disk_errors, write_file
+from ..prepare.capture import Watcher, batches, load_model, run_batch, watching
+from ..prepare.writer import beside, disk_errors, locked, publish, write_file
 from .command import ProfileOptions
 
 BLOCK_BYTES = 256 << 20
-_ROWS_PER_FORWARD = 2048
 State = dict[str, NDArray[np.float64]]
+_WORK = ".profile"
+_ALGORITHM = 1  # another number where the same text gives other sums
 
 
-class Experts:
-    """One layer's experts in float32, made one at a time from the mapped weights."""
-
-    def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
-        self._block, self._weights = block, weights
-        self.count, self.neurons = weights.tensors[0].shape[:2]
-
-    def kernel(self, expert: int) -> TorchKernel:
-        """Runs that expert, as slot 0."""
-        gate_up, down, *biases = (t[expert : expert + 1].float() for t in self._weights.tensors)
-        gate_up_bias, down_bias = biases if biases else (None, None)
-        return TorchKernel(Operands(gate_up, down, gate_up_bias, down_bias), self._block.gate)
-
-    def post(self, y: torch.Tensor) -> torch.Tensor:
-        """What the module does to each expert's output."""
-        out: torch.Tensor = y if self._block.post is None else self._block.post(y)
-        return out
-
-
-class OutputSums:
-    """Products of one layer's expert outputs; see `Outputs`.
+class LayerProfiler(Watcher):
+    """Sums one layer's routing, and the products of its experts' outputs (see `Outputs`).
 
     Attributes:
+        sampled: rows of the running forward on which all experts are run; set before each.
+        token_weights: how much each row of the running forward counts.
         dots, norms: float64 [E, E].
     """
 
-    def __init__(self, experts: int, hidden: int) -> None:
-        self.dots = torch.zeros(experts, experts, dtype=torch.float64)
-        self.norms = torch.zeros(experts, experts, dtype=torch.float64)
-        self.rows = max(1, BLOCK_BYTES // (4 * experts * hidden))
+    def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
+        super().__init__(block, weights)
+        experts, _, hidden = self.down.shape
+        self.routing = RoutingCounts(experts)
+        self.dots, self.norms = torch.zeros(2, experts, experts, dtype=torch.float64)
+        self.sampled: torch.Tensor = torch.zeros(0, dtype=torch.int64)
+        self.token_weights: NDArray[np.float64] = np.zeros(0)
+        self._rows = max(1, BLOCK_BYTES // (4 * experts * hidden))
 
-    def add(self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self.routing.add(ids.numpy(), renormalised(weights.float().numpy()), self.token_weights)
+        for rows in self.sampled.split(self._rows):
+            x = hidden[rows].float()
+            y = torch.stack([self.post(self.expert(e, x)) for e in range(len(self.down))], dim=1)  # [n, E, H]
+            self._add(y, ids[rows], weights[rows])
+
+    def sums(self) -> State:
+        """What it has summed so far, in place: whoever writes to the arrays changes the sums."""
+        pairs = self.routing.pairs
+        return {
+            "activations": pairs.activations,
+            "binary": pairs.binary,
+            "weighted": pairs.weighted,
+            "entropies": self.routing.entropies,
+            "dots": self.dots.numpy(),
+            "norms": self.norms.numpy(),
+        }
+
+    def _add(self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """y [n, E, H] of all experts; ids [n, K] and routing weights [n, K] of the picked ones."""
         picked = y.gather(1, ids.unsqueeze(2).expand(-1, -1, y.shape[2]))  # [n, K, H]
         squares = weights.double().square().unsqueeze(2)  # [n, K, 1]
@@ -97,66 +96,6 @@ class OutputSums:
         norms = y.square().sum(2).double().unsqueeze(1) * squares
         self.dots.index_add_(0, ids.reshape(-1), dots.reshape(-1, y.shape[1]))
         self.norms.index_add_(0, ids.reshape(-1), norms.reshape(-1, y.shape[1]))
-
-
-class LayerProfiler:
-    """In place of one MoE layer's experts.
-
-    Args:
-        sampled: rows of the running forward on which all experts are run; set before each.
-        token_weights: how much each row of the running forward counts.
-    """
-
-    def __init__(self, experts: Experts, hidden: int) -> None:
-        self._experts = experts
-        self.routing = RoutingCounts(experts.count)
-        self.outputs = OutputSums(experts.count, hidden)
-        self.sampled: torch.Tensor = torch.zeros(0, dtype=torch.int64)
-        self.token_weights: NDArray[np.float64] = np.zeros(0)
-
-    @torch.no_grad()
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]."""
-        shares = renormalised(weights.float().numpy())
-        self.routing.add(ids.numpy(), shares, self.token_weights)
-        for rows in self.sampled.split(self.outputs.rows):
-            self.outputs.add(self._all(hidden[rows]), ids[rows], weights[rows])
-        return self._picked(hidden, ids, weights)
-
-    def sums(self) -> State:
-        """What it has summed so far, in place: whoever writes to the arrays changes the sums."""
-        pairs, outputs = self.routing.pairs, self.outputs
-        return {
-            "activations": pairs.activations,
-            "binary": pairs.binary,
-            "weighted": pairs.weighted,
-            "entropies": self.routing.entropies,
-            "dots": outputs.dots.numpy(),
-            "norms": outputs.norms.numpy(),
-        }
-
-    def _all(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Outputs of every expert [n, E, H]."""
-        count, width = hidden.shape
-        y = torch.empty(count, self._experts.count, width)
-        rows, out = torch.arange(count), torch.empty(count, width)
-        for expert in range(self._experts.count):
-            group = (0, count, 0, self._experts.neurons, False)
-            self._experts.kernel(expert).run(hidden.float(), rows, [group], 1, out)
-            y[:, expert] = self._experts.post(out)
-        return y
-
-    def _picked(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        pairs = ids.reshape(-1).argsort(stable=True)
-        y = torch.empty(len(pairs), hidden.shape[1])
-        start = 0
-        for expert, count in enumerate(ids.reshape(-1).bincount(minlength=self._experts.count).tolist()):
-            if count:
-                group = (start, start + count, 0, self._experts.neurons, False)  # all neurons of slot 0
-                self._experts.kernel(expert).run(hidden.float(), pairs, [group], ids.shape[1], y)
-            start += count
-        y = self._experts.post(y)
-        return (y.view(*ids.shape, -1) * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
 
 
 class Collector:
@@ -176,9 +115,7 @@ class Collector:
         options: ProfileOptions,
     ) -> None:
         self._model, self._blocks, self._windows, self._options = model, blocks, windows, options
-        hidden = model.config.get_text_config().hidden_size
-        layers = [Experts(block, held) for block, held in zip(blocks, weights, strict=True)]
-        self._profilers = [LayerProfiler(experts, hidden) for experts in layers]
+        self.profilers = [LayerProfiler(*layer) for layer in zip(blocks, weights, strict=True)]
         self.output_tokens = min(options.output_tokens, windows.tokens)
 
     def run(self, done: int, advanced: Callable[[int], None]) -> Iterator[int]:
@@ -187,24 +124,21 @@ class Collector:
         Args:
             advanced: called with the tokens just run.
         """
-        ids, step = self._windows.ids, max(1, _ROWS_PER_FORWARD // self._windows.ids.shape[1])
-        with self._attached():
-            for start in range(done, len(ids), step):
-                part = ids[start : start + step]
-                self._announce(start * ids.shape[1], part)
-                with torch.no_grad():
-                    self._model.base_model(input_ids=torch.from_numpy(part), use_cache=False)
-                advanced(part.size)
-                yield start + len(part)
+        with watching(self._model, self._blocks, self.profilers):
+            for start, ids in batches(self._windows, done):
+                self.announce(start * ids.shape[1], ids)
+                run_batch(self._model, ids)
+                advanced(ids.size)
+                yield start + len(ids)
 
     def state(self) -> State:
         """Every sum so far, over all layers."""
-        layers = [profiler.sums() for profiler in self._profilers]
+        layers = [profiler.sums() for profiler in self.profilers]
         return {name: np.stack([sums[name] for sums in layers]) for name in layers[0]}
 
     def resume(self, state: State) -> None:
         """Go on from sums that `state` gave, of the same shapes."""
-        for layer, profiler in enumerate(self._profilers):
+        for layer, profiler in enumerate(self.profilers):
             for name, into in profiler.sums().items():
                 into[...] = state[name][layer]
 
@@ -214,34 +148,20 @@ class Collector:
         dots, norms = state.pop("dots"), state.pop("norms")
         return ExpertProfile(**state, outputs=Outputs(dots, norms))
 
-    def _announce(self, first: int, part: NDArray[np.int64]) -> None:
+    def announce(self, first: int, ids: NDArray[np.int64]) -> None:
         """Tell every layer which rows of the next forward are sampled, and how much each counts."""
         total, wanted = self._windows.tokens, self.output_tokens
-        numbers = np.arange(first, first + part.size)
+        numbers = np.arange(first, first + ids.size)
         # exactly `wanted` of all tokens, evenly: where the rounded share moves on
         sampled = torch.from_numpy(np.flatnonzero((numbers + 1) * wanted // total != numbers * wanted // total))
-        steps = numbers % part.shape[1]
+        steps = numbers % ids.shape[1]
         counts = warmup_weights(steps, self._options.warmup_steps, self._options.warmup_weight)
-        for profiler in self._profilers:
+        for profiler in self.profilers:
             profiler.sampled, profiler.token_weights = sampled, counts
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        handles = [
-            attach(block.experts, profiler) for block, profiler in zip(self._blocks, self._profilers, strict=True)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                detach(handle)
-
-
-_NAME = "sums.safetensors"
 
 
 class Partial:
-    """The sums of an unfinished profile in a work folder.
+    """The sums of an unfinished profile in a work folder, from which the next run goes on.
 
     Args:
         folder: made if it is not there.
@@ -252,7 +172,7 @@ class Partial:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._path, self._key = folder / _NAME, key
+        self._path, self._key = folder / "sums.safetensors", key
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -265,7 +185,7 @@ class Partial:
         write_file(self._path, save(state, {"key": self._key, "done": str(done)}))
 
     def load(self, like: State) -> tuple[State, int] | None:
-        """The kept sums and their windows; None where there are none of this key, or not as `like`."""
+        """The sums that were saved, and their windows; None where there are none of this key, or not as `like`."""
         try:
             data = self._path.read_bytes()
             size = int.from_bytes(data[:8], "little")
@@ -273,17 +193,11 @@ class Partial:
             state, done = load(data), int(header["done"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
-        same = header.get("key") == self._key and set(state) == set(like)
-        if not same or any(
-            state[name].dtype != held.dtype or state[name].shape != held.shape or not np.isfinite(state[name]).all()
-            for name, held in like.items()
-        ):
-            return None
-        return state, done
-
-
-_WORK = ".profile"
-_ALGORITHM = 1  # another number where the same text gives other sums
+        fits = set(state) == set(like) and all(
+            state[name].dtype == a.dtype and state[name].shape == a.shape and np.isfinite(state[name]).all()
+            for name, a in like.items()
+        )
+        return (state, done) if fits and header.get("key") == self._key else None
 
 
 def profile_text(
@@ -302,31 +216,19 @@ def profile_text(
     console = Console(stderr=True, quiet=not progress)
     manifest = read_manifest(store)
     windows = read_windows(text, model_dir, console)
-    source = ProfileSource(
-        kind="text",
-        sha256=windows.record().sha256,
-        tokens=windows.tokens,
-        output_tokens=min(options.output_tokens, windows.tokens),
-        warmup_steps=options.warmup_steps,
-        warmup_weight=options.warmup_weight,
-    )
+    outputs = min(options.output_tokens, windows.tokens)
+    source = options.source("text", windows.record().sha256, windows.tokens, outputs)
     with locked(store, console):
         present = _present(store, manifest, source)
         if present is not None:
             return present
-        import torch
-
-        from ....actors.engine.cache.sources import host_weights
-        from ....actors.engine.model.model import build_model, experts_per_token, find_blocks  # torch: seconds
-
         opened = ExpertStore(store, verify="stamp")
-        model = build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
-        weights = host_weights(opened.layers)
-        collector = Collector(model, find_blocks(model, manifest), weights, windows, options)
+        model, blocks = load_model(store, manifest, None)
+        collector = Collector(model, blocks, host_weights(opened.layers), windows, options)
         partial = Partial(beside(store, _WORK), _key(manifest, source))
-        kept, first = partial.load(collector.state()), 0
-        if kept is not None:
-            state, first = kept
+        first = 0
+        if (earlier := partial.load(collector.state())) is not None:
+            state, first = earlier
             collector.resume(state)
         with progress_on(console) as bar:
             task = bar.add_task("profiling experts", total=windows.tokens, completed=first * windows.ids.shape[1])
@@ -352,14 +254,8 @@ def profile_trace(
         raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
     if not header.rows:
         raise TraceError(f"'{trace}' has no rows to profile", "record some")
-    source = ProfileSource(
-        kind="trace",
-        sha256=hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest(),
-        tokens=header.rows,
-        output_tokens=0,
-        warmup_steps=options.warmup_steps,
-        warmup_weight=options.warmup_weight,
-    )
+    digest = hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest()
+    source = options.source("trace", digest, header.rows, 0)
     with locked(store, console):
         present = _present(store, manifest, source)
         if present is not None:
@@ -417,9 +313,5 @@ def _publish(
         arrays=record,
     )
     write_file(store / record.file, data)
-    write_file(store / PROFILE_NAME, made.encode())
-    with disk_errors(store):
-        for path in stale_arrays(store, made):
-            path.unlink()
-        discard(beside(store, _WORK))
+    publish(store, beside(store, _WORK), (), made, (record,), PROFILE_FILE)
     return made
