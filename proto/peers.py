@@ -250,9 +250,10 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         transport: TransportChoice,
         expected: Mapping[str, Any] | None = None,
         supply: Supply | None = None,
-        **callbacks: Callable[..., None],
+        on_connect: Callable[[], None] = lambda: None,
+        on_loss: Callable[[str], None] = lambda why: None,
     ) -> None:
-        super().__init__(role, self._open, **callbacks)
+        super().__init__(role, self._open, on_connect=on_connect, on_loss=on_loss)
         self._role, self._link, self._transport, self._supply = role, link, transport, supply
         self._expected = dict(expected or {})
 

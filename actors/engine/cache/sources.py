@@ -144,7 +144,7 @@ class RemoteStores:
         self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
-        self._holders = {
+        self._holders: dict[str, Reconnecting[Reader]] = {
             link.name: Reconnecting(link.name, self._connector(link), changed=self._changed) for link in used
         }
         for holder in self._holders.values():

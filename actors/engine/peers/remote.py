@@ -171,10 +171,11 @@ class RemoteExperts:
 
         def result() -> ExpertResult | None:
             try:
-                answer: ExpertResult = pending.result()
+                answer = pending.result()
             except RuntimeFailure as failure:
                 self._failed(channel, failure)
                 return None
+            assert isinstance(answer, ExpertResult)
             if answer.held is not None and channel is self._peer.connection:
                 self.held = answer.held
             return answer
