@@ -1,12 +1,32 @@
-"""Expert FFN on slots: what an implementation offers, and the plain torch reference for any device and activation."""
+"""Expert FFN on slots: what an implementation offers, those of torch and C++, and the choice among several by rows.
+
+`triton/expert_ffn.py` has the kernels of a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from . import _cpu
+from .packed_ffn import ACTIVATIONS
+
+CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs win over the C++ kernel
+MAX_SLOTS = 1023  # of one grouped product, by its own limit
+_ALIGNMENT_BYTES = 16  # the grouped products' rows begin at multiples of it
+
+# Classes of experts by their own row count, which alone decides how an expert is computed. Were it the rows of a whole
+# call, a result would depend on which experts happen to run beside it.
+RowClass = Literal["decode", "short", "prefill"]
+ROW_CLASSES: tuple[RowClass, ...] = get_args(RowClass)
+DECODE_ROWS = 16  # at most: the rows of one tensor-core tile, where an expert is bound by its weights' bytes
+SHORT_ROWS = 64
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 # Pairs `start` to `stop` of the sorted pair list go through neurons of the pool, counted over all slots: the first and
@@ -62,6 +82,13 @@ class ExpertKernel(Protocol):
         ...
 
 
+def row_class(rows: int) -> RowClass:
+    """The class of an expert with this many rows."""
+    if rows <= DECODE_ROWS:
+        return "decode"
+    return "short" if rows <= SHORT_ROWS else "prefill"
+
+
 class TorchKernel:
     """Reference: one GEMM per expert and projection.
 
@@ -98,3 +125,166 @@ class TorchKernel:
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, top_k = weights.shape
         return (y.view(tokens, top_k, y.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
+
+
+class CpuKernel:
+    """The C++ kernel (`kernels/cpu`) for decode shapes, and another kernel for larger ones.
+
+    One pass over an expert's bytes for its few rows.
+
+    Args:
+        operands: fp32 pool on the CPU, contiguous, G = 2, no biases.
+        activation: a key of `packed_ffn.ACTIVATIONS`.
+        large: runs the experts that have more than `CPU_MAX_ROWS` rows. Each expert's own rows decide, so that
+            its result does not depend on which others happen to run in the same call.
+
+    Raises:
+        ValueError: the operands or the activation are none that the kernel supports (see `supports`).
+    """
+
+    def __init__(self, operands: Operands, activation: str, large: ExpertKernel) -> None:
+        if not self.supports(operands, activation):
+            raise ValueError(f"the CPU kernel does not support activation {activation} on these operands")
+        self._gate_up, self._down, self._large = operands.gate_up, operands.down, large
+        self._addresses = operands.gate_up.data_ptr(), operands.down.data_ptr()
+        slots, neurons, _, self._width = operands.gate_up.shape
+        self._neurons = slots * neurons
+        self._activation = ACTIVATIONS[activation]
+
+    @staticmethod
+    def supports(operands: Operands, activation: str | None) -> bool:
+        """Whether the kernel can run these operands."""
+        gate_up = operands.gate_up
+        here = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
+        return activation in ACTIVATIONS and here and operands.plain_gated
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        large = [g for g in groups if g[1] - g[0] > CPU_MAX_ROWS] if hidden.dtype == torch.float32 else groups
+        if large:
+            self._large.run(hidden, pairs, large, top_k, y)
+            if len(large) == len(groups):
+                return
+            groups = [g for g in groups if g[1] - g[0] <= CPU_MAX_ROWS]
+        count, width = pairs.numel(), self._width
+        if hidden.shape != (count // top_k, width):
+            raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {width}")
+        if pairs.dtype != torch.int64 or not pairs.is_contiguous():
+            raise ValueError(f"pairs must be contiguous int64, not {pairs.dtype} with strides {pairs.stride()}")
+        if y.dtype != torch.float32 or not y.is_contiguous() or y.shape != (count, width):
+            raise ValueError(f"y must be contiguous float32 [{count}, {width}], not {y.dtype} {tuple(y.shape)}")
+        hidden = hidden.contiguous()
+        gate_up, down = self._addresses
+        _cpu.expert_ffn(
+            hidden.data_ptr(), gate_up, down, pairs.data_ptr(), count, groups,
+            top_k, self._neurons, width, self._activation, y.data_ptr(),
+        )  # fmt: skip
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if weights.dtype != torch.float32 or y.dtype != torch.float32:
+            return self._large.combine(y, weights)
+        tokens, top_k = weights.shape
+        if y.shape != (tokens * top_k, self._width):
+            raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
+        y, weights = y.contiguous(), weights.contiguous()
+        out = torch.empty((tokens, self._width), dtype=torch.float32)
+        _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
+        return out
+
+
+class Tables(Protocol):
+    """What brings a few numbers to the device; see `triton.tables.TableRing`."""
+
+    def put(self, table: NDArray[np.int32]) -> torch.Tensor: ...
+
+
+class GroupedMmKernel:
+    """Whole experts, all of a call in two grouped products; those without rows are groups of none.
+
+    Segments of split experts go to the reference. Which blocks the products use may hang on the rows of the whole
+    call: whoever needs results that do not must compare first.
+
+    Args:
+        operands: the slot pool, no biases.
+        gate: as for `TorchKernel`.
+        reference: runs segments, calls in another dtype than the slots', and sums.
+        tables: brings the offsets to the device.
+
+    Raises:
+        ValueError: grouped_mm does not support the operands (see `supports`).
+    """
+
+    def __init__(self, operands: Operands, gate: Gate, reference: ExpertKernel, tables: Tables) -> None:
+        if not self.supports(operands):
+            raise ValueError("grouped_mm does not support these operands")
+        slots, self._neurons, rows, width = operands.gate_up.shape
+        self._gate_up = operands.gate_up.view(slots, self._neurons * rows, width).transpose(1, 2)  # [S, H, G*I]
+        self._down = operands.down  # [S, I, H]
+        self._gate, self._reference, self._tables = gate, reference, tables
+
+    @staticmethod
+    def supports(operands: Operands) -> bool:
+        """Whether torch has a product for these operands that does not wait for the device: Hopper on, bfloat16."""
+        gate_up = operands.gate_up
+        _, neurons, _, width = gate_up.shape
+        aligned = all(n * gate_up.element_size() % _ALIGNMENT_BYTES == 0 for n in (neurons, width))
+        plain = hasattr(functional, "grouped_mm") and operands.plain and aligned
+        if gate_up.device.type == "cpu":
+            return plain
+        return plain and gate_up.dtype == torch.bfloat16 and torch.cuda.get_device_capability(gate_up.device)[0] >= 9
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        """See `ExpertKernel.run`."""
+        same = hidden.dtype == y.dtype == self._gate_up.dtype
+        whole = [g for g in groups if g[3] == self._neurons and g[2] % self._neurons == 0 and not g[4] and same]
+        if len(whole) < len(groups):
+            self._reference.run(hidden, pairs, [g for g in groups if g not in whole], top_k, y)
+        for part in self._parts([g for g in whole if g[1] > g[0]]):
+            self._run(hidden, pairs, part, top_k, y)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `ExpertKernel.combine`."""
+        return self._reference.combine(y, weights)
+
+    def _parts(self, groups: list[Group]) -> Iterator[list[Group]]:
+        """The groups by slot, in as many parts as ranges of `MAX_SLOTS` slots take."""
+        groups = sorted(groups, key=lambda group: group[2])
+        while groups:
+            end = groups[0][2] + MAX_SLOTS * self._neurons
+            part = [g for g in groups if g[2] < end]
+            yield part
+            groups = groups[len(part) :]
+
+    def _run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        first, last = groups[0][2] // self._neurons, groups[-1][2] // self._neurons
+        rows_of = np.zeros(last + 1 - first, np.int32)
+        for start, stop, neuron, _, _ in groups:
+            rows_of[neuron // self._neurons - first] += stop - start
+        ends = self._tables.put(np.cumsum(rows_of, dtype=np.int32))
+        rows = torch.cat([pairs[start:stop] for start, stop, *_ in groups])
+        up = functional.grouped_mm(hidden[rows // top_k], self._gate_up[first : last + 1], offs=ends)  # [n, G*I]
+        y[rows] = functional.grouped_mm(self._gate(up), self._down[first : last + 1], offs=ends)
+
+
+class ByRows:
+    """Hands the groups of each class to its kernel, a call for each kernel that has any.
+
+    Args:
+        kernels: one for each class, in whole or in part the same.
+        combining: the kernel that sums.
+    """
+
+    def __init__(self, kernels: Mapping[RowClass, ExpertKernel], combining: ExpertKernel) -> None:
+        self._kernels, self._combining = dict(kernels), combining
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        """See `ExpertKernel.run`. Both segments of an expert are of one class, so their order is kept."""
+        parts: dict[int, tuple[ExpertKernel, list[Group]]] = {}
+        for group in groups:
+            kernel = self._kernels[row_class(group[1] - group[0])]
+            parts.setdefault(id(kernel), (kernel, []))[1].append(group)
+        for kernel, part in parts.values():
+            kernel.run(hidden, pairs, part, top_k, y)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `ExpertKernel.combine`."""
+        return self._combining.combine(y, weights)

@@ -13,7 +13,7 @@ from tiermoe.actors.policies.buddymoe.substitution import (
     replaceable,
     token_entropy,
 )
-from tiermoe.kernels.substitute_types import BuddyTensors, ReplacedArrays, ReplacedTensors
+from tiermoe.kernels.substitute import BuddyTensors, ReplacedArrays, ReplacedTensors
 
 Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
 

@@ -1,4 +1,4 @@
-// Python bindings: addresses and sizes in, nothing out. The caller (kernels/cpu_ffn.py) makes sure that the addresses
+// Python bindings: addresses and sizes in, nothing out. The caller (kernels/expert_ffn.py) makes sure that the addresses
 // are those of contiguous buffers of the sizes given, and keeps them alive. Here the numbers are checked against each
 // other before a kernel runs: group ranges and pair numbers against the pairs, neurons against the pool. The
 // interpreter lock is released while a kernel runs.

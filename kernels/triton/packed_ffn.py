@@ -29,11 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import on_device
+from ..expert_ffn import DECODE_ROWS
 from ..pack import INPUTS, NEURONS, OUTPUTS, PackedShape, PackError, tiles
 from ..packed_ffn import ACTIVATIONS
 from ..packed_slots import PackedGroup, check_call, check_slots
-from ..row_class import DECODE_ROWS
-from .placing import on_device
 
 PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
 # else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call where pairs

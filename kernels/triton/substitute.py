@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..substitute_types import BuddyTensors, Options, ReplacedTensors, require_probabilities
-from .placing import on_device
+from ..device import on_device
+from ..substitute import BuddyTensors, Options, ReplacedTensors, require_probabilities
 
 _LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
 _EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
@@ -213,7 +213,7 @@ def substitute_triton(
     options: Options,
     tau: float | None = None,
 ) -> ReplacedTensors:
-    """As `kernels.substitute_torch.substitute_tensors`, on contiguous tensors of a GPU (or of the CPU, interpreted).
+    """As `kernels.substitute.substitute_tensors`, on contiguous tensors of a GPU (or of the CPU, interpreted).
 
     Nothing waits for the GPU, except that a table of constants is copied to it once for each set of options and tau.
 

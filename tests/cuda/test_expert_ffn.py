@@ -10,14 +10,20 @@ from torch import nn
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
 from tiermoe.actors.engine.model.model import MoeBlock
-from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
-from tiermoe.kernels.grouped_mm import GroupedMmKernel
-from tiermoe.kernels.row_class import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, RowClass
+from tiermoe.kernels.expert_ffn import (
+    DECODE_ROWS,
+    ROW_CLASSES,
+    SHORT_ROWS,
+    Group,
+    GroupedMmKernel,
+    Operands,
+    RowClass,
+    TorchKernel,
+)
 
 pytest.importorskip("triton")
 
-from tiermoe.kernels.triton.expert_ffn import TritonKernel
-from tiermoe.kernels.triton.shapes import shapes_for
+from tiermoe.kernels.triton.expert_ffn import TritonKernel, shapes_for
 from tiermoe.kernels.triton.tables import TableRing
 
 HALF = [torch.bfloat16, torch.float16]

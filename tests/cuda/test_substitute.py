@@ -10,9 +10,7 @@ import torch
 from substitution_cases import OPTIONS, assert_same, case, on_tensors, taus
 
 from tiermoe.actors.policies.buddymoe import substitution
-from tiermoe.kernels.substitute import substitute
-from tiermoe.kernels.substitute_torch import substitute_tensors
-from tiermoe.kernels.substitute_types import BuddyTensors, ReplacedTensors
+from tiermoe.kernels.substitute import BuddyTensors, ReplacedTensors, substitute, substitute_tensors
 
 pytest.importorskip("triton")
 

@@ -20,9 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tiermoe.kernels.row_class import RowClass
+from tiermoe.kernels.expert_ffn import RowClass
 from tiermoe.kernels.triton import expert_ffn, tables
-from tiermoe.kernels.triton.shapes import PAD, Blocks, shapes_for
+from tiermoe.kernels.triton.expert_ffn import PAD, Blocks, shapes_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ALIGNED = [["tt.divisibility", 16]]

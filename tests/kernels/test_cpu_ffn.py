@@ -1,68 +1,21 @@
-"""The C++ expert kernel against the torch reference, what it refuses, and its memory accesses."""
+"""The C++ expert kernel against the torch reference, and what it refuses."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from expert_cases import Forbidden, gate_for, groups_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from tiermoe.kernels import _cpu
-from tiermoe.kernels.cpu_ffn import MAX_ROWS, CpuKernel
-from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
+from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Group, Operands, TorchKernel
 from tiermoe.kernels.packed_ffn import ACTIVATIONS
-
-REFERENCE = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-    "relu": nn.functional.relu,
-}
-SOURCES = Path(__file__).parents[2] / "kernels" / "cpu"
-
-
-def gate_for(activation: str):
-    def gate(x: torch.Tensor) -> torch.Tensor:
-        pairs = x.view(x.shape[0], -1, 2)
-        return REFERENCE[activation](pairs[..., 0]) * pairs[..., 1]
-
-    return gate
-
-
-def operands(slots: int, neurons: int, width: int, generator: torch.Generator) -> Operands:
-    return Operands(
-        torch.randn(slots, neurons, 2, width, generator=generator) / width**0.5,
-        torch.randn(slots, neurons, width, generator=generator) / neurons**0.5,
-        None,
-        None,
-    )
 
 
 def kernels(pool: Operands, activation: str = "silu") -> tuple[CpuKernel, TorchKernel]:
     reference = TorchKernel(pool, gate_for(activation))
     return CpuKernel(pool, activation, Forbidden()), reference
-
-
-class Forbidden:
-    """Where the C++ kernel must do the work itself."""
-
-    def run(self, *args: object) -> None:
-        raise AssertionError("the reference was called")
-
-    combine = run
-
-
-def groups_of(sizes: list[int], slots: list[int], neurons: int) -> list[Group]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        (start, start + size, slot * neurons, neurons, False)
-        for start, size, slot in zip(starts, sizes, slots, strict=True)
-    ]
 
 
 @settings(max_examples=120, deadline=None)
@@ -74,7 +27,7 @@ def test_agrees_with_the_reference(data: st.DataObject) -> None:
     width, neurons = draw(st.integers(1, 70)), draw(st.integers(1, 37))
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    pool = operands(slots, neurons, width, generator)
+    pool = pool_of(slots, neurons, width, seed=generator.initial_seed())
     groups = groups_of(sizes, [draw(st.integers(0, slots - 1)) for _ in sizes], neurons)
 
     tokens = -(-(sum(sizes) + draw(st.integers(0, 3))) // top_k)
@@ -101,12 +54,12 @@ def test_agrees_with_the_reference(data: st.DataObject) -> None:
     assert found[untouched].isnan().all()
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, CPU_MAX_ROWS + 1))
 @pytest.mark.parametrize("neurons", [1, 7, 8, 9])
 def test_every_block_size(rows: int, neurons: int) -> None:
     """All row and neuron remainders, with the C++ kernel alone."""
     generator = torch.Generator().manual_seed(rows)
-    pool = operands(2, neurons, 33, generator)
+    pool = pool_of(2, neurons, 33, seed=rows)
     fast, reference = kernels(pool)
     hidden, pairs = torch.randn(rows, 33, generator=generator), torch.arange(rows)
     expected, found = torch.empty(rows, 33), torch.empty(rows, 33)
@@ -118,9 +71,9 @@ def test_every_block_size(rows: int, neurons: int) -> None:
 def test_the_other_groups_of_a_call_change_no_bit() -> None:
     """Guards the choice by mean rows: an expert's result hung on what else ran in the same call."""
     generator = torch.Generator().manual_seed(0)
-    pool = operands(3, 24, 32, generator)
+    pool = pool_of(3, 24, 32)
     fast = CpuKernel(pool, "silu", TorchKernel(pool, gate_for("silu")))
-    groups = groups_of([MAX_ROWS + 4, 1, MAX_ROWS], [2, 0, 1], 24)
+    groups = groups_of([CPU_MAX_ROWS + 4, 1, CPU_MAX_ROWS], [2, 0, 1], 24)
     pairs = torch.arange(groups[-1][1])
     hidden = torch.randn(len(pairs), 32, generator=generator)
     together, apart = torch.empty_like(hidden), torch.empty_like(hidden)
@@ -130,7 +83,7 @@ def test_the_other_groups_of_a_call_change_no_bit() -> None:
     assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("rows", [1, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, CPU_MAX_ROWS, CPU_MAX_ROWS + 1])
 def test_which_kernel_runs(rows: int) -> None:
     called = []
 
@@ -138,16 +91,16 @@ def test_which_kernel_runs(rows: int) -> None:
         def run(self, hidden: object, pairs: object, groups: list[Group], top_k: int, y: object) -> None:
             called.extend(groups)
 
-    pool = operands(2, 4, 8, torch.Generator().manual_seed(0))
+    pool = pool_of(2, 4, 8)
     groups = groups_of([rows, 1], [0, 1], 4)
     CpuKernel(pool, "silu", Large()).run(  # type: ignore[arg-type]
         torch.zeros(rows + 1, 8), torch.arange(rows + 1), groups, 1, torch.zeros(rows + 1, 8)
     )
-    assert called == ([groups[0]] if rows > MAX_ROWS else [])
+    assert called == ([groups[0]] if rows > CPU_MAX_ROWS else [])
 
 
 def test_no_groups_and_empty_groups() -> None:
-    fast, _ = kernels(operands(1, 4, 8, torch.Generator().manual_seed(0)))
+    fast, _ = kernels(pool_of(1, 4, 8))
     y = torch.full((2, 8), 7.0)
     fast.run(torch.zeros(2, 8), torch.arange(2), [], 1, y)
     fast.run(torch.zeros(2, 8), torch.arange(2), [(1, 1, 0, 2, False)], 1, y)
@@ -162,7 +115,7 @@ def test_two_segments_give_the_whole(data: st.DataObject) -> None:
     width, neurons, rows = draw(st.integers(1, 70)), draw(st.integers(2, 37)), draw(st.integers(1, 12))
     top = draw(st.integers(1, neurons - 1))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    pool = operands(2, neurons, width, generator)
+    pool = pool_of(2, neurons, width, seed=generator.initial_seed())
     hidden = torch.randn(rows, width, generator=generator)
     pairs = torch.randperm(rows, generator=generator)
     whole: list[Group] = [(0, rows, neurons, neurons, False)]
@@ -196,7 +149,7 @@ def test_extremes_are_what_torch_gives(activation: str) -> None:
 @given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 70), st.integers(0, 1000), st.booleans())
 def test_combine(tokens: int, top_k: int, width: int, seed: int, strided: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
-    fast, reference = kernels(operands(1, 2, width, generator))
+    fast, reference = kernels(pool_of(1, 2, width, seed=seed))
     y = torch.randn(tokens * top_k, width, generator=generator)
     weights = torch.rand(tokens, top_k, generator=generator)
     if strided:
@@ -206,7 +159,7 @@ def test_combine(tokens: int, top_k: int, width: int, seed: int, strided: bool) 
 
 
 def test_half_precision_goes_to_the_reference() -> None:
-    fast, _ = kernels(operands(1, 2, 8, torch.Generator().manual_seed(0)))
+    fast, _ = kernels(pool_of(1, 2, 8))
     with pytest.raises(AssertionError, match="the reference was called"):
         fast.combine(torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(1, 2))
 
@@ -308,7 +261,7 @@ def test_the_bindings_refuse_pairs_out_of_range(pair: int) -> None:
 )
 def test_wrong_shapes_are_refused(wrong: dict[str, object]) -> None:
     """Guards raw addresses: a hidden state of another width was read past its end, without a word."""
-    fast, _ = kernels(operands(2, 4, 8, torch.Generator().manual_seed(0)))
+    fast, _ = kernels(pool_of(2, 4, 8))
     given: dict[str, object] = {"hidden": torch.zeros(2, 8), "pairs": torch.arange(4), "groups": [(0, 4, 4, 4, False)]}
     given |= {"top_k": 2, "y": torch.zeros(4, 8)}
     fast.run(**given)  # type: ignore[arg-type]
@@ -318,52 +271,6 @@ def test_wrong_shapes_are_refused(wrong: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("y", [torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(32)])
 def test_combine_refuses_wrong_shapes(y: torch.Tensor) -> None:
-    fast, _ = kernels(operands(2, 4, 8, torch.Generator().manual_seed(0)))
+    fast, _ = kernels(pool_of(2, 4, 8))
     with pytest.raises(ValueError, match="y is"):
         fast.combine(y, torch.ones(2, 2))
-
-
-@pytest.fixture(scope="module")
-def compiler() -> str:
-    found = shutil.which("g++")
-    if found is None:
-        pytest.skip("no g++ here")
-    return found
-
-
-def build(compiler: str, out: Path, *flags: str) -> Path:
-    sources = [SOURCES / "expert_ffn.cpp", Path(__file__).with_name("asan_main.cpp")]
-    options = ["-std=c++17", "-g", "-ffp-contract=fast", "-fno-math-errno", "-DTIERMOE_NO_CLONES", f"-I{SOURCES}"]
-    command = [compiler, *options, *flags, *map(str, sources), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-def sanitizers_work(compiler: str, folder: Path, *flags: str) -> bool:
-    """Whether an empty program builds and runs with them: their runtime is a package of its own."""
-    source, program = folder / "empty.cpp", folder / "empty"
-    source.write_text("int main() { return 0; }")
-    built = subprocess.run([compiler, *flags, str(source), "-o", str(program)], capture_output=True, check=False)
-    return built.returncode == 0 and check(program).returncode == 0
-
-
-def check(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_no_access_outside_the_buffers(compiler: str, tmp_path: Path) -> None:
-    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    if not sanitizers_work(compiler, tmp_path, *flags):
-        pytest.skip("g++ has no sanitizer runtime here")
-    program = build(compiler, tmp_path / "checked", *flags)
-    done = check(program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("checked ")
-    assert check(program, "overrun").returncode != 0  # the sanitizer is awake
-
-
-def test_the_plain_version_computes_the_same(compiler: str, tmp_path: Path) -> None:
-    """What a processor without AVX2 runs; the installed module picks its widest version by itself."""
-    done = check(build(compiler, tmp_path / "plain", "-O3"))
-    assert done.returncode == 0, done.stderr

@@ -10,29 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, assert_near, exact, gate_for, groups_of, pool_of, rows_for
+from expert_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, groups_of, pool_of, rows_for
 
-from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
-from tiermoe.kernels.row_class import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, row_class
+from tiermoe.kernels.expert_ffn import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, Group, Operands, TorchKernel, row_class
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/cuda runs these cases on the GPU", allow_module_level=True)
 
-from tiermoe.kernels.triton.expert_ffn import TritonKernel
-from tiermoe.kernels.triton.shapes import PAD, shapes_for
+from tiermoe.kernels.triton.expert_ffn import PAD, TritonKernel, shapes_for
 from tiermoe.kernels.triton.tables import TableRing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-class Forbidden:
-    """Where the Triton kernel must do the work itself."""
-
-    def run(self, *args: object) -> None:
-        raise AssertionError("the reference was called")
-
-    combine = run
 
 
 def kernel_of(pool: Operands, activation: str = "silu") -> TritonKernel:

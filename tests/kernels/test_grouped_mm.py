@@ -8,11 +8,8 @@ import torch
 from expert_cases import assert_near, exact, gate_for, groups_of, pool_of, rows_for
 from numpy.typing import NDArray
 
-from tiermoe.kernels import grouped_mm
-from tiermoe.kernels.by_rows import ByRows
-from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
-from tiermoe.kernels.grouped_mm import GroupedMmKernel
-from tiermoe.kernels.row_class import DECODE_ROWS
+from tiermoe.kernels import expert_ffn
+from tiermoe.kernels.expert_ffn import DECODE_ROWS, ByRows, Group, GroupedMmKernel, Operands, TorchKernel
 
 
 class HostTables:
@@ -43,7 +40,7 @@ def kernel_of(pool: Operands, reference: TorchKernel | Recording) -> GroupedMmKe
 @pytest.mark.parametrize("most_slots", [1, 3, 1023])
 def test_agrees_with_the_exact_result(dtype: torch.dtype, most_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots in any order, with others between them, in one product or in several."""
-    monkeypatch.setattr(grouped_mm, "MAX_SLOTS", most_slots)
+    monkeypatch.setattr(expert_ffn, "MAX_SLOTS", most_slots)
     pool = pool_of(7, 24, 16, dtype)
     sizes = [1, 5, 20]
     hidden, pairs = rows_for([*sizes, 2], 2, 16, dtype)

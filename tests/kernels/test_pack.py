@@ -6,26 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import experts_of, matrix
 
-from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, tiles, unpack_expert
-
-
-def quantized(outputs: int, inputs: int, bits: int, group: int, rng: np.random.Generator) -> Quantized:
-    shape = (outputs, tiles(inputs, group))
-    return Quantized(
-        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
-        rng.uniform(0.01, 0.1, shape).astype(np.float16),
-        rng.standard_normal(shape).astype(np.float16),
-        bits,
-        group,
-    )
-
-
-def expert(
-    hidden: int, neurons: int, bits: int, group: int, rng: np.random.Generator
-) -> tuple[Quantized, Quantized, Quantized]:
-    up = [quantized(neurons, hidden, bits, group, rng) for _ in range(2)]
-    return up[0], up[1], quantized(hidden, neurons, bits, group, rng)
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, unpack_expert
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +16,7 @@ def expert(
     st.integers(1, 150), st.integers(1, 150), st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(0, 10_000)
 )
 def test_unpacking_is_the_exact_inverse(hidden: int, neurons: int, bits: int, group: int, seed: int) -> None:
-    matrices = expert(hidden, neurons, bits, group, np.random.default_rng(seed))
+    matrices = experts_of(1, PackedShape(hidden, neurons, bits, group), np.random.default_rng(seed))[0]
     arrays, shape = pack_expert(*matrices), PackedShape(hidden, neurons, bits, group)
     for before, after in zip(matrices, unpack_expert(arrays, shape), strict=True):
         np.testing.assert_array_equal(after.codes, before.codes)
@@ -54,7 +37,7 @@ def test_no_bit_is_wasted(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_a_prefix_of_neurons_is_a_prefix_of_each_array(bits: int) -> None:
     group, keep = 64, 128
-    gate, up, down = expert(70, 320, bits, group, np.random.default_rng(bits))
+    gate, up, down = experts_of(1, PackedShape(70, 320, bits, group), np.random.default_rng(bits))[0]
 
     def rows(m: Quantized) -> Quantized:
         return Quantized(m.codes[:keep], m.scales[:keep], m.offsets[:keep], bits, group)
@@ -125,17 +108,17 @@ def test_bad_matrices_are_refused(wrong: dict[str, object], match: str) -> None:
 
 def test_experts_that_do_not_fit_together_are_refused() -> None:
     rng = np.random.default_rng(0)
-    gate, up, down = expert(40, 24, 2, 32, rng)
+    gate, up, down = experts_of(1, PackedShape(40, 24, 2, 32), rng)[0]
     with pytest.raises(PackError, match=r"are not \[I, H\]"):
         pack_expert(gate, up, gate)
     with pytest.raises(PackError, match="same bits and group"):
-        pack_expert(gate, quantized(24, 40, 3, 32, rng), down)
+        pack_expert(gate, matrix(24, 40, 3, 32, rng), down)
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape", "type"])
 def test_other_arrays_are_refused(change: str) -> None:
     shape = PackedShape(40, 24, 2, 32)
-    arrays = pack_expert(*expert(40, 24, 2, 32, np.random.default_rng(0)))
+    arrays = pack_expert(*experts_of(1, shape, np.random.default_rng(0))[0])
     if change == "missing":
         del arrays["down"]
     elif change == "extra":

@@ -8,42 +8,19 @@ import sys
 import threading
 
 import numpy as np
+import packed_cases as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from packed_cases import experts_of, stacked
 
 from tiermoe.kernels import _cpu
-from tiermoe.kernels import packed_reference as reference
-from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, tiles
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError
 from tiermoe.kernels.packed_ffn import ACTIVATIONS, FullLayer, PackedLayer, RowGroup, Threads, instruction_sets
 
-Expert = tuple[Quantized, Quantized, Quantized]
 POOLS = {(name, count): Threads(count, instruction_set=name) for name in instruction_sets() for count in (1, 2)}
 BEST = POOLS[instruction_sets()[0], 1]
-
-
-def matrix(outputs: int, inputs: int, bits: int, group: int, rng: np.random.Generator) -> Quantized:
-    """Weights in about +-1 / sqrt(inputs)."""
-    shape, unit = (outputs, tiles(inputs, group)), inputs**-0.5
-    step = 2.0 * unit / ((1 << bits) - 1)
-    return Quantized(
-        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
-        (step * rng.uniform(0.5, 1.5, shape)).astype(np.float16),
-        (-unit * rng.uniform(0.8, 1.2, shape)).astype(np.float16),
-        bits,
-        group,
-    )
-
-
-def experts_of(count: int, shape: PackedShape, rng: np.random.Generator) -> list[Expert]:
-    h, i, b, g = shape.hidden, shape.intermediate, shape.bits, shape.group
-    return [(matrix(i, h, b, g, rng), matrix(i, h, b, g, rng), matrix(h, i, b, g, rng)) for _ in range(count)]
-
-
-def stacked(experts: list[Expert]) -> dict[str, NDArray]:
-    packed = [pack_expert(*e) for e in experts]
-    return {name: np.stack([p[name] for p in packed]) for name in packed[0]}
 
 
 def run(layer: PackedLayer | FullLayer, groups: list[RowGroup], rows: NDArray, weights: NDArray, x: NDArray) -> NDArray:

@@ -9,35 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import packed_cases as reference
 import pytest
 import torch
+from packed_cases import Expert, experts_of, stacked
 
-from tiermoe.kernels import packed_reference as reference
-from tiermoe.kernels.pack import BITS, PackedShape, PackError, Quantized, pack_expert, tiles
+from tiermoe.kernels.pack import BITS, PackedShape, PackError
 from tiermoe.kernels.packed_ffn import ACTIVATIONS
 from tiermoe.kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, try_out
 
-Expert = tuple[Quantized, Quantized, Quantized]
 Make = Callable[[tuple[torch.Tensor, ...], PackedShape, str], PackedKernel]
-
-
-def _matrix(outputs: int, inputs: int, shape: PackedShape, rng: np.random.Generator) -> Quantized:
-    size, unit, bits = (outputs, tiles(inputs, shape.group)), inputs**-0.5, shape.bits
-    step = 2.0 * unit / ((1 << bits) - 1)
-    return Quantized(
-        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
-        (step * rng.uniform(0.5, 1.5, size)).astype(np.float16),
-        (-unit * rng.uniform(0.8, 1.2, size)).astype(np.float16),
-        bits, shape.group,
-    )  # fmt: skip
 
 
 def slots_of(shape: PackedShape, count: int, rng: np.random.Generator) -> tuple[list[Expert], tuple[torch.Tensor, ...]]:
     """Random experts and the slots that hold them; what fills tiles up is as `pack_expert` has it."""
-    h, i = shape.hidden, shape.intermediate
-    experts = [(_matrix(i, h, shape, rng), _matrix(i, h, shape, rng), _matrix(h, i, shape, rng)) for _ in range(count)]
-    packed = [pack_expert(*expert) for expert in experts]
-    return experts, tuple(torch.from_numpy(np.stack([p[name] for p in packed])) for name in shape.tensors())
+    experts = experts_of(count, shape, rng)
+    arrays = stacked(experts)
+    return experts, tuple(torch.from_numpy(arrays[name]) for name in shape.tensors())
 
 
 def expected(experts: list[Expert], x: np.ndarray, pairs: np.ndarray, groups: list, top_k: int, activation: str):

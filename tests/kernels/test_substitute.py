@@ -15,7 +15,7 @@ from substitution_cases import OPTIONS, Arguments, assert_same, case, on_tensors
 from tiermoe.actors.policies.buddymoe import substitution
 from tiermoe.actors.policies.buddymoe.substitution import SubstitutionOptions, reach, replaceable
 from tiermoe.kernels import substitute as kernels
-from tiermoe.kernels.substitute_torch import substitute_tensors
+from tiermoe.kernels.substitute import substitute_tensors
 
 SHAPES = [(1, 1, 4), (1, 4, 8), (3, 2, 5), (8, 8, 64), (33, 6, 60), (128, 8, 256)]
 

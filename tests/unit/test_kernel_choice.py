@@ -22,8 +22,7 @@ from tiermoe.actors.engine.model.kernels import (
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import ConfigError
-from tiermoe.kernels.cpu_ffn import CpuKernel
-from tiermoe.kernels.expert_ffn import Group, Operands, TorchKernel
+from tiermoe.kernels.expert_ffn import CpuKernel, Group, Operands, TorchKernel
 
 NEURONS, WIDTH = 24, 32
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tiermoe.cluster.jobs.prepare.capture import LayerInputs
 from tiermoe.cluster.jobs.prepare.quantize import MIN_ROWS, Matrices, chunks, expert_outputs, expert_rows, widths_of
-from tiermoe.kernels.gptq import DAMPING, damping_for, gptq
 from tiermoe.kernels.pack import PackError
-from tiermoe.kernels.quantize import QuantizedBatch, fit_group, round_to_nearest
+from tiermoe.kernels.quantize import DAMPING, QuantizedBatch, damping_for, fit_group, gptq, round_to_nearest
 
 torch.set_num_threads(1)
 

@@ -27,10 +27,8 @@ from typing import Any
 import torch
 
 from ....errors import ConfigError
-from ....kernels.by_rows import ByRows
-from ....kernels.expert_ffn import ExpertKernel, Group, Operands, TorchKernel
-from ....kernels.row_class import ROW_CLASSES, RowClass, row_class
-from ....kernels.triton.timing import seconds_of
+from ....kernels.device import seconds_of
+from ....kernels.expert_ffn import ROW_CLASSES, ByRows, ExpertKernel, Group, Operands, RowClass, TorchKernel, row_class
 from ...policies.cost import Link, load_s
 from ...settings import ExpertKernelName, LinkSettings
 from ..cache.slots import SlotPool
@@ -257,7 +255,7 @@ class Kernels:
         return kernel
 
     def _on_cpu(self, loop: TorchKernel, activation: str | None) -> tuple[ExpertKernel, KernelPlan]:
-        from ....kernels.cpu_ffn import CpuKernel
+        from ....kernels.expert_ffn import CpuKernel
 
         if self._setting in ("triton", "grouped"):
             raise ConfigError(f"expert_kernel '{self._setting}' needs a GPU", "use auto or loop")
@@ -270,7 +268,7 @@ class Kernels:
         if self._setting == "loop":
             return loop, KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
         candidates, notes = self._candidates(loop, block)
-        from ....kernels.triton.timing import device_name
+        from ....kernels.device import device_name
 
         gate_up = self._pool.gate_up
         size, kind = tuple(gate_up.shape[1:]), device_name(gate_up.device)
@@ -288,8 +286,7 @@ class Kernels:
             for some in found.values():
                 some["loop"] = loop
         try:
-            from ....kernels.triton.expert_ffn import TritonKernel
-            from ....kernels.triton.shapes import shapes_for
+            from ....kernels.triton.expert_ffn import TritonKernel, shapes_for
             from ....kernels.triton.tables import TableRing
         except ImportError:
             return found, ["triton is not installed: experts run one after another"]
@@ -306,7 +303,7 @@ class Kernels:
                     kernel = TritonKernel(operands, activation, loop, ring, {name: shape})
                     found[name][f"triton {shape}"] = kernel
         if self._setting in ("auto", "grouped"):
-            from ....kernels.grouped_mm import GroupedMmKernel
+            from ....kernels.expert_ffn import GroupedMmKernel
 
             if GroupedMmKernel.supports(operands):
                 grouped = GroupedMmKernel(operands, block.gate, loop, TableRing(device))

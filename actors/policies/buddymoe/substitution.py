@@ -6,7 +6,7 @@ threshold a token lies, to the last bit.
 
 Buddy expert substitution: Algorithm 1 of BuddyMoE with the gates and the score of section 3.1, pure and sequential.
 
-This is the reference. `kernels/substitute.py` has the same as a C++ function, `kernels/substitute_torch.py` as
+This is the reference. `kernels/substitute.py` has the same as a C++ function and as
 vectorised torch, and `kernels/triton/substitute.py` as a Triton kernel; all give the same numbers.
 """
 

@@ -79,10 +79,8 @@ def bench_substitute(repeats: int, progress: Progress | None) -> Report:
 def _cases(routing: _Routing) -> list[Case]:
     import torch
 
-    from ....kernels.substitute import replaceable_arrays, substitute_arrays
+    from ....kernels.substitute import BuddyTensors, replaceable_arrays, substitute_arrays, substitute_tensors
     from ....kernels.substitute import substitute as substitute_on_device
-    from ....kernels.substitute_torch import substitute_tensors
-    from ....kernels.substitute_types import BuddyTensors
 
     r, options, tau, top_k = routing, SubstitutionOptions(rho=_RHO, gamma=0.9), 0.2, routing.ids.shape[1]
     fast = {"replaceable": replaceable_arrays, "substitute": substitute_arrays}

@@ -45,9 +45,8 @@ from ....actors.store.replicas import (
     table_tensors,
 )
 from ....errors import StoreError
-from ....kernels.gptq import damped, damping_for, gptq
 from ....kernels.pack import PackedShape, pack_expert, unpack_expert
-from ....kernels.quantize import QuantizedBatch, round_to_nearest
+from ....kernels.quantize import QuantizedBatch, damped, damping_for, gptq, round_to_nearest
 from .calibration import Windows
 from .capture import LayerInputs, capture, inputs_name, load_model, open_inputs
 from .job import REPLICA_WORK

@@ -1,10 +1,12 @@
-"""How long calls take on a device. It waits for the device, so it is for measuring before requests come."""
+"""Launches on the right device, and how long calls take there."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -12,10 +14,20 @@ _WARM_UP = 2  # the first compiles
 _BACKLOG_CYCLES = 4_000_000  # of the device's clock: some milliseconds, in which the calls queue up
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches inside go to `device`. Triton takes the thread's current GPU, whatever its tensors are on.
+
+    Does nothing on the CPU.
+    """
+    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return torch.cuda.device(device) if elsewhere else nullcontext()
+
+
 def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) -> tuple[float, float]:
     """Seconds of `call(i)`, i counting up: the median from an idle device to its result, and on the device alone.
 
-    The latter is the mean of calls that are queued behind each other. On the CPU both are the first.
+    The latter is the mean of calls that are queued behind each other. On the CPU both are the first. The call waits for
+    the device, so it is for measuring before requests come.
     """
     wait = (lambda: None) if device.type == "cpu" else (lambda: torch.cuda.synchronize(device))
     for i in range(_WARM_UP):

@@ -1,17 +1,18 @@
-"""What `packed_ffn` computes, plainly, in float64 NumPy; and how far 8-bit activations may take a kernel from it."""
+"""Packed experts for tests: random ones, what kernels compute from them in float64, and the bound of 8-bit activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .pack import Quantized
+from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert, tiles
 
+Expert = tuple[Quantized, Quantized, Quantized]
 Array = NDArray[np.float64]
-
 TINY = 1e-30  # a group whose values are all below counts as zero (kTiny in neuron_body.hpp)
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -79,3 +80,26 @@ def _half_steps(x: Array, group: int) -> Array:
         part = np.abs(x[..., start : start + group])
         out[..., start : start + group] = part.max(axis=-1, keepdims=True) / 254.0
     return out
+
+
+def matrix(outputs: int, inputs: int, bits: int, group: int, rng: np.random.Generator) -> Quantized:
+    """Weights in about +-1 / sqrt(inputs)."""
+    shape, unit = (outputs, tiles(inputs, group)), inputs**-0.5
+    step = 2.0 * unit / ((1 << bits) - 1)
+    return Quantized(
+        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
+        (step * rng.uniform(0.5, 1.5, shape)).astype(np.float16),
+        (-unit * rng.uniform(0.8, 1.2, shape)).astype(np.float16),
+        bits,
+        group,
+    )
+
+
+def experts_of(count: int, shape: PackedShape, rng: np.random.Generator) -> list[Expert]:
+    h, i, b, g = shape.hidden, shape.intermediate, shape.bits, shape.group
+    return [(matrix(i, h, b, g, rng), matrix(i, h, b, g, rng), matrix(h, i, b, g, rng)) for _ in range(count)]
+
+
+def stacked(experts: list[Expert]) -> dict[str, NDArray[Any]]:
+    packed = [pack_expert(*e) for e in experts]
+    return {name: np.stack([p[name] for p in packed]) for name in packed[0]}
