@@ -1,4 +1,4 @@
-"""Packed experts for tests: random ones, what kernels compute from them in float64, and the bound of 8-bit activations."""
+"""Packed experts for tests: random ones, their results in float64, and how far 8-bit activations may take a kernel."""
 
 from __future__ import annotations
 
