@@ -304,16 +304,16 @@ def _rounded(value: Any) -> Any:
 
 
 def golden_trace(folder: Path) -> Path:
-    """Eight requests of skewed routing that has favourites by request, 4 layers of 16 experts."""
+    """Ten requests, each with favourite experts, the more so the later the layer: 4 layers of 16 experts."""
     out = folder / "trace"
     shape = traces.header(layers=4, experts=16, distances=3, slot_bytes=8192 * 48)  # neurons of 4 inputs
     rng = np.random.default_rng(11)
     writer = traces.TraceWriter(out, shape, traces.embed, 1 << 20)
     for number in range(10):
-        favourites = rng.normal(size=(shape.layers, shape.experts)) * 1.5
+        favourites = rng.normal(size=(shape.layers, shape.experts)) * [[0.3], [1.0], [2.0], [4.0]]
         prompt = rng.integers(50, size=20 + 3 * number).tolist()
         writer.begin(prompt)
-        for step in range(24):
+        for step in range(40):
             tokens = prompt if step == 0 else [int(rng.integers(50))]
             writer.add(_rows(shape, tokens, favourites, rng), decode=step > 0)
     writer.close(True, traces.COSTS)
