@@ -2,8 +2,8 @@
 
 A refactoring changes none of them. A change on purpose says so in its commit and renews that figure only:
 
-    python -m pytest tests/golden -m "" -p no:xdist --renew=emulated/moepic
-    python -m pytest tests/golden -m "" --renew=emulated,cli          # whole files
+    python -m pytest tests/golden -m "slow or not slow" --renew=emulated/moepic
+    python -m pytest tests/golden -m "slow or not slow" --renew=simulated,cli    # whole files
 
 `golden_rig` runs the presets; it is the only file that names modules of the product.
 """
