@@ -4,17 +4,6 @@
 
 The actor classes are plain classes. Ray restarts all but the lead where they die, and they register anew. What it
 passes to a constructor again may not hold references, so workers get links (names in the directory), not handles.
-
-What a running deployment looks after: nodes that join, and the endpoint directory's memory.
-
-A thread of the process that holds the deployment. Once a second it
-
-    - asks Ray for its nodes, where `cluster.ndp_workers` is per-node, and starts an NDP worker on one that has the
-      resource `ndp` and no worker yet; the lead then gives it its share of the experts;
-    - asks the directory for its entries, and enters those again that a restarted one has forgotten.
-
-A node that leaves needs nothing here: Ray restarts its worker where the resource is, or once it is somewhere again. So
-there are never more workers than nodes for them.
 """
 
 from __future__ import annotations
@@ -31,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
 
 from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
@@ -39,19 +27,23 @@ from ..actors.store.files import StoreView
 from ..errors import RuntimeFailure
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
-from .config import RunConfig
-from .endpoints import Endpoint, EndpointDirectory, Endpoints
+from .endpoints import EndpointDirectory, Endpoints
+from .host import thread_limits
 from .placement import ENDPOINTS, RESTART_ALWAYS, Placement, end, role_of
-from .ray_session import as_failure, thread_limits
+from .ray_session import as_failure
 from .topology.inputs import nodes_from_ray
 from .topology.spec import NodeInfo, PlannedActor, Topology
 
 _CONCURRENCY = 4  # control calls of the workers; what they compute arrives on their channels
 _STEP_S = 1.0
-_GOODBYE_S = 5.0
+_RETIRE_S = 5.0
+_POLL_S = 1.0
+_START_S = 120.0  # of a worker on a node that has joined
+_CLOSE_S = 5.0
+_log = logging.getLogger(__name__)
 
 
-class Crew:
+class ActorGroup:
     """Lead, shards, stores, NDP workers and endpoint directory.
 
     Args:
@@ -105,7 +97,7 @@ class Crew:
         topology = self._topology
         for planned in topology.having("directory"):
             name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
-            self._keep(planned, EndpointDirectory)
+            self._start(planned, EndpointDirectory)
             self.directory = Endpoints(name, "127.0.0.1" if self._local else None)
         views = [self._start_store(planned).describe.remote() for planned in topology.having("store")]
         peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]
@@ -124,11 +116,11 @@ class Crew:
         from ..actors.ndp_worker import NdpWorker
 
         settings = self._settings.ndp
-        return self._keep(
+        return self._start(
             planned, NdpWorker, settings, self._store_path, self.directory, self._token, index=planned.index, threads=1
         )
 
-    def dismiss(self, role: str) -> None:
+    def end_worker(self, role: str) -> None:
         """End one worker for good."""
         actor = self.actors.pop(role, None)
         if actor is not None:
@@ -145,7 +137,7 @@ class Crew:
         actors, self.actors = self.actors, {}
         if MATCHER in actors:
             with contextlib.suppress(Exception):  # it is dead, or Ray is gone
-                ray.get(actors[MATCHER].retire.remote(), timeout=_GOODBYE_S)
+                ray.get(actors[MATCHER].retire.remote(), timeout=_RETIRE_S)
         for actor in (lead, *actors.values()):
             if actor is not None:
                 end(actor)
@@ -161,14 +153,14 @@ class Crew:
             named["layers"] = planned.layers
         if any(self._stores_for(worker) for worker in self._topology.having("lead", "shard")):
             named |= {"directory": self.directory, "token": self._token}
-        return self._keep(planned, plain, self._store_path, planned.index, threads=1, **named)
+        return self._start(planned, plain, self._store_path, planned.index, threads=1, **named)
 
     def _start_shard(self, planned: PlannedActor) -> Any:
         from ..actors.shard_worker import ShardWorker
 
         stores = self._stores_for(planned)
         named: dict[str, Any] = {"layers": planned.layers, "stores": stores} if stores else {}
-        return self._keep(
+        return self._start(
             planned, ShardWorker, self._settings, planned.index, self._store_path, self.directory, self._token, **named
         )
 
@@ -180,7 +172,7 @@ class Crew:
             named = {"sharding": settings.shards, "shards": self._links("shard")}
         # on the matcher's node; what Ray restarts there begins with it
         folder = self._scratch if self._scratch is not None else Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
-        return self._keep(
+        return self._start(
             planned, Matcher, settings.matcher_settings, map_shape(view.manifest), self._top_k, self.directory,
             self._token, snapshot=str(folder / "expert-maps.safetensors"), threads=1, **named,
         )  # fmt: skip
@@ -193,7 +185,7 @@ class Crew:
             worker = GpuWorker
         planned, stores = self._topology.lead, self._topology.having("store")
         here = [view for view, store in zip(views, stores, strict=True) if store.node == planned.node]
-        # without a store on its node it maps nothing, and fetches the front of the model too
+        # without a store on its node it maps nothing, and fetches the dense weights too
         view = here[0] if here else replace(views[0], layers=())
         links = {"ndp": self._links("ndp"), "shards": self._links("shard"), "stores": self._stores_for(planned)}
         matcher: dict[str, Any] = {"matcher": self.link(MATCHER)} if self._topology.having("matcher") else {}
@@ -225,7 +217,7 @@ class Crew:
     def _links(self, *roles: Any) -> list[PeerLink]:
         return [self.link(role_of(planned)) for planned in self._topology.having(*roles)]
 
-    def _keep(self, planned: PlannedActor, plain: type, *args: Any, threads: int | None = None, **named: Any) -> Any:
+    def _start(self, planned: PlannedActor, plain: type, *args: Any, threads: int | None = None, **named: Any) -> Any:
         """Start a worker that Ray restarts.
 
         Args:
@@ -251,39 +243,35 @@ class Crew:
                     raise ray.exceptions.GetTimeoutError("actors")
 
 
-_POLL_S = 1.0
-_START_S = 120.0  # of a worker on a node that has joined
-_CLOSE_S = 5.0
-_log = logging.getLogger(__name__)
+class NodeWatcher:
+    """Looks after nodes that join a running deployment, and after the endpoint directory's memory.
 
+    A thread of the process that started the deployment. Once a second it
 
-class Watcher:
-    """See the module.
+        - asks Ray for its nodes, where `cluster.ndp_workers` is per-node, and starts an NDP worker on one that has the
+          resource `ndp` and no worker yet; the lead then gives it its share of the experts;
+        - asks the directory for its entries, and enters those again that a restarted one has forgotten.
+
+    A node that leaves needs nothing here: Ray restarts its worker where the resource is, or once it is somewhere again.
+    So there are never more workers than nodes for them.
 
     Args:
-        crew: whose workers are looked after.
-        threads: of an NDP worker that is started; None: none is.
-        workers: NDP workers that there are.
+        group: whose workers are looked after; it has a directory.
+        threads: of an NDP worker that is started; None: none is started.
+        workers: roles of the NDP workers that there are.
         tell: given a line about what came.
     """
 
-    def __init__(self, crew: Crew, threads: int | None, workers: Iterable[str], tell: Callable[[str], None]) -> None:
-        self._crew, self._threads, self._tell = crew, threads, tell
+    def __init__(
+        self, group: ActorGroup, threads: int | None, workers: Iterable[str], tell: Callable[[str], None]
+    ) -> None:
+        self._group, self._threads, self._tell = group, threads, tell
         self._workers = set(workers)
         self._refused: set[str] = set()  # nodes whose worker did not come up
-        self._known: dict[str, Endpoint] = {}
+        self._known: dict[str, str] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiermoe-watcher", daemon=True)
         self._thread.start()
-
-    @staticmethod
-    def for_crew(crew: Crew, config: RunConfig, topology: Topology, tell: Callable[[str], None]) -> Watcher | None:
-        """A watcher, where there is something to look after."""
-        workers = [role_of(planned) for planned in topology.having("ndp")]
-        grows = bool(workers) and config.cluster.ndp_workers == "per-node"
-        if crew.directory is None:
-            return None
-        return Watcher(crew, config.ndp_threads if grows else None, workers, tell)
 
     def close(self) -> None:
         """Stop looking. Bounded."""
@@ -295,37 +283,38 @@ class Watcher:
             try:
                 self._remember_endpoints()
                 if self._threads is not None:
-                    self._greet_nodes(self._threads)
+                    self._start_worker_where_missing(self._threads)
             except Exception as error:  # Ray's are of many kinds; the next look may do better
                 _log.info("%s", as_failure(error, "looking after the nodes"))
 
     def _remember_endpoints(self) -> None:
-        assert self._crew.directory is not None
-        there = {endpoint.name: endpoint for endpoint in self._crew.directory.entries()}
-        for name, endpoint in self._known.items():
+        assert self._group.directory is not None
+        there = self._group.directory.entries()
+        for name, address in self._known.items():
             if name not in there:
-                self._crew.directory.enter(endpoint)
+                self._group.directory.register(name, address)
         self._known |= there
 
-    def _greet_nodes(self, threads: int) -> None:
+    def _start_worker_where_missing(self, threads: int) -> None:
         """Start a worker on a node that has none, one at a time."""
         marked = [n for n in nodes_from_ray(ray.nodes()) if n.alive and n.amount("ndp") >= 1]
         if len(marked) <= len(self._workers):
             return
-        busy = {self._node_of(role) for role in self._workers}
+        nodes = {r.role: r.node for r in actor_records() if r.deployment == self._group.name}  # where each is, or was
+        busy = {nodes.get(role) for role in self._workers}
         free = [node for node in marked if node.id not in busy and node.id not in self._refused]
         if free:
-            self._greet(free[0], threads)
+            self._start_worker(free[0], threads)
 
-    def _greet(self, node: NodeInfo, threads: int) -> None:
+    def _start_worker(self, node: NodeInfo, threads: int) -> None:
         index = next(i for i in range(len(self._workers) + 1) if f"ndp/{i}" not in self._workers)
         planned = PlannedActor(f"ndp-{index}", "ndp", index, node.id, {"CPU": float(threads), "ndp": 1.0})
         role = role_of(planned)
         try:
-            self._await(self._crew.start_ndp(planned).health.remote())
-            self._crew.lead.ask("add_ndp", self._crew.link(role))
+            self._await(self._group.start_ndp(planned).health.remote())
+            self._group.lead.ask("add_ndp", self._group.link(role))
         except Exception as error:
-            self._crew.dismiss(role)
+            self._group.end_worker(role)
             if self._end.is_set():
                 return
             self._refused.add(node.id)
@@ -343,9 +332,3 @@ class Watcher:
             if time.monotonic() > end_s:
                 raise ray.exceptions.GetTimeoutError("NDP worker")
         ray.get(ref)
-
-    def _node_of(self, role: str) -> str | None:
-        """Where a worker is, or was last."""
-        name = f"{self._crew.name}/{role}"
-        records = {f"{r.deployment}/{r.role}": r for r in actor_records(list(gcs.actors().values()))}
-        return records[name].node if name in records else None

@@ -1,7 +1,4 @@
-"""The lead worker as its callers see it: requests, and control calls with a deadline, through its actor handle.
-
-Somebody else's deployments: find them by their actors' names, ask them, send them requests, end them.
-"""
+"""Runtimes that run already: find them by their actors' names, ask them, send them requests, end them."""
 
 from __future__ import annotations
 
@@ -19,16 +16,20 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..errors import ConfigError, RuntimeFailure, TierMoeError, told
 from .placement import ENDPOINTS, LEAD, split_name
-from .ray_session import as_failure, join, leave, refuse_second, without_ray_notices
+from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
 CONTROL_THREADS = 4
 _CALL_DEADLINE_S = 30.0
-_GOODBYE_DEADLINE_S = 2.0
+_CANCEL_DEADLINE_S = 2.0
+_ANSWER_DEADLINE_S = 10.0
+_END_DEADLINE_S = 20.0
+_POLL_S = 0.1
+_ENDED = ("DEAD",)
 
 
 class Lead:
-    """Calls of a lead actor; usable from several threads.
+    """Calls of a lead actor, with deadlines; usable from several threads.
 
     Args:
         handle: of an actor made of `GpuWorker`; None before there is one and after it has ended.
@@ -68,7 +69,7 @@ class Lead:
         if self.handle is None:
             return
         with contextlib.suppress(ray.exceptions.RayError):
-            self._control("cancel", request_id, deadline_s=_GOODBYE_DEADLINE_S)
+            self._control("cancel", request_id, deadline_s=_CANCEL_DEADLINE_S)
 
     def ask(self, method: str, *args: Any, deadline_s: float = _CALL_DEADLINE_S) -> Any:
         """What a method of the worker returns.
@@ -116,10 +117,18 @@ def _next_event(stream: Any, deadline: float, deadline_s: float) -> TokenEvent:
         raise as_failure(error, "the worker failed during a request") from error
 
 
-_ANSWER_DEADLINE_S = 10.0
-_END_DEADLINE_S = 20.0
-_POLL_S = 0.1
-_GONE = ("DEAD",)
+def lead_of(deployment: str) -> Lead:
+    """The lead of a deployment in the Ray of this process.
+
+    Raises:
+        RuntimeFailure: it has none.
+    """
+    try:
+        return Lead(ray.get_actor(f"{deployment}/{LEAD}", namespace=NAMESPACE))
+    except ValueError as error:
+        raise RuntimeFailure(
+            f"deployment '{deployment}' has no lead", "wait until it is up, look at `tiermoe status`, or end it"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,14 @@ class ActorRecord:
     restarts: int
 
 
-def actor_records(table: Sequence[dict[str, Any]]) -> list[ActorRecord]:
-    """The actors of all deployments in Ray's table, by name; deployments of which nothing lives are left out."""
+def actor_records(table: Sequence[dict[str, Any]] | None = None) -> list[ActorRecord]:
+    """The actors of all living deployments, by name.
+
+    Args:
+        table: Ray's; None: that of the Ray of this process.
+    """
     records = []
-    for entry in table:
+    for entry in table if table is not None else list(gcs.actors().values()):
         parts = split_name(str(entry.get("Name") or ""))
         if parts is None:
             continue
@@ -166,12 +179,12 @@ def actor_records(table: Sequence[dict[str, Any]]) -> list[ActorRecord]:
                 restarts=int(entry.get("NumRestarts") or 0),
             )
         )
-    living = {record.deployment for record in records if record.state not in _GONE}
+    living = {record.deployment for record in records if record.state not in _ENDED}
     return sorted((r for r in records if r.deployment in living), key=lambda r: (r.deployment, r.role))
 
 
 class Attachment:
-    """This process in a running Ray, as a guest; leaving it leaves all actors as they are.
+    """This process as one more driver of a running Ray; leaving it leaves all actors as they are.
 
     Args:
         address: HOST:PORT of the head node.
@@ -208,12 +221,11 @@ class Attachment:
 
     def actors(self) -> list[ActorRecord]:
         """The actors of all living deployments."""
-        return actor_records(list(gcs.actors().values()))
+        return actor_records()
 
     def deployments(self) -> list[str]:
         """Ids of the living deployments, by name; also of those that have reserved or wait for room only."""
-        groups = [entry for entry in placement_group_table().values() if entry["state"] != "REMOVED"]
-        waiting = {parts[0] for entry in groups if (parts := split_name(str(entry["name"]))) is not None}
+        waiting = {deployment for deployment, _ in _groups()}
         return sorted({record.deployment for record in self.actors()} | waiting)
 
     def choose(self, deployment: str | None) -> str:
@@ -224,19 +236,17 @@ class Attachment:
             ConfigError: there are several and none was named.
         """
         ids = self.deployments()
-        if deployment is not None and deployment in ids:
-            return deployment
         if not ids:
             raise RuntimeFailure(f"no deployment runs in the Ray at '{self.address}'", "start one with `tiermoe up`")
-        if deployment is not None:
+        if deployment is not None and deployment not in ids:
             raise RuntimeFailure(
                 f"no deployment '{deployment}' runs at '{self.address}'", f"it has {', '.join(ids)}"
             )
-        if len(ids) > 1:
+        if deployment is None and len(ids) > 1:
             raise ConfigError(
                 f"{len(ids)} deployments run at '{self.address}'", f"pass --deployment with one of {', '.join(ids)}"
             )
-        return ids[0]
+        return deployment or ids[0]
 
     def ask(self, deployment: str, method: str, deadline_s: float = _ANSWER_DEADLINE_S) -> Any:
         """What a method of the deployment's lead returns.
@@ -244,19 +254,7 @@ class Attachment:
         Raises:
             RuntimeFailure: it does not answer in time, or is dead.
         """
-        return self._lead(deployment).ask(method, deadline_s=deadline_s)
-
-    def health(self, record: ActorRecord) -> dict[str, Any]:
-        """An actor's own account of its state; `error` is in it where it does not answer."""
-        try:
-            if record.role == LEAD:
-                return self.ask(record.deployment, "health")
-            if record.role == ENDPOINTS:
-                return {"state": f"{len(self.ask_actor(record.deployment, record.role, 'entries'))} endpoints"}
-            answer = self.ask_actor(record.deployment, record.role, "health")
-            return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
-        except TierMoeError as error:
-            return {"error": error.what}
+        return lead_of(deployment).ask(method, deadline_s=deadline_s)
 
     def ask_actor(self, deployment: str, role: str, method: str) -> Any:
         """What a method of another actor than the lead returns.
@@ -270,24 +268,35 @@ class Attachment:
         except (ray.exceptions.RayError, ValueError, AttributeError) as error:  # ValueError: its name is gone by now
             raise as_failure(error, f"'{deployment}/{role}' did not answer", _ANSWER_DEADLINE_S) from error
 
+    def health(self, record: ActorRecord) -> dict[str, Any]:
+        """An actor's own account of its state; `error` is in it where it does not answer."""
+        try:
+            if record.role == LEAD:
+                return self.ask(record.deployment, "health")
+            if record.role == ENDPOINTS:
+                return {"state": f"{len(self.ask_actor(record.deployment, record.role, 'entries'))} endpoints"}
+            answer = self.ask_actor(record.deployment, record.role, "health")
+            return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
+        except TierMoeError as error:
+            return {"error": error.what}
+
     def generate(self, deployment: str, request: GenerationRequest, deadline_s: float) -> Iterator[TokenEvent]:
         """As `Deployment.generate`, from a deployment of another process."""
-        return self._lead(deployment).generate(request, deadline_s)
+        return lead_of(deployment).generate(request, deadline_s)
 
     def end(self, deployment: str) -> None:
-        """Kill the actors of a deployment and free what it reserved; whoever holds it notices.
+        """Kill the actors of a deployment and free what it reserved; the process that started it notices.
 
         Raises:
             RuntimeFailure: some are not dead after 20 s.
         """
-        # first: its state tells the process that holds the deployment that this is no accident
-        for entry in placement_group_table().values():
-            parts = split_name(str(entry["name"]))
-            if parts is not None and parts[0] == deployment and entry["state"] != "REMOVED":
+        # first: their state tells the process that started the deployment that this is no accident
+        for owner, name in _groups():
+            if owner == deployment:
                 with contextlib.suppress(ValueError):  # it is removed already
-                    remove_placement_group(get_placement_group(str(entry["name"])))
+                    remove_placement_group(get_placement_group(name))
         end_s = time.monotonic() + _END_DEADLINE_S
-        while living := [r for r in self.actors() if r.deployment == deployment and r.state not in _GONE]:
+        while living := [r for r in self.actors() if r.deployment == deployment and r.state not in _ENDED]:
             if time.monotonic() > end_s:
                 names = ", ".join(f"{r.role} (pid {r.pid} on {r.host})" for r in living)
                 raise RuntimeFailure(f"still there: {names}", "look at their nodes with `ray status`")
@@ -296,8 +305,8 @@ class Attachment:
                     ray.kill(ray.get_actor(f"{deployment}/{record.role}"), no_restart=True)
             time.sleep(_POLL_S)
 
-    def _lead(self, deployment: str) -> Lead:
-        try:
-            return Lead(ray.get_actor(f"{deployment}/{LEAD}"))
-        except ValueError as error:
-            raise RuntimeFailure(f"deployment '{deployment}' has no lead", "wait until it is up, or end it") from error
+
+def _groups() -> list[tuple[str, str]]:
+    """(deployment, name) of the placement groups that stand or wait."""
+    names = [str(entry["name"]) for entry in placement_group_table().values() if entry["state"] != "REMOVED"]
+    return [(parts[0], name) for name in names if (parts := split_name(name)) is not None]

@@ -1,8 +1,8 @@
 """A runtime's life: Ray, the plan, its actors, requests, the end.
 
-    scratch directory -> Ray (local, or joined) -> plan (`topology`) -> groups (`placement`) -> actors (`crew`) -> ready
+    scratch -> Ray (local, or joined) -> plan (`topology`) -> groups (`placement`) -> actors (`actor_group`) -> ready
 
-Their names begin with the deployment's id (`names.py`), so that others find them (`attach.py`). `Deployment` is a
+Their names begin with the deployment's id (`placement.py`), so that others find them (`attach.py`). `Deployment` is a
 context manager, and leaving it, in whatever way, leaves no process, no shared memory and no file behind.
 """
 
@@ -22,10 +22,11 @@ from ..actors.engine.stats import EngineStats
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
-from .actor_group import Crew, Watcher
+from .actor_group import ActorGroup, NodeWatcher
 from .attach import Lead
 from .config import RunConfig
-from .placement import DeploymentEnded, Placement, new_id
+from .host import thread_limits
+from .placement import DeploymentEnded, Placement, new_id, role_of
 from .ray_session import (
     as_failure,
     head_address,
@@ -33,7 +34,6 @@ from .ray_session import (
     leave,
     refuse_second,
     start_local,
-    thread_limits,
     without_ray_notices,
 )
 from .scratch import Scratch
@@ -92,8 +92,8 @@ class Deployment:
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
         self._placement: Placement | None = None
-        self._crew: Crew | None = None
-        self._watcher: Watcher | None = None
+        self._group: ActorGroup | None = None
+        self._watcher: NodeWatcher | None = None
         self._planned: PlanResult | None = None
         self.plan: dict[str, Any] = {}
         self.startup_s = 0.0
@@ -206,7 +206,7 @@ class Deployment:
         Raises:
             RuntimeFailure: there is none, or it does not answer (Ray may be restarting it).
         """
-        actor = self._crew.actors.get(role) if self._crew is not None else None
+        actor = self._group.actors.get(role) if self._group is not None else None
         if actor is None:
             raise RuntimeFailure(f"this deployment has no actor '{role}'", "see `tiermoe status` for those it has")
         try:
@@ -221,15 +221,15 @@ class Deployment:
     def close(self) -> None:
         """End the actors, and Ray where it was started here. Idempotent; never raises."""
         watcher, self._watcher = self._watcher, None
-        crew, self._crew = self._crew, None
+        group, self._group = self._group, None
         placement, self._placement = self._placement, None
         scratch, self._scratch = self._scratch, None
         try:
             if watcher is not None:
                 watcher.close()
             if ray.is_initialized():
-                if crew is not None:
-                    crew.close()
+                if group is not None:
+                    group.close()
                 if placement is not None:
                     placement.release()
                 leave()
@@ -240,7 +240,7 @@ class Deployment:
 
     @property
     def _lead(self) -> Lead:
-        return self._crew.lead if self._crew is not None else Lead(None)
+        return self._group.lead if self._group is not None else Lead(None)
 
     @property
     def _local(self) -> bool:
@@ -278,12 +278,16 @@ class Deployment:
 
     def _start_actors(self) -> None:
         assert self._placement is not None
-        self._crew = Crew(
+        self._group = ActorGroup(
             self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes,
             top_k=self.planned.facts.top_k, scratch=self._scratch.path if self._scratch is not None else None,
         )  # fmt: skip
-        self.plan = self._crew.start(self._left)
-        self._watcher = Watcher.for_crew(self._crew, self._config, self.topology, self._tell)
+        self.plan = self._group.start(self._left)
+        if self._group.directory is not None:
+            workers = [role_of(planned) for planned in self.topology.having("ndp")]
+            grows = bool(workers) and self._config.cluster.ndp_workers == "per-node"
+            threads = self._config.ndp_threads if grows else None
+            self._watcher = NodeWatcher(self._group, threads, workers, self._tell)
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
         """What to raise for an error of the start; None: that error as it is."""

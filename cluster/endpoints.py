@@ -1,15 +1,11 @@
 """Who listens where: the endpoint directory of a cluster.
 
-`EndpointDirectory` is a plain class that `deploy.py` makes an actor. `Endpoints` is what a process uses: the same
-questions through the actor's handle. Servers bind port 0 and register what they got.
+`EndpointDirectory` is a plain class that `actor_group.py` makes an actor. `Endpoints` is what a process uses: the same
+questions through the actor's name. Servers bind port 0 and register what they got.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import threading
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import RuntimeFailure
@@ -17,58 +13,23 @@ from ..errors import RuntimeFailure
 _ANSWER_DEADLINE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One process that listens.
-
-    Attributes:
-        name: role and number, e.g. "ndp/0".
-        address: HOST:PORT.
-        generation: rises with every registration in the cluster: a worker that was restarted has a higher one.
-        pid: of the process, on its host.
-    """
-
-    name: str
-    address: str
-    generation: int
-    pid: int
-
-
 class EndpointDirectory:
-    """Name -> endpoint. Thread-safe. The newest registration of a name holds."""
+    """Names such as "ndp/0", and the HOST:PORT that each registered last."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._generations = itertools.count(1)
-        self._endpoints: dict[str, Endpoint] = {}
+        self._addresses: dict[str, str] = {}
 
-    def register(self, name: str, address: str, pid: int) -> int:
-        """Enter or replace an endpoint; returns its generation."""
-        with self._lock:
-            generation = next(self._generations)
-            self._endpoints[name] = Endpoint(name, address, generation, pid)
-            return generation
+    def register(self, name: str, address: str) -> None:
+        """Enter or replace an address."""
+        self._addresses[name] = address
 
-    def lookup(self, name: str) -> dict[str, Any] | None:
-        """The fields of an endpoint."""
-        with self._lock:
-            found = self._endpoints.get(name)
-        return None if found is None else asdict(found)
+    def lookup(self, name: str) -> str | None:
+        """The address; None: nobody has this name."""
+        return self._addresses.get(name)
 
-    def remove(self, name: str, generation: int) -> bool:
-        """Take an endpoint out, unless a newer one has its name already."""
-        with self._lock:
-            found = self._endpoints.get(name)
-            if found is None or found.generation != generation:
-                return False
-            del self._endpoints[name]
-            return True
-
-    def entries(self, prefix: str = "") -> list[dict[str, Any]]:
-        """The fields of all endpoints whose names begin so, by name."""
-        with self._lock:
-            found = sorted((e for n, e in self._endpoints.items() if n.startswith(prefix)), key=lambda e: e.name)
-        return [asdict(endpoint) for endpoint in found]
+    def entries(self) -> dict[str, str]:
+        """All addresses by name."""
+        return dict(sorted(self._addresses.copy().items()))
 
 
 class Endpoints:
@@ -93,26 +54,17 @@ class Endpoints:
 
         return str(ray.util.get_node_ip_address())
 
-    def register(self, name: str, address: str) -> int:
-        """Enter this process; returns its generation."""
-        return self._ask("register", name, address, os.getpid())
-
-    def enter(self, endpoint: Endpoint) -> int:
-        """Enter another process again, which a directory that was restarted has forgotten; its new generation."""
-        return self._ask("register", endpoint.name, endpoint.address, endpoint.pid)
+    def register(self, name: str, address: str) -> None:
+        """Enter or replace an address."""
+        self._ask("register", name, address)
 
     def lookup(self, name: str) -> str | None:
         """The address; None: nobody has this name."""
-        found = self._ask("lookup", name)
-        return None if found is None else found["address"]
+        return self._ask("lookup", name)
 
-    def remove(self, name: str, generation: int) -> bool:
-        """Take out what `register` entered; False: it is gone or replaced."""
-        return self._ask("remove", name, generation)
-
-    def entries(self, prefix: str = "") -> list[Endpoint]:
-        """All endpoints whose names begin so."""
-        return [Endpoint(**fields) for fields in self._ask("entries", prefix)]
+    def entries(self) -> dict[str, str]:
+        """All addresses by name."""
+        return self._ask("entries")
 
     def _ask(self, method: str, *args: Any) -> Any:
         import ray  # only who asks a cluster needs it

@@ -1,9 +1,4 @@
-"""Cores of this machine, and how many of them a store takes.
-
-Whether this machine has a GPU, without asking torch, which takes seconds to load.
-
-Versions of what a result depends on.
-"""
+"""What this machine offers, without loading a heavy library: cores, a GPU, the versions of packages."""
 
 from __future__ import annotations
 
@@ -12,12 +7,15 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-STORE_CPUS = 1.0
+STORE_CPUS = 1.0  # that Ray reserves for a store
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
+_PACKAGES = ("tiermoe", "torch", "transformers", "ray")
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: by its affinity, and by the quota of the control group around it."""
+    """Cores that this process may use: by its affinity, and by the quota of the control group around it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()
@@ -26,15 +24,14 @@ def usable_cores() -> int:
         return cores
 
 
-_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
+def thread_limits(threads: int) -> dict[str, str]:
+    """Environment that bounds the threads of arithmetic libraries."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
 def has_gpu() -> bool:
-    """Whether a driver of a CUDA device is there."""
-    return any(map(os.path.exists, _FILES))
-
-
-_PACKAGES = ("tiermoe", "torch", "transformers", "ray")
+    """Whether a driver of a CUDA device is there; torch, which would know, takes seconds to load."""
+    return any(map(os.path.exists, _GPU_FILES))
 
 
 def versions() -> dict[str, str]:

@@ -1,14 +1,7 @@
-"""Keeps Ray's notices out of the program's output.
+"""This process's connection to Ray: starting a local one or joining a running one, its notices and errors, leaving it.
 
-A thread of Ray's client prints notices of dead workers to `sys.stdout`, whatever its log options say. They would break
-`--json`, and they repeat at length what our own error says in a line; Ray's log files have them anyway.
-
-Ray's exceptions into our typed errors: one line with the reason and a remedy.
-
-This process's connection to Ray: starting a local one or joining a running one, and leaving it.
-
-With `deploy.py` (which places actors) and `attach.py` (which finds those of others) the only code that calls Ray's life
-cycle. One process has one Ray at a time.
+With `placement.py` (which places actors) and `attach.py` (which finds those of others) the only code that calls Ray's
+life cycle. One process has one Ray at a time.
 """
 
 from __future__ import annotations
@@ -27,120 +20,19 @@ import ray.exceptions as rex
 
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
+from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
 from .scratch import Scratch
 
-_RAY_THREADS = "ray_"
-
-
-class _WithoutRay:
-    """A text stream that drops what Ray's threads write."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        if threading.current_thread().name.startswith(_RAY_THREADS):
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def without_ray_notices() -> Iterator[None]:
-    """Inside the block, Ray's threads cannot write to standard output."""
-    before = sys.stdout
-    quiet = cast(TextIO, _WithoutRay(before))
-    sys.stdout = quiet
-    try:
-        yield
-    finally:
-        if sys.stdout is quiet:  # somebody else's redirection stays
-            sys.stdout = before
-
-
-_MORE = "run `tiermoe doctor` to see memory and devices, and run again"
-
-
-def as_failure(
-    error: Exception, doing: str, deadline_s: float | None = None, setting: str | None = None
-) -> TierMoeError:
-    """What the user sees of an exception that came out of Ray.
-
-    Args:
-        error: what Ray raised.
-        doing: what failed, in words that start the message.
-        deadline_s: the deadline that applied, in seconds.
-        setting: the configuration key that holds it; None where it is fixed.
-
-    Returns:
-        The actor's own TierMoeError where it raised one; otherwise a RuntimeFailure.
-    """
-    cause = error.cause if isinstance(error, rex.RayTaskError) else error
-    if isinstance(cause, TierMoeError):
-        return cause
-    if isinstance(cause, rex.GetTimeoutError):
-        within = f" within {deadline_s:g} s" if deadline_s is not None else ""
-        remedy = "look for what keeps the machine busy, and run again"
-        return RuntimeFailure(f"{doing}{within}", f"raise {setting}, or {remedy}" if setting else remedy)
-    if isinstance(cause, rex.OutOfMemoryError) or "OutOfMemory" in type(cause).__name__:
-        return RuntimeFailure(f"{doing}: out of memory", "lower --budget or the KV cache (kv.num_blocks)")
-    if isinstance(cause, rex.RayActorError):
-        if cause.actor_init_failed:
-            return _constructor_error(str(cause)) or RuntimeFailure(f"{doing}: {_last_line(cause)}", _MORE)
-        return RuntimeFailure(f"{doing}: its process ended ({_death(cause)})", _MORE)
-    return RuntimeFailure(f"{doing}: {type(cause).__name__}: {_first_line(cause)}", _MORE)
-
-
-def as_join_failure(error: Exception, address: str) -> RuntimeFailure:
-    """Why a running cluster could not be joined."""
-    text = f"{type(error).__name__}: {_first_line(error)}"
-    return RuntimeFailure(
-        f"cannot join the Ray at '{address}' ({text})",
-        "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
-    )
-
-
-def _constructor_error(report: str) -> TierMoeError | None:
-    """The TierMoeError that an actor's constructor raised; Ray keeps it as the text of a traceback only."""
-    found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", report, re.MULTILINE)
-    if not found:
-        return None
-    return errors.told(*found[-1])
-
-
-def _death(error: rex.RayActorError) -> str:
-    """The reason in Ray's report of a dead actor, which spreads over many lines."""
-    text = " ".join(str(error).split())
-    for pattern in (r"Worker exit detail: (.*?)(?: Some common causes| There are some|$)", r"because (.*)$"):
-        match = re.search(pattern, text)
-        if match:
-            return match[1][:200].rstrip(". ")
-    return text[:200]
-
-
-def _first_line(error: BaseException) -> str:
-    return (_lines(error) or ["no message"])[0][:300]
-
-
-def _last_line(error: BaseException) -> str:
-    return (_lines(error) or ["no message"])[-1][:300]
-
-
-def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()]
-
-
 NAMESPACE = "tiermoe"  # of the actors' names: whoever joins looks here
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Ray's own switches, which it reads from the environment only.
 _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` would build a second environment for every actor
 }
 _OPTIONS = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+_RAY_THREADS = "ray_"
+_MORE = "run `tiermoe doctor` to see memory and devices, and run again"
 
 
 def refuse_second() -> None:
@@ -209,11 +101,6 @@ def head_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def thread_limits(threads: int) -> dict[str, str]:
-    """Environment that bounds the threads of arithmetic libraries."""
-    return dict.fromkeys(THREAD_VARIABLES, str(threads))
-
-
 @contextlib.contextmanager
 def _surroundings(variables: dict[str, str]) -> Iterator[None]:
     with _environment(variables), _private_files(), _own_sigterm():
@@ -257,3 +144,104 @@ def _private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+class _WithoutRay:
+    """A text stream that drops what Ray's threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.current_thread().name.startswith(_RAY_THREADS):
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_ray_notices() -> Iterator[None]:
+    """Inside the block, Ray's threads cannot write to standard output.
+
+    A thread of Ray's client prints notices of dead workers to `sys.stdout`, whatever its log options say. They would
+    break `--json`, and they repeat at length what our own error says in a line; Ray's log files have them anyway.
+    """
+    before = sys.stdout
+    quiet = cast(TextIO, _WithoutRay(before))
+    sys.stdout = quiet
+    try:
+        yield
+    finally:
+        if sys.stdout is quiet:  # somebody else's redirection stays
+            sys.stdout = before
+
+
+def as_failure(
+    error: Exception, doing: str, deadline_s: float | None = None, setting: str | None = None
+) -> TierMoeError:
+    """What the user sees of an exception that came out of Ray.
+
+    Args:
+        error: what Ray raised.
+        doing: what failed, in words that start the message.
+        deadline_s: the deadline that applied, in seconds.
+        setting: the configuration key that holds it; None where it is fixed.
+
+    Returns:
+        The actor's own TierMoeError where it raised one; otherwise a RuntimeFailure.
+    """
+    cause = error.cause if isinstance(error, rex.RayTaskError) else error
+    if isinstance(cause, TierMoeError):
+        return cause
+    if isinstance(cause, rex.GetTimeoutError):
+        within = f" within {deadline_s:g} s" if deadline_s is not None else ""
+        remedy = "look for what keeps the machine busy, and run again"
+        return RuntimeFailure(f"{doing}{within}", f"raise {setting}, or {remedy}" if setting else remedy)
+    if isinstance(cause, rex.OutOfMemoryError) or "OutOfMemory" in type(cause).__name__:
+        return RuntimeFailure(f"{doing}: out of memory", "lower --budget or the KV cache (kv.num_blocks)")
+    if isinstance(cause, rex.RayActorError):
+        if cause.actor_init_failed:
+            return _constructor_error(str(cause)) or RuntimeFailure(f"{doing}: {_last_line(cause)}", _MORE)
+        return RuntimeFailure(f"{doing}: its process ended ({_death(cause)})", _MORE)
+    return RuntimeFailure(f"{doing}: {type(cause).__name__}: {_first_line(cause)}", _MORE)
+
+
+def as_join_failure(error: Exception, address: str) -> RuntimeFailure:
+    """Why a running cluster could not be joined."""
+    text = f"{type(error).__name__}: {_first_line(error)}"
+    return RuntimeFailure(
+        f"cannot join the Ray at '{address}' ({text})",
+        "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
+    )
+
+
+def _constructor_error(report: str) -> TierMoeError | None:
+    """The TierMoeError that an actor's constructor raised; Ray has it as the text of a traceback only."""
+    found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", report, re.MULTILINE)
+    if not found:
+        return None
+    return errors.told(*found[-1])
+
+
+def _death(error: rex.RayActorError) -> str:
+    """The reason in Ray's report of a dead actor, which spreads over many lines."""
+    text = " ".join(str(error).split())
+    for pattern in (r"Worker exit detail: (.*?)(?: Some common causes| There are some|$)", r"because (.*)$"):
+        match = re.search(pattern, text)
+        if match:
+            return match[1][:200].rstrip(". ")
+    return text[:200]
+
+
+def _first_line(error: BaseException) -> str:
+    return (_lines(error) or ["no message"])[0][:300]
+
+
+def _last_line(error: BaseException) -> str:
+    return (_lines(error) or ["no message"])[-1][:300]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,28 +1,32 @@
 """A worker in a process of its own, without Ray: for benchmarks, evaluation and tests.
 
-The parent writes the role and its settings to the child's standard input and reads the address from its standard
-output. The child ends when its standard input does, so it never outlives its parent, however that dies.
+The parent writes the role to the child's standard input and reads the address from its standard output. The child ends
+when its standard input does, so it never outlives its parent, however that dies.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import json
+import importlib
 import os
+import pickle
 import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..actors.store.artifacts import MapShape
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, TierMoeError
+from ..proto.options import ServerOptions
 from ..proto.peers import MATCHER, LocalDirectory, PeerLink, StoreLink, ndp_name, shard_name, store_name
+from .host import thread_limits
 
 _START_S = 120.0
 _END_S = 5.0
@@ -32,52 +36,53 @@ _END_S = 5.0
 class Role:
     """What a child is to be.
 
-    kind: which class it runs. index: number among those of its kind. threads: of its numerical libraries.
-    settings: as plain values, for `NdpSettings` or `EngineSettings`; of a store, its layers and whether a client of
-    this host may share memory with it; of a matcher its arguments.
+    Attributes:
+        name: under which it registers.
+        label: what messages call it.
+        worker: MODULE:CLASS, which only the child imports; MODULE is below `tiermoe`.
+        arguments: of the class, by name, besides the directory.
+        store: name of the argument that is the store's folder; None: it reads no store.
+        threads: of its numerical libraries.
+        layers: of a store.
     """
 
-    kind: Literal["ndp", "shard", "store", "matcher"]
-    index: int
-    threads: int
-    settings: dict[str, Any]
+    name: str
+    label: str
+    worker: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    store: str | None = "store"
+    threads: int = 1
+    layers: tuple[int, ...] = ()
 
     @staticmethod
     def ndp(settings: NdpSettings, index: int = 0) -> Role:
         """NDP worker `index`, 0..N-1; its kernels bring threads of their own."""
-        return Role("ndp", index, 1, settings.model_dump())
+        arguments = {"settings": settings, "index": index}
+        return Role(ndp_name(index), f"NDP worker {index}", "actors.ndp_worker:NdpWorker", arguments)
 
     @staticmethod
     def shard(settings: EngineSettings, index: int) -> Role:
         """Shard `index`, 1..G-1."""
-        return Role("shard", index, settings.threads, settings.model_dump())
+        arguments = {"settings": settings, "index": index, "gpu": index}
+        worker = "actors.shard_worker:ShardWorker"
+        return Role(shard_name(index), f"shard {index}", worker, arguments, threads=settings.threads)
 
     @staticmethod
-    def store(index: int, layers: Sequence[int], shared_memory: bool = True) -> Role:
+    def store_of(index: int, layers: Sequence[int], shared_memory: bool = True) -> Role:
         """A store of these layers; without shared memory it is read as if it were on another host."""
-        return Role("store", index, 1, {"layers": list(layers), "shared_memory": shared_memory})
+        options = ServerOptions(shared_memory=shared_memory)
+        arguments = {"index": index, "layers": list(layers), "verify": "stamp", "options": options}
+        worker = "actors.store.server:StoreWorker"
+        return Role(store_name(index), f"store {index}", worker, arguments, "path", layers=tuple(layers))
 
     @staticmethod
     def matcher(
         settings: MatcherSettings, shape: MapShape, top_k: int, snapshot: Path | None = None, warm: Path | None = None
     ) -> Role:
         """The matcher of expert maps."""
-        files = {name: None if path is None else str(path) for name, path in (("snapshot", snapshot), ("warm", warm))}
-        arguments = {"settings": settings.model_dump(), "shape": asdict(shape), "top_k": top_k} | files
-        return Role("matcher", 0, 1, arguments)
-
-    @property
-    def name(self) -> str:
-        """Under which it registers."""
-        if self.kind == "matcher":
-            return MATCHER
-        return {"ndp": ndp_name, "store": store_name, "shard": shard_name}[self.kind](self.index)
-
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-        names = {"ndp": f"NDP worker {self.index}", "matcher": "matcher"}
-        return names.get(self.kind, f"{self.kind} {self.index}")
+        arguments: dict[str, Any] = {"settings": settings, "shape": shape, "top_k": top_k}
+        arguments |= {name: str(path) for name, path in (("snapshot", snapshot), ("warm", warm)) if path is not None}
+        return Role(MATCHER, "matcher", "actors.matcher:Matcher", arguments, None)
 
 
 class WorkerProcess:
@@ -85,7 +90,7 @@ class WorkerProcess:
 
     Args:
         role: what it runs.
-        store: folder of the expert store; a matcher reads none.
+        store: folder of the expert store; None for a role that reads none.
 
     Attributes:
         link: give it to `GpuWorker`; it leads to the present process, also after `restart`.
@@ -93,10 +98,10 @@ class WorkerProcess:
 
     def __init__(self, role: Role, store: Path | None = None) -> None:
         self._role, self._store = role, store
-        self._board = LocalDirectory()
-        self.link = PeerLink(self._board, name=role.name)
+        self._directory = LocalDirectory()
+        self.link = PeerLink(self._directory, name=role.name)
         self._process: subprocess.Popen[str] | None = None
-        self._said: IO[str] | None = None  # its standard error: a file, which never fills up like a pipe
+        self._errors: IO[str] | None = None  # its standard error: a file, which never fills up like a pipe
 
     def __enter__(self) -> WorkerProcess:
         self.restart()
@@ -121,7 +126,7 @@ class WorkerProcess:
     @property
     def store_link(self) -> StoreLink:
         """Of a store: give it to those who read it."""
-        return StoreLink(self._role.name, tuple(self._role.settings["layers"]), self.link)
+        return StoreLink(self._role.name, self._role.layers, self.link)
 
     def restart(self) -> None:
         """Start the worker, after ending the one that may be there, and wait until it serves.
@@ -135,22 +140,22 @@ class WorkerProcess:
     def begin(self) -> None:
         """The first half of `restart`: several workers may begin before the first is ready."""
         self.close()
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(self._role.threads))
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
+        role = self._role
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._errors,
             text=True,
-            env=os.environ | threads,
+            env=os.environ | thread_limits(role.threads),
             start_new_session=True,  # Ctrl-C is for the parent, which ends it in order
         )
-        role = self._role
-        request = {"kind": role.kind, "index": role.index, "settings": role.settings, "store": str(self._store)}
+        store = {} if role.store is None else {role.store: str(self._store)}
+        request = base64.b64encode(pickle.dumps((role.worker, role.arguments | store)))
         stdin, _ = _pipes(self._process)
         with contextlib.suppress(OSError):  # it is dead already; `wait_until_ready` says why
-            stdin.write(json.dumps(request) + "\n")
+            stdin.write(request.decode() + "\n")
             stdin.flush()
 
     def wait_until_ready(self) -> None:
@@ -159,8 +164,8 @@ class WorkerProcess:
         Raises:
             RuntimeFailure: it did not come up; the message carries its last words.
         """
-        process, said = self._process, self._said
-        if process is None or said is None:
+        process, errors = self._process, self._errors
+        if process is None or errors is None:
             raise AssertionError("begin it first")
         _, stdout = _pipes(process)
         ready, _, _ = select.select([stdout], [], [], _START_S)
@@ -168,14 +173,14 @@ class WorkerProcess:
         if not address:
             process.kill()
             process.wait()
-            said.seek(0)
-            last = said.read().strip().splitlines()
+            errors.seek(0)
+            last = errors.read().strip().splitlines()
             self.close()
             raise RuntimeFailure(
                 f"the {self._role.label} did not start: {last[-1] if last else 'it said nothing'}",
                 "see its settings and store",
             )
-        self._board.register(self._role.name, address)
+        self._directory.register(self._role.name, address)
 
     def ask_to_end(self) -> None:
         """The first half of `close`: several workers may end side by side, which takes each about a second."""
@@ -188,7 +193,7 @@ class WorkerProcess:
         """End the process. Safe to call twice."""
         self.ask_to_end()
         process, self._process = self._process, None
-        said, self._said = self._said, None
+        errors, self._errors = self._errors, None
         if process is not None:
             _, stdout = _pipes(process)
             try:
@@ -197,8 +202,8 @@ class WorkerProcess:
                 process.kill()
                 process.wait()
             stdout.close()
-        if said is not None:
-            said.close()
+        if errors is not None:
+            errors.close()
 
 
 def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
@@ -208,48 +213,19 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     return stdin, stdout
 
 
-def _worker(request: dict[str, Any]) -> Any:
-    """The worker that a request asks for; it serves."""
-    if request["kind"] == "ndp":
-        from ..actors.ndp_worker import NdpWorker
-
-        near_data = NdpSettings(**request["settings"])
-        return NdpWorker(near_data, request["store"], LocalDirectory(), index=request["index"])
-    if request["kind"] == "store":
-        from ..actors.store.server import StoreWorker
-        from ..proto.options import ServerOptions
-
-        given = request["settings"]
-        options = ServerOptions(shared_memory=given["shared_memory"])
-        return StoreWorker(
-            request["store"], request["index"], given["layers"], "stamp", LocalDirectory(), options=options
-        )
-    if request["kind"] == "matcher":
-        from ..actors.matcher import Matcher
-
-        asked = request["settings"]
-        settings, shape = MatcherSettings(**asked["settings"]), MapShape(**asked["shape"])
-        return Matcher(
-            settings, shape, asked["top_k"], LocalDirectory(), snapshot=asked["snapshot"], warm=asked["warm"]
-        )
-    from ..actors.shard_worker import ShardWorker
-
-    index = request["index"]
-    return ShardWorker(EngineSettings(**request["settings"]), index, request["store"], LocalDirectory(), gpu=index)
-
-
 def main() -> None:
     """The child: serve until standard input ends."""
-    from ..errors import TierMoeError
-
-    request = json.loads(sys.stdin.readline())
+    worker, arguments = pickle.loads(base64.b64decode(sys.stdin.readline()))  # from the parent, over its own pipe
+    module, _, name = worker.partition(":")
     try:
-        worker = _worker(request)
+        served = getattr(importlib.import_module(f"..{module}", __package__), name)(
+            **arguments, directory=LocalDirectory()
+        )
     except TierMoeError as error:
         sys.exit(str(error))
-    print(worker.address, flush=True)
+    print(served.address, flush=True)
     sys.stdin.read()
-    worker.close()
+    served.close()
 
 
 if __name__ == "__main__":

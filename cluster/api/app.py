@@ -36,7 +36,7 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
-from ..attach import CONTROL, Lead
+from ..attach import CONTROL, lead_of
 from ..config import load_run_config
 from ..placement import LEAD, split_name
 from ..prompt import load_tokenizer
@@ -120,8 +120,8 @@ class RuntimeProcess:
 def _serves(deployment: str) -> bool:
     """Whether a deployment's lead has started."""
     try:
-        Lead(ray.get_actor(f"{deployment}/{LEAD}", namespace=NAMESPACE)).ask("plan")
-    except (ValueError, TierMoeError):  # ValueError: there is no such actor yet
+        lead_of(deployment).ask("plan")
+    except TierMoeError:  # such as: there is no such actor yet
         return False
     return True
 
@@ -236,10 +236,7 @@ def find_lead(deployment: str | None) -> Any:
         if len(ids) > 1:
             raise ConfigError(f"{len(ids)} deployments run in this Ray", f"set deployment to one of {', '.join(ids)}")
         deployment = ids[0]
-    try:
-        return ray.get_actor(f"{deployment}/{LEAD}", namespace=NAMESPACE)
-    except ValueError as error:
-        raise RuntimeFailure(f"deployment '{deployment}' has no lead", "look at `tiermoe status`") from error
+    return lead_of(deployment).handle
 
 
 def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:

@@ -39,7 +39,7 @@ def _stores(store: ExpertStore, *slices: Sequence[int]) -> Iterator[list[WorkerP
     with ExitStack() as stack:
         path = store.describe().path
         processes = [
-            stack.enter_context(closing(WorkerProcess(Role.store(i, layers, shared_memory=False), path)))  # type: ignore[arg-type]
+            stack.enter_context(closing(WorkerProcess(Role.store_of(i, layers, shared_memory=False), path)))  # type: ignore[arg-type]
             for i, layers in enumerate(slices)
         ]
         for process in processes:

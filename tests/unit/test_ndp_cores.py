@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_workers_take_cores_in_turn() -> None:
     settings = NdpSettings(threads=2, cores=(4, 5, 6, 7, 9))
     assert [settings.cores_of(i) for i in range(3)] == [(4, 5), (6, 7), (4, 5)]
     assert NdpSettings(threads=2).cores_of(3) == ()
-    assert NdpSettings(**json.loads(json.dumps(Role.ndp(settings).settings))) == settings  # as a child gets them
+    assert pickle.loads(pickle.dumps(Role.ndp(settings).arguments))["settings"] == settings  # as a child gets them
     config = load_run_config(None, {"policy": "context-ndp-full", "ndp": {"threads": 2, "cores": [1, 0]}})
     assert engine_settings(config).ndp.cores_of(0) == (1, 0)
 

@@ -21,7 +21,7 @@ from ....actors.settings import MatcherSettings
 from ....actors.store.artifacts import MapShape, save_maps
 from ....errors import RuntimeFailure
 from ...config import default_model_dir
-from ...ray_session import THREAD_VARIABLES
+from ...host import thread_limits
 from ...worker_process import Role, WorkerProcess
 from .matcher_peer import DISTANCE, random_maps, softmax
 from .metrics import Bar, Case, Measures, Report, interleaved, rows_of
@@ -104,7 +104,7 @@ def _peer() -> Iterator[Ask]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1"),
+        env=os.environ | thread_limits(1),
     )
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None
