@@ -301,14 +301,14 @@ class Channel:
         """Send, with `_sending` held; False: the transport stayed full until the deadline."""
         if self._faults is None:
             return self._send(pieces, size, deadline)
-        fault = self._faults.next()
-        if fault.delay_s:
-            timer = threading.Timer(fault.delay_s, self._send_late, (pieces, size, fault.copies))
+        copies, delay_s = self._faults()
+        if delay_s:
+            timer = threading.Timer(delay_s, self._send_late, (pieces, size, copies))
             timer.daemon = True
             self._timers.add(timer)
             timer.start()
             return True
-        sent = [self._send(pieces, size, deadline) for _ in range(fault.copies)]
+        sent = [self._send(pieces, size, deadline) for _ in range(copies)]
         return all(sent)
 
     def _send_late(self, pieces: Pieces, size: int, copies: int) -> None:

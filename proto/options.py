@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,9 @@ TransportChoice = Literal["auto", "shm", "grpc"]
 # Called by whichever thread reads; the message and its arrays hold what it gave for as long as they live.
 Supply = Callable[[int], Any]
 Received = bytes | memoryview  # a frame that arrived; read-only
+# Asked for each message that is about to be sent: how often it arrives, and how many seconds late. A client's meets
+# requests and posts, a server's answers; messages that are sent again are asked for anew.
+Faults = Callable[[], tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class ChannelOptions:
         queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
         supply: shared memory only: where answers are put when they are taken out of the ring, such as memory that is
             registered with a GPU; None: anywhere.
-        faults: tests only.
+        faults: for tests: what happens to each message that this side sends, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -138,7 +140,7 @@ class ChannelOptions:
     open_deadline_s: float = 5.0
     queued_bytes: int = 32 * MIB
     supply: Supply | None = None
-    faults: FaultInjector | None = None
+    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "shm", "grpc"):
@@ -168,7 +170,7 @@ class ServerOptions:
         supply: shared memory only: where requests are put when they are taken out of the ring, as of `ChannelOptions`.
         remembered_replies, remembered_bytes: per client, answers kept for requests that arrive again. A client says
             which answers it has, so that few are kept.
-        faults: tests only.
+        faults: for tests: what happens to each message that this side sends, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range, or a host other than loopback has no token.
@@ -187,7 +189,7 @@ class ServerOptions:
     remembered_replies: int = 1024
     remembered_bytes: int = 64 * MIB
     supply: Supply | None = None
-    faults: FaultInjector | None = None
+    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.token:
@@ -217,39 +219,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens to one message: it arrives `copies` times (0: never), `delay_s` seconds late."""
-
-    copies: int = 1
-    delay_s: float = 0.0
-
-
-DROP, REPEAT = Fault(copies=0), Fault(copies=2)
-_NONE = Fault()
-
-
-class FaultInjector:
-    """Faults by the number of the message, counted from 0 as this side sends them.
-
-    A client's injector meets requests and posts, a server's replies; messages that are sent again count anew.
-    """
-
-    def __init__(self, faults: Mapping[int, Fault]) -> None:
-        self._faults = dict(faults)
-        self._lock = threading.Lock()
-        self._sent = 0
-
-    def next(self) -> Fault:
-        """The fate of the message that is about to be sent."""
-        with self._lock:
-            number, self._sent = self._sent, self._sent + 1
-        return self._faults.get(number, _NONE)
-
-    @property
-    def sent(self) -> int:
-        """Messages met so far."""
-        with self._lock:
-            return self._sent

@@ -255,10 +255,10 @@ class ChannelServer:
         """How often the next answer is written: once, unless a test says otherwise."""
         if self._faults is None:
             return 1
-        fault = self._faults.next()
-        if fault.delay_s:
-            threading.Event().wait(fault.delay_s)
-        return fault.copies
+        copies, delay_s = self._faults()
+        if delay_s:
+            threading.Event().wait(delay_s)
+        return copies
 
     def _authorise(self, context: Any) -> None:
         import grpc

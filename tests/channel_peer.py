@@ -1,13 +1,16 @@
-"""A channel server in a process of its own: prints its address, ends with its standard input.
+"""For tests of the channel: a message, faults on purpose, and a server in a process of its own.
 
-`python channel_peer.py [seconds]`: a batch is answered with its own hidden state, a health request after that many
-seconds.
+`python channel_peer.py [seconds]` prints its address and ends with its standard input. A batch is answered with its own
+hidden state, a health request after that many seconds.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,15 +18,63 @@ from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, Heal
 from tiermoe.proto.server import ChannelServer
 
 
+def batch(rows: int = 2, width: int = 8, layer: int = 3) -> ExpertBatch:
+    """Two experts, each for the first row; the hidden state counts up."""
+    return ExpertBatch(
+        layer,
+        np.array([1, 5], np.int32),
+        np.array([3, 0], np.uint8),
+        np.array([0, 1, 2], np.int32),
+        np.array([0, 0], np.int32),
+        np.array([0.25, 0.75], np.float32),
+        np.arange(rows * width, dtype=np.float32).reshape(rows, width),
+    )
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Ask again and again until it holds; fails when it takes too long."""
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until
+        threading.Event().wait(0.001)
+
+
+class Fault(NamedTuple):
+    """What happens to one message: it arrives `copies` times (0: never), `delay_s` seconds late."""
+
+    copies: int = 1
+    delay_s: float = 0.0
+
+
+DROP, REPEAT = Fault(copies=0), Fault(copies=2)
+
+
+class FaultInjector:
+    """Faults by the number of the message, counted from 0 as this side sends them.
+
+    Attributes:
+        sent: messages met so far.
+    """
+
+    def __init__(self, faults: Mapping[int, Fault]) -> None:
+        self._faults = dict(faults)
+        self._lock = threading.Lock()
+        self.sent = 0
+
+    def __call__(self) -> Fault:
+        with self._lock:
+            number, self.sent = self.sent, self.sent + 1
+        return self._faults.get(number, Fault())
+
+
 def main() -> None:
     pause_s = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
-    never = threading.Event()
 
     def handle(message: Message) -> Message | None:
         if isinstance(message, ExpertBatch):
             return ExpertResult(np.asarray(message.hidden, np.float32), 0.1, 0.2, 0.3)
         if isinstance(message, HealthRequest):
-            never.wait(pause_s)
+            threading.Event().wait(pause_s)
             return HealthReport("peer", {})
         return None
 

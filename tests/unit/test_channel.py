@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 import pytest
-from channel_messages import batch
+from channel_peer import DROP, REPEAT, Fault, FaultInjector, batch, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tiermoe.errors import (
@@ -25,8 +25,8 @@ from tiermoe.errors import (
     StoreError,
 )
 from tiermoe.proto import codec, grpc_transport
-from tiermoe.proto.channel import Channel, open_channel
-from tiermoe.proto.codec import decode, encode
+from tiermoe.proto.channel import Channel, Pending, open_channel
+from tiermoe.proto.codec import Encoded, decode, encode
 from tiermoe.proto.messages import (
     ExpertBatch,
     ExpertResult,
@@ -35,7 +35,8 @@ from tiermoe.proto.messages import (
     Message,
     StoreRequest,
 )
-from tiermoe.proto.options import DROP, REPEAT, ChannelOptions, Fault, FaultInjector, Limits, ServerOptions
+from tiermoe.proto.options import ChannelOptions, Limits, ServerOptions
+from tiermoe.proto.requests import ReplyCache, State
 from tiermoe.proto.server import ChannelServer
 
 TRANSPORTS = ("grpc", "shm") if sys.platform == "linux" else ("grpc",)
@@ -77,6 +78,13 @@ def worker() -> Worker:
 Opener = Callable[..., Channel]
 
 
+def seconds(pending: Pending) -> float:
+    """The layer of the batch, as `Worker` answers it."""
+    reply = pending.result()
+    assert isinstance(reply, ExpertResult)
+    return reply.measured_s
+
+
 @pytest.fixture
 def connect(transport: str, worker: Worker) -> Iterator[Opener]:
     """Start a server and open a channel to it."""
@@ -114,15 +122,9 @@ def test_large_messages_go_through(connect: Opener) -> None:
 def test_answers_may_be_taken_in_any_order_and_by_several_threads(connect: Opener) -> None:
     channel = connect()
     pendings = [channel.submit(batch(layer=n), _SOON_S) for n in range(20)]
-
-    def layer(n: int) -> float:
-        reply = pendings[n].result()
-        assert isinstance(reply, ExpertResult)
-        return reply.measured_s
-
     order = [int(n) for n in np.random.default_rng(0).permutation(20)]
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(layer, order, timeout=_SOON_S)) == [float(n) for n in order]
+        assert list(pool.map(lambda n: seconds(pendings[n]), order, timeout=_SOON_S)) == [float(n) for n in order]
     assert all(pending.done() for pending in pendings)
     assert channel.counts["unexpected"] == 0
 
@@ -133,9 +135,7 @@ def test_done_becomes_true_without_result(connect: Opener, worker: Worker) -> No
     pending = channel.submit(batch(), _SOON_S)
     assert not pending.done()
     worker.go.set()
-    until = time.monotonic() + _SOON_S
-    while not pending.done():
-        assert time.monotonic() < until
+    wait_until(pending.done)
     assert isinstance(pending.result(), ExpertResult)
 
 
@@ -205,10 +205,8 @@ def test_a_request_sent_again_runs_once(connect: Opener, worker: Worker) -> None
     channel = connect(resend_after_s=0.03, faults=injector)
     assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
     assert channel.counts["resent"] == 1
-    until = time.monotonic() + _SOON_S
-    while channel.counts["unexpected"] == 0:  # the late one arrives, and is answered too
-        assert time.monotonic() < until
-        assert isinstance(channel.call(batch(layer=5), _SOON_S), ExpertResult)
+    # the late one arrives, and is answered too
+    wait_until(lambda: channel.call(batch(layer=5), _SOON_S) is not None and channel.counts["unexpected"] > 0)
     assert worker.layers.count(3) == 1
 
 
@@ -218,9 +216,7 @@ def test_work_that_takes_long_is_asked_for_and_not_sent_again(connect: Opener, w
     pending = channel.submit(batch(), _SOON_S)
     waiter = threading.Thread(target=pending.result)
     waiter.start()
-    until = time.monotonic() + _SOON_S
-    while channel.counts["probes"] < 2:
-        assert time.monotonic() < until
+    wait_until(lambda: channel.counts["probes"] >= 2)
     worker.go.set()
     waiter.join(_SOON_S)
     assert not waiter.is_alive()
@@ -236,10 +232,7 @@ def test_any_single_fault(connect: Opener, worker: Worker, side: str, fault: Fau
     server = ServerOptions(faults=injector if side == "server" else None)
     channel = connect(server, faults=injector if side == "client" else None, resend_after_s=0.05)
     pendings = [channel.submit(batch(layer=n), _SOON_S) for n in range(3)]
-    for n, pending in enumerate(pendings):
-        reply = pending.result()
-        assert isinstance(reply, ExpertResult)
-        assert reply.measured_s == n
+    assert [seconds(pending) for pending in pendings] == [0, 1, 2]
     assert sorted(worker.layers) == [0, 1, 2]  # each once
     assert injector.sent >= 3
 
@@ -266,12 +259,8 @@ def test_a_full_way_makes_submit_wait_and_drops_posts(connect: Opener, worker: W
 def test_several_messages_longer_than_the_ring(connect: Opener) -> None:
     """Guards against both sides waiting for each other in the middle of a message."""
     channel = connect(ring_bytes=4096)
-    sent = [batch(100, 128, layer=n) for n in range(4)]
-    pendings = [channel.submit(message, _SOON_S) for message in sent]
-    for n, pending in enumerate(pendings):
-        reply = pending.result()
-        assert isinstance(reply, ExpertResult)
-        assert reply.measured_s == n
+    pendings = [channel.submit(batch(100, 128, layer=n), _SOON_S) for n in range(4)]
+    assert [seconds(pending) for pending in pendings] == [0, 1, 2, 3]
 
 
 def test_posts_arrive_and_are_dropped_when_full(connect: Opener, worker: Worker) -> None:
@@ -283,10 +272,7 @@ def test_posts_arrive_and_are_dropped_when_full(connect: Opener, worker: Worker)
     assert channel.counts["dropped"] == 2000 - sent
     worker.go.set()
     pending.result()
-    until = time.monotonic() + _SOON_S
-    while len(worker.layers) < sent + 1:
-        assert time.monotonic() < until
-        channel.call(HealthReport("lead", {}), _SOON_S)
+    wait_until(lambda: channel.call(HealthReport("lead", {}), _SOON_S) is None and len(worker.layers) >= sent + 1)
     assert 0 < sent < 2000 or channel.transport == "grpc"  # gRPC's own windows may take them all
 
 
@@ -302,8 +288,7 @@ def test_two_channels_at_once(transport: str, worker: Worker) -> None:
         with open_channel(server.address, options) as one, open_channel(server.address, options) as two:
             assert server.connections == 2
             pendings = [c.submit(batch(layer=n), _SOON_S) for n, c in enumerate((one, two, one, two))]
-            replies = [pending.result() for pending in pendings]
-            assert [r.measured_s for r in replies if isinstance(r, ExpertResult)] == [0.0, 1.0, 2.0, 3.0]
+            assert [seconds(pending) for pending in pendings] == [0, 1, 2, 3]
             two.close()
             assert isinstance(one.call(batch(), _SOON_S), ExpertResult)
             with pytest.raises(PeerLost, match="closed"):
@@ -407,3 +392,54 @@ def test_health_service_and_role_calls_serve_any_grpc_client(worker: Worker) -> 
 def test_options_out_of_range(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ChannelOptions(**options)  # type: ignore[arg-type]
+
+
+# What the server remembers of requests: executed once, forgotten when settled, bounded
+
+
+def _reply(seconds: float = 0.0) -> Encoded:
+    return encode(ExpertResult(np.zeros((1, 4), np.float32), seconds, 0.0, 0.0))  # 16 bytes
+
+
+def test_a_request_is_new_once() -> None:
+    cache = ReplyCache(10, 1000)
+    assert cache.begin(1, 1) is State.NEW
+    assert cache.begin(1, 1) is State.KNOWN
+    assert cache.reply_of(1, 0.0) is None  # it runs
+    reply = _reply()
+    cache.finish(1, reply)
+    assert cache.begin(1, 1) is State.KNOWN
+    assert cache.reply_of(1, 0.0) is reply
+
+
+def test_who_asks_while_it_runs_waits_for_it() -> None:
+    cache = ReplyCache(10, 1000)
+    cache.begin(1, 1)
+    got: list[Encoded | None] = []
+    waiter = threading.Thread(target=lambda: got.append(cache.reply_of(1, 5.0)))
+    waiter.start()
+    reply = _reply()
+    cache.finish(1, reply)
+    waiter.join(5.0)
+    assert got == [reply]
+
+
+def test_settled_requests_are_forgotten_and_refused() -> None:
+    cache = ReplyCache(10, 1000)
+    for number in (1, 2, 3):
+        cache.begin(number, 1)
+        cache.finish(number, _reply())
+    assert cache.begin(4, 3) is State.NEW
+    assert len(cache) == 2  # 3 and 4
+    assert [cache.begin(n, 3) for n in (1, 2, 3)] == [State.STALE, State.STALE, State.KNOWN]
+    assert [cache.knows(n) for n in (2, 3, 5)] == [True, True, False]
+
+
+def test_the_oldest_answers_go_first_and_never_run_again() -> None:
+    for cache in (ReplyCache(2, 1000), ReplyCache(100, 40)):
+        for number in (1, 2, 3):
+            assert cache.begin(number, 1) is State.NEW
+            cache.finish(number, _reply())
+        assert len(cache) == 2
+        assert cache.begin(1, 1) is State.STALE
+        assert cache.begin(3, 1) is State.KNOWN

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from channel_messages import batch
+from channel_peer import batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

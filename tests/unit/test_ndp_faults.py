@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from channel_peer import DROP, REPEAT, Fault, FaultInjector
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
@@ -18,7 +19,7 @@ from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.proto.channel import open_channel
-from tiermoe.proto.options import DROP, REPEAT, ChannelOptions, Fault, FaultInjector, ServerOptions
+from tiermoe.proto.options import ChannelOptions, ServerOptions
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 _PROMPT, _NEW = [5, 9, 2, 7, 1, 3], 10

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from channel_peer import DROP, FaultInjector
 from fake_compute import FakeCompute
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
@@ -29,7 +30,7 @@ from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster.config import load_hardware
 from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
-from tiermoe.proto.options import DROP, ChannelOptions, FaultInjector
+from tiermoe.proto.options import ChannelOptions
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 from tiermoe.proto.server import ChannelServer
 

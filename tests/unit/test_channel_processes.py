@@ -9,14 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from channel_messages import batch
+from channel_peer import batch, wait_until
 
 from tiermoe.errors import ChannelRefused, ConfigError, PeerLost
 from tiermoe.proto.channel import open_channel
@@ -84,7 +83,7 @@ def test_a_killed_client_leaves_the_server_as_it_was() -> None:
     with ChannelServer(handle) as server:
         with open_channel(server.address) as warm:  # what gRPC opens once and keeps
             warm.call(HealthRequest(), _SOON_S)
-        _until(lambda: server.connections == 0)
+        wait_until(lambda: server.connections == 0)
         gc.collect()
         before, mapped = _descriptors(), _mappings()
         for _ in range(2):
@@ -99,8 +98,8 @@ def test_a_killed_client_leaves_the_server_as_it_was() -> None:
             client.wait(_SOON_S)
             client.stdout.close()
             client.stdin.close()
-            _until(lambda: server.connections == 0)
-        _until(lambda: gc.collect() >= 0 and _descriptors() <= before and _mappings() <= mapped)
+            wait_until(lambda: server.connections == 0)
+        wait_until(lambda: gc.collect() >= 0 and _descriptors() <= before and _mappings() <= mapped)
 
 
 def _descriptors() -> int:
@@ -110,13 +109,6 @@ def _descriptors() -> int:
 def _mappings() -> int:
     maps = Path("/proc/self/maps")
     return maps.read_text(encoding="utf-8").count("tiermoe-channel") if maps.exists() else 0
-
-
-def _until(holds: object) -> None:
-    until = time.monotonic() + _SOON_S
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < until
-        threading.Event().wait(0.01)
 
 
 def test_a_process_ends_although_its_channels_are_open() -> None:
