@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 STORE_CPUS = 1.0  # that Ray reserves for a store
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvidia0")  # of the drivers, WSL and Tegra
 _PACKAGES = ("tiermoe", "torch", "transformers", "ray")
+# What our kernels can make use of, by the kernel's names for it (x86, then Arm).
+_FEATURES = (
+    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
+    "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
 
 
 def usable_cores() -> int:
@@ -27,6 +36,34 @@ def usable_cores() -> int:
 def thread_limits(threads: int) -> dict[str, str]:
     """Environment that bounds the threads of arithmetic libraries."""
     return dict.fromkeys(_THREAD_VARIABLES, str(threads))
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores that this process may use, and the instruction sets that matter here."""
+    model, flags = _cpuinfo()
+    usable = usable_cores()
+    return {
+        "model": model or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": usable,
+        "physical_cores": psutil.cpu_count(logical=False) or usable,
+        "instruction_sets": [name for name in _FEATURES if name in flags],
+    }
+
+
+def _cpuinfo() -> tuple[str, set[str]]:
+    """Model name and feature flags as Linux tells them; empty elsewhere."""
+    model, flags = "", set[str]()
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            flags = set(value.split())
+        if model and flags:
+            break
+    return model, flags
 
 
 def has_gpu() -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -21,17 +20,12 @@ from rich.console import Console
 
 from ...errors import CheckpointError
 from ..config import check_model_dir, default_model_dir
-from ..host import usable_cores, versions
+from ..host import cpu, versions
 from ..prompt import read_header
 from ..report.tables import facts, size
 
 _COPY_BYTES = 128 << 20  # larger than the caches
 _REPEATS = 5
-# What our kernels can make use of, by the kernel's names for it (x86, then Arm).
-_FEATURES = (
-    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
-    "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,19 +44,6 @@ class Device:
     free_bytes: int
     link_gbps: float
     link: str
-
-
-def cpu() -> dict[str, Any]:
-    """Model, cores that this process may use, and the instruction sets that matter here."""
-    model, flags = _cpuinfo()
-    usable = usable_cores()
-    return {
-        "model": model or platform.processor() or platform.machine(),
-        "architecture": platform.machine(),
-        "cores": usable,
-        "physical_cores": psutil.cpu_count(logical=False) or usable,
-        "instruction_sets": [name for name in _FEATURES if name in flags],
-    }
 
 
 def host_copy_gbps() -> float:
@@ -104,21 +85,6 @@ def _best_gbps(copy: Any, nbytes: int = _COPY_BYTES) -> float:
         copy()
         best_s = min(best_s, time.perf_counter() - begin)
     return nbytes / best_s / 1e9
-
-
-def _cpuinfo() -> tuple[str, set[str]]:
-    """Model name and feature flags as Linux tells them; empty elsewhere."""
-    model, flags = "", set[str]()
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        elif key.strip() in ("flags", "Features"):
-            flags = set(value.split())
-        if model and flags:
-            break
-    return model, flags
 
 
 _ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tiermoe.cluster.jobs.bench import command, prefetch
+from tiermoe.cluster.jobs.bench import command, micro, micro_serving
 from tiermoe.cluster.jobs.bench.json_option import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
@@ -69,7 +69,7 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
 ) -> None:
     missed = Report("prefetch", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
     fake: Callable[..., Any] = lambda *a, **k: missed  # noqa: E731
-    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    monkeypatch.setattr(micro_serving, "prefetch", fake)
     done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
@@ -77,7 +77,7 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
 
 def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake: Callable[..., Any] = lambda *a, **k: Report("prefetch", "emulated")  # noqa: E731
-    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    monkeypatch.setattr(micro_serving, "prefetch", fake)
     out = tmp_path / "out.json"
     done = CliRunner().invoke(command.bench_app, ["prefetch", "--json", "--out", str(out)])
     assert done.exit_code == 0
@@ -88,7 +88,7 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize("spelling", [["--json", "FILE"], ["--json=FILE"], ["--out", "FILE"]])
 def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake: Callable[..., Any] = lambda *a, **k: Report("prefetch", "emulated")  # noqa: E731
-    monkeypatch.setattr(prefetch, "bench_prefetch", fake)
+    monkeypatch.setattr(micro_serving, "prefetch", fake)
     out = tmp_path / "out.json"
     arguments = [word.replace("FILE", str(out)) for word in spelling]
     done = CliRunner().invoke(command.bench_app, ["prefetch", *arguments])
@@ -98,7 +98,7 @@ def test_json_with_a_file_is_out(spelling: list[str], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
 def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "bench_prefetch", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr(micro_serving, "prefetch", lambda *a: pytest.fail("measured"))
     assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
 
 
@@ -127,14 +127,14 @@ def test_a_benchmark_runs_on_one_gpu_whatever_the_file_says(tmp_path: Path) -> N
     file = tmp_path / "job.yaml"
     file.write_text("cluster:\n  shards: 4\n")
     assert run_config(None, str(file)).cluster.shards == 1
-    assert overridden(str(file), prefetch.OWN_KEYS) == ["cluster"]
+    assert overridden(str(file), micro.Prefetch.own_keys) == ["cluster"]
 
 
 def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measure(*args: object) -> None:
         pytest.fail("measured")
 
-    monkeypatch.setattr(prefetch, "bench_prefetch", measure)
+    monkeypatch.setattr(micro_serving, "prefetch", measure)
     done = CliRunner().invoke(command.bench_app, ["prefetch", "--out", str(tmp_path / "none" / "out.json")])
     assert isinstance(done.exception, ConfigError)
 
@@ -142,7 +142,7 @@ def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPa
 def test_keys_that_a_benchmark_does_not_take_are_named(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\n")
-    assert overridden(str(file), prefetch.OWN_KEYS) == ["policy", "threads"]
+    assert overridden(str(file), micro.Prefetch.own_keys) == ["policy", "threads"]
     config = run_config(None, str(file), policy="next-gate")
     assert (config.policy, config.threads, config.kv.page_size) == ("next-gate", 1, 32)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,19 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.model.kernels import KernelPlan, KernelTime
-from tiermoe.cluster.jobs.bench.gpu import checks, host_experts, job, options, packages
-from tiermoe.cluster.jobs.bench.gpu.build import extensions
-from tiermoe.cluster.jobs.bench.gpu.host_time import record_kernels
-from tiermoe.cluster.jobs.bench.gpu.locality import Locality, draw
-from tiermoe.cluster.jobs.bench.gpu.page import render
-from tiermoe.cluster.jobs.bench.gpu.record import Record
-from tiermoe.cluster.jobs.bench.gpu.replay import Replay
-from tiermoe.cluster.jobs.bench.gpu.shapes import REAL, TOY
+from tiermoe.cluster.jobs.bench.gpu import build, checks, job, models, page
+from tiermoe.cluster.jobs.bench.gpu.decode import record_kernels
+from tiermoe.cluster.jobs.bench.gpu.job import Part, Record
+from tiermoe.cluster.jobs.bench.gpu.models import REAL, TOY, HostExperts
+from tiermoe.cluster.jobs.bench.gpu.routing import Locality, Replay, draw
 from tiermoe.errors import ConfigError
 
 _FOLDER = Path(job.__file__).parent
 _ROOT = _FOLDER.parents[3]
-PART = options.Part("machine", "The machine", 30)
+PART = Part("machine", 30)
 
 
-def plan(out: Path, *parts: options.Part, seconds: float = 60.0) -> job.Plan:
+def plan(out: Path, *parts: Part, seconds: float = 60.0) -> job.Plan:
     return job.Plan(out, "cpu", "toy", parts, seconds)
 
 
@@ -85,7 +84,7 @@ def test_parts_without_time_are_said_and_others_are_kept(tmp_path: Path) -> None
 
 
 def test_time_that_earlier_parts_left_goes_to_the_later_ones() -> None:
-    parts = [options.Part(name, "", seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
+    parts = [Part(name, seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
     assert job.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
     assert job.limit_of(parts, 90.0) == 20.0
     assert job.limit_of(parts[2:], 90.0) == 90.0
@@ -108,16 +107,21 @@ def test_nothing_about_speed_is_judged_on_the_stand_in() -> None:
     assert [check["name"] for check in record.checks] == ["identity"]
 
 
-def test_the_page_without_data_says_that_no_gpu_was_to_be_had() -> None:
-    page = render(None)
-    assert "Nothing on this page has run on a GPU yet" in page
-    assert "cluster/jobs/bench/gpu/run.sh" in page
-    assert page == (_ROOT / "docs/results/gpu.md").read_text(encoding="utf-8") or (
-        _ROOT / "docs/results/gpu.json"
-    ).exists()
+TEXT = (_ROOT / page.PAGE).read_text(encoding="utf-8")
 
 
-def test_the_page_of_a_part_that_was_cut_off() -> None:
+def test_the_page_without_data_claims_nothing() -> None:
+    assert "nothing on this page has run on a GPU yet" in TEXT
+    assert "cluster/jobs/bench/gpu/run.sh" in TEXT
+    blocks = re.findall(r"<!-- table: (.*) -->", TEXT)
+    assert blocks[:3] == ["run", "parts", "limits"]
+    assert set(blocks[3:]) == {part.name for part in job.PARTS}
+    bare = page.render(TEXT, None)
+    assert bare.count("\nNot run yet.\n") == len(blocks)
+    assert bare == TEXT or (_ROOT / "docs/results/gpu.json").exists()
+
+
+def test_the_page_of_a_part_that_was_cut_off(tmp_path: Path) -> None:
     found = {
         "rows": [{"kind": "peaks", "h2d_gbps": 50.0, "d2h_gbps": 51.0, "hbm_gbps": 3000.0}], "checks": [], "goals": [],
         "notes": ["a note"], "outcome": "cut off after 30 s", "seconds": 30.0, "log": "first\nlast words",
@@ -126,12 +130,16 @@ def test_the_page_of_a_part_that_was_cut_off() -> None:
         "device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {"torch": "2.11"},
         "parts": {"machine": found},
     }  # fmt: skip
-    page = render(document)
-    assert "cut off after 30 s" in page
-    assert "| host to device, one large pinned copy | 50.0 |" in page
-    assert "last words" in page
-    assert "stand-in" not in page
-    assert page.count("Not run yet.") == len(options.PARTS) - 1
+    page.write(tmp_path, _ROOT, document)
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "| device | A GPU |" in text
+    assert "Outcome: cut off after 30 s." in text
+    assert "| 50.0 | 51.0 | 3000.0 |" in text
+    assert "- a note\n" in text
+    assert "first\nlast words\n```" in text
+    assert text.count("Not run yet.") == len(job.PARTS) - 1
+    assert page.render(text, document) == text
+    assert page.render(text, None) == page.render(TEXT, None)
 
 
 def test_the_page_shows_what_only_a_gpu_gives() -> None:
@@ -146,11 +154,11 @@ def test_the_page_shows_what_only_a_gpu_gives() -> None:
     machine.row("machine", cpu={"model": "a CPU", "cores": 16, "instruction_sets": ["avx2"]}, device="cuda",
                 gpu="A GPU", gpu_memory_bytes=1 << 36, driver=None)  # fmt: skip
     parts = {part.part: part.as_dict() | {"outcome": "done", "seconds": 1.0} for part in (record, machine)}
-    page = render({"device": "cuda", "sizes": "real", "device_name": "A GPU", "versions": {}, "parts": parts})
-    assert "| a shape | loop | decode | 1 | 4 | 20.0 | 10.0 | 900 |  |" in page
-    assert "| a shape | triton 16/a/b | decode | 1 | 4 | 20.0 | 10.0 | 900 | chosen |" in page
-    assert "| 2.0, 1.0, 1.0 | 2.0, 1.0 |" in page
-    assert "| gpu_memory_bytes | 68719476736 |" in page
+    text = page.render(TEXT, {"device": "cuda", "sizes": "real", "device_name": "A", "versions": {}, "parts": parts})
+    assert "| a shape | loop | decode | 1 | 4 | 20.0 | 10.0 | 900 | False |" in text
+    assert "| a shape | triton 16/a/b | decode | 1 | 4 | 20.0 | 10.0 | 900 | True |" in text
+    assert "| read 1.0 | 2.0, 1.0, 1.0 | 2.0, 1.0 |" in text
+    assert "| gpu_memory_bytes | 68719476736 |" in text
 
 
 def test_a_page_that_cannot_be_written_costs_no_part(tmp_path: Path) -> None:
@@ -162,37 +170,40 @@ def test_a_page_that_cannot_be_written_costs_no_part(tmp_path: Path) -> None:
 
 def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="no part 'qwne'"):
-        options.chosen_parts("qwne")
-    assert [part.name for part in options.chosen_parts("loads,machine")] == ["machine", "loads"]
+        job.chosen_parts("qwne")
+    assert [part.name for part in job.chosen_parts("loads,machine")] == ["machine", "loads"]
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
-            options.device_of("cuda")
+            job.device_of("cuda")
 
 
 def test_all_parts_fit_into_eight_minutes() -> None:
-    assert options.TOTAL_S <= 450  # and half a minute to compile
-    last = options.PARTS[-1]
-    assert sum(part.seconds for part in options.PARTS) - last.seconds <= options.TOTAL_S  # each is begun at least
-    assert set(job.runs()) == {part.name for part in options.PARTS}
+    assert job.TOTAL_S <= 450  # and half a minute to compile
+    last = job.PARTS[-1]
+    assert sum(part.seconds for part in job.PARTS) - last.seconds <= job.TOTAL_S  # each is begun at least
 
 
 def test_missing_packages_are_named_as_pip_calls_them() -> None:
-    assert packages.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
-    assert packages.missing(packages.NEEDED) == []
+    assert build.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
+    assert build.missing(build.NEEDED) == []
 
 
 def test_setup_names_the_extensions_that_are_built() -> None:
-    assert [ext.name for ext in extensions(_ROOT)] == [
+    assert [ext.name for ext in build.extensions(_ROOT)] == [
         "tiermoe.kernels._cpu", "tiermoe.kernels._substitute", "tiermoe.proto._ring",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.py")), ids=lambda path: path.name)
-def test_neither_ray_nor_typer_is_imported(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not [name for name in names if name.split(".")[0] in ("ray", "typer")]
+def test_no_part_imports_ray_or_typer() -> None:
+    """A GPU machine has neither. Guards against modules of the package that import them for all of their users."""
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(('ray', 'typer', 'click', 'fastapi', 'matplotlib'));"
+        "from tiermoe.cluster.jobs.bench.gpu import job; print(*job.runs());"
+        "from tiermoe.cluster.jobs.bench.micro_kernels import kernel_threads"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {part.name for part in job.PARTS}
 
 
 def test_real_shapes_are_the_published_ones() -> None:
@@ -244,11 +255,11 @@ def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = TOY["qwen"].expert
     elements = shape.num_experts * shape.elements()
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
-    flat, how, kept = host_experts._allocate(elements, torch.bfloat16, torch.device("cuda"))
+    flat, how, memory = models._allocate(elements, torch.bfloat16, torch.device("cuda"))
     assert (how, registered) == ("registered", {flat.data_ptr(): 2 * elements})
     assert not flat.any()
-    monkeypatch.setattr(host_experts, "_allocate", lambda *asked: (flat, how, kept))
-    host = host_experts.HostExperts()
+    monkeypatch.setattr(models, "_allocate", lambda *asked: (flat, how, memory))
+    host = HostExperts()
     host.add(shape, torch.bfloat16, torch.device("cpu"), seed=0)
     gate_up, down = host.layers[0].expert(3)
     assert (tuple(gate_up.shape), tuple(down.shape)) == (shape.gate_up, shape.down)
@@ -261,7 +272,7 @@ def test_experts_in_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replicas_of_two_layers_serve_all() -> None:
     shape, cpu = TOY["qwen"].expert, torch.device("cpu")
-    host = host_experts.HostExperts()
+    host = HostExperts()
     for layer in range(3):
         host.add(shape, torch.float32, cpu, seed=layer)
     found = host.replicas(shape, 4, 64, cpu)
@@ -284,9 +295,33 @@ def test_counts_of_a_report_and_of_a_run_that_was_cut_off(tmp_path: Path) -> Non
         "<failure message='boom'>trace</failure></testcase><testcase name='d'><skipped/></testcase>"
         "</testsuite></testsuites>"
     )
-    counts, failures = checks._read(report)
+    counts, failures = checks.read_report(report)
     assert counts == {"passed": 1, "failed": 1, "errors": 0, "skipped": 1}
     assert failures[0]["test"] == "a::c"
     assert failures[0]["why"].startswith("boom")
-    counts, _ = checks._from_text("..F.s [ 12%]\n")
+    counts, _ = checks.read_progress("..F.s [ 12%]\n")
     assert counts == {"passed": 3, "failed": 1, "errors": 0, "skipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("test", "left_s", "why"),
+    [
+        ("import threading; threading.Event().wait(60)", 7.0, "was cut off: no time was left"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60.0, "ended with status -9"),
+        ("import os; os._exit(0)", 60.0, "ended with status 0 and no report"),
+    ],
+)
+def test_a_test_file_that_does_not_end_has_failed(
+    test: str, left_s: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a file that was cut off, all of whose tests until then had passed: it counted as a pass."""
+    (tmp_path / "test_it.py").write_text(f"def test_a() -> None: ...\n\ndef test_b() -> None:\n    {test}\n")
+    monkeypatch.setattr(checks, "targets", lambda context: ["test_it.py"])
+    record = Record("tests", None)
+    checks.run(job.Context(torch.device("cpu"), "toy", time.monotonic() + left_s, tmp_path), record)
+    assert {check["name"]: check["ok"] for check in record.checks} == {
+        "test_it.py: failures and errors": True, "test_it.py: ran to its end": False
+    }  # fmt: skip
+    assert why in record.notes[0]
+    found = record.as_dict() | {"outcome": "done"}
+    assert job.failures({"parts": {"tests": found}}, (Part("tests", 1),)) == ["test_it.py: ran to its end"]

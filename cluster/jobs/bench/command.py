@@ -1,20 +1,20 @@
 """The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
 
 `--out FILE`, also written `--json FILE.json`, puts the object into a file, for jobs whose standard output is mixed with
-other lines. Here are those of the system as a whole; `paper_commands` and `part_commands` have the others.
+other lines. `micro` has the options of the micro-benchmarks, `paper_commands` those of the papers' benchmarks.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
-from ....actors.policies.sharding import Ownership
-from . import compare_command, paper_commands, part_commands
+from . import compare_command, micro, paper_commands
 from .compare.kept import Kept
-from .finish import Check, Config, Json, Model, Out, Repeats, finish, say_overridden, telling_what_is_kept
+from .finish import Check, Config, Json, Model, Out, finish, say_overridden, telling_what_is_kept
 from .json_option import JsonCommand
 from .metrics import Report
 
@@ -26,63 +26,8 @@ def _bench() -> None:
     """Measure the system. Figures are medians of interleaved repetitions in this process."""
 
 
-@bench_app.command(cls=JsonCommand)
-def overhead(
-    model: Model = None,
-    repeats: Repeats = 7,
-    config: Config = None,
-    out: Out = None,
-    as_json: Json = False,
-    check: Check = False,
-) -> None:
-    """Decode time with everything resident, against transformers' continuous batching."""
-    from .overhead import OWN_KEYS, bench_overhead
-
-    say_overridden(config, OWN_KEYS)
-    finish(lambda progress: bench_overhead(model, repeats, progress, config), as_json, check, out)
-
-
-@bench_app.command(cls=JsonCommand)
-def prefetch(
-    model: Model = None,
-    repeats: Repeats = 5,
-    budget: Annotated[str, typer.Option(help="Device memory for experts.")] = "0.25",
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link, 1e9 bytes per second.")] = 2.0,
-    config: Config = None,
-    out: Out = None,
-    as_json: Json = False,
-    check: Check = False,
-) -> None:
-    """Blocked I/O with and without next-gate prefetch."""
-    from .prefetch import OWN_KEYS, bench_prefetch
-
-    say_overridden(config, OWN_KEYS)
-    finish(lambda progress: bench_prefetch(model, repeats, budget, link_gbps, progress, config), as_json, check, out)
-
-
-@bench_app.command(cls=JsonCommand)
-def scale(
-    model: Model = None,
-    repeats: Repeats = 4,
-    policy: Annotated[str, typer.Option(help="Of all GPUs.")] = "on-demand",
-    budget: Annotated[str, typer.Option(help="Device memory for experts of one GPU, a share of all.")] = "0.125",
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="Emulated link of each GPU, 1e9 bytes/s.")] = 2.0,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prompts in flight together; repeat it.", show_default="1, 4, 8, 16")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts for each batch size, at least.")] = 20,
-    ownership: Annotated[Ownership, typer.Option(help="Rule by which experts belong to GPUs.")] = "layer-expert",
-    config: Config = None,
-    out: Out = None,
-    as_json: Json = False,
-    check: Check = False,
-) -> None:
-    """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
-    from .scale import BATCHES, OWN_KEYS, Workload, bench_scale
-
-    say_overridden(config, OWN_KEYS)
-    work = Workload(policy, budget, link_gbps, tuple(dict.fromkeys(batch or BATCHES)), prompts, ownership)
-    finish(lambda progress: bench_scale(model, repeats, work, progress, config), as_json, check, out)
+for _name in ("overhead", "prefetch", "scale"):
+    bench_app.command(cls=JsonCommand)(micro.command(_name))
 
 
 @bench_app.command(cls=JsonCommand)
@@ -127,10 +72,22 @@ bench_app.command(cls=JsonCommand)(paper_commands.fmoe)
 bench_app.command(cls=JsonCommand)(paper_commands.moepic)
 bench_app.command(cls=JsonCommand)(paper_commands.activeevict)
 bench_app.command(cls=JsonCommand)(paper_commands.buddymoe)
-bench_app.command()(part_commands.gpu)
-bench_app.command(cls=JsonCommand)(part_commands.quantize)
-bench_app.command(cls=JsonCommand)(part_commands.channel)
-bench_app.command(cls=JsonCommand)(part_commands.transfer)
-bench_app.command(cls=JsonCommand)(part_commands.kernel)
-bench_app.command(cls=JsonCommand)(part_commands.matcher)
-bench_app.command(cls=JsonCommand)(part_commands.substitute)
+
+
+@bench_app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
+    parts: Annotated[str, typer.Option(help="Only these, separated by commas; see docs/gpu.md.")] = "",
+    seconds: Annotated[float, typer.Option(help="For all parts together.")] = 445.0,
+    device: Annotated[str, typer.Option(help="cuda; cpu: the stand-in, to try the script.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
+) -> None:
+    """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
+    from .gpu.__main__ import main
+
+    given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
+    raise typer.Exit(main(given))
+
+
+for _name in ("quantize", "channel", "transfer", "kernel", "matcher", "substitute"):
+    bench_app.command(cls=JsonCommand)(micro.command(_name))

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ...host import versions
-from ..doctor import cpu
+from ...host import cpu, versions
 
 Measures = dict[str, float]
 _LOG_WIDTH = 160

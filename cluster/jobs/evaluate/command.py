@@ -13,9 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ...config import check_model_dir, engine_settings
-from ...host import versions
+from ...host import cpu, versions
 from ..bench.serving import run_config, start_worker
-from ..doctor import cpu
 from .quality import MEASURES, EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()

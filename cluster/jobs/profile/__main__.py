@@ -13,9 +13,8 @@ from rich.table import Table
 
 from ....errors import ConfigError, TierMoeError
 from ...config import default_model_dir
-from ...host import versions
+from ...host import cpu, versions
 from ...report.tables import progress_on
-from ..doctor import cpu
 from ..evaluate.quality import EvaluationOptions
 
 

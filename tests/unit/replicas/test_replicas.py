@@ -130,16 +130,16 @@ def test_fallbacks_are_reported(checkpoint: Path, tmp_path: Path, capsys: pytest
 def test_the_benchmark_measures_on_held_out_inputs(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tiermoe.cluster.jobs.bench.quantize import bench_quantize
+    from tiermoe.cluster.jobs.bench.micro import Quantize, measure
 
     monkeypatch.setenv("HOME", str(tmp_path))  # where the store goes
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     with pytest.raises(CheckpointError, match="ships no held-out"):
-        bench_quantize(str(model), None)
+        measure(Quantize(model=str(model)))
     for name, text in (("calibration", TEXT * 4), ("heldout", TEXT[1000:1800])):
         (model / name).mkdir()
         (model / name / "text.txt").write_text(text)
-    report = bench_quantize(str(model), None)
+    report = measure(Quantize(model=str(model)))
     by = {(row["case"], row["bits"]): row for row in report.rows}
     assert report.settings["heldout_tokens"] == 800 // 256 * 256
     for bits in (1, 2, 3, 4, 8):

@@ -8,8 +8,8 @@ from typing import Any
 
 from .....errors import ConfigError
 from ....config import RunConfig
+from ....host import cpu
 from ....simulate.executor import Machine
-from ...doctor import cpu
 from ..page_parts import rounded
 from .work import LATENCY_US, Workload
 

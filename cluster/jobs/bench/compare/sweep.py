@@ -13,8 +13,7 @@ from .....actors.policy_settings import PolicySettings
 from .....actors.settings import LinkSettings
 from .....errors import ConfigError
 from ....config import RunConfig, engine_settings, load_policy
-from ....host import versions
-from ...doctor import cpu
+from ....host import cpu, versions
 from .lists import require_each_once
 
 Prompt = tuple[int, ...]

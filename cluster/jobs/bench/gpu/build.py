@@ -1,8 +1,8 @@
-"""Compile the C++ extensions in place with the Python that runs this: what setup.py names, without installing anything.
+"""What a run needs before the package can be imported: the packages, and the C++ extensions compiled in place.
 
-`setup.py build_ext --inplace` gives the same, one file after another and only where setuptools is new enough for
-pyproject.toml; this asks nothing but g++ and Python's headers, and compiles all files side by side. A plain script: the
-package needs no name yet.
+A plain script of the standard library, run by `run.sh`. It compiles what setup.py names, all files side by side, and
+installs nothing. `setup.py build_ext --inplace` gives the same, one file after another and only where setuptools is new
+enough for pyproject.toml; this needs nothing but g++ and Python's headers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,44 @@ import types
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+# module: what pip calls it. Ray, typer, FastAPI and matplotlib are not among them.
+NEEDED = {
+    "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
+    "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
+    "google.protobuf": "protobuf", "grpc": "grpcio",
+}  # fmt: skip
+USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported; nothing is."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # the package around it is missing
+        return False
+
+
+def missing(modules: dict[str, str]) -> list[str]:
+    """What pip calls those that are not there."""
+    return [name for module, name in modules.items() if not installed(module)]
+
+
+def package_versions(modules: dict[str, str]) -> dict[str, str]:
+    """Of those that are there."""
+    found = {}
+    for module, name in modules.items():
+        if installed(module):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = "there"
+    return found
 
 
 @dataclass(frozen=True)
@@ -37,6 +72,14 @@ class Extension:
         """Where it goes: beside the package's own files; the first part of its name is the clone itself."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         return root.joinpath(*self.name.split(".")[1:]).with_suffix(suffix)
+
+    def stale(self, root: Path) -> bool:
+        """Whether it is missing or older than a source."""
+        file = self.file(root)
+        if not file.exists():
+            return True
+        made = file.stat().st_mtime
+        return any((root / source).stat().st_mtime > made for source in (*self.sources, *self.depends))
 
 
 def extensions(root: Path) -> list[Extension]:
@@ -60,7 +103,7 @@ def build(root: Path, scratch: Path) -> list[Path]:
     if compiler is None:
         raise RuntimeError("there is no g++: install one, or name a C++ compiler in CXX")
     python = sysconfig.get_path("include")
-    stale = [ext for ext in extensions(root) if _stale(ext, root)]
+    stale = [ext for ext in extensions(root) if ext.stale(root)]
     objects = {
         (ext.name, source): scratch / f"{ext.name}.{Path(source).stem}.o" for ext in stale for source in ext.sources
     }
@@ -83,21 +126,38 @@ def build(root: Path, scratch: Path) -> list[Path]:
     return [ext.file(root) for ext in stale]
 
 
-def _stale(ext: Extension, root: Path) -> bool:
-    file = ext.file(root)
-    if not file.exists():
-        return True
-    made = file.stat().st_mtime
-    return any((root / source).stat().st_mtime > made for source in (*ext.sources, *ext.depends))
-
-
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
+def main(root: Path) -> int:
+    """0 when the packages are there and the extensions are built; else say what to do, and 1."""
+    if lacking := missing(NEEDED):
+        _say(f"missing packages: {', '.join(lacking)}")
+        _say(f"  with a network:    {sys.executable} -m pip install {' '.join(lacking)}")
+        _say("  without one:       see docs/gpu.md, 'What it needs'")
+        return 1
+    for name in missing(USED_IF_THERE):
+        _say(f"{name} is not installed: what needs it is left out and said on the page")
+    _say("building the C++ extensions ...")
+    try:
+        for file in build(root, root / "build" / f"gpu-{sys.implementation.cache_tag}"):
+            _say(f"built {file.name}")
+    except RuntimeError as error:
+        log = root / "build/gpu-build.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(str(error), encoding="utf-8")
+        _say("\n".join(str(error).splitlines()[-20:]))
+        _say(f"the C++ extensions did not build ({log}): g++ with C++17 and Python's headers are needed")
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    here = Path(__file__).resolve().parents[4]
-    for built in build(here, here / "build" / f"gpu-{sys.implementation.cache_tag}"):
-        print(f"built {built.name}", file=sys.stderr)
+    sys.exit(main(Path(__file__).resolve().parents[4]))

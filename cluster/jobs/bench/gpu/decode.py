@@ -2,39 +2,44 @@
 
     locality of the default model -> trace for this shape -> replayed in every case alike
     each case: prefill, warm tokens, then [ours, all-resident transformers] x 5 in turn
+
+Part `host`: what one MoE layer costs the host in decode, what that consists of, and which kernels were chosen. A few
+layers of a real shape do: the time of a layer does not depend on how many there are. Routing is replayed inside the
+experts' operator there, so that the dense part around it can be compiled.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
+from .....actors.engine.cache.device import make_device
 from .....actors.engine.engine import ExpertEngine
+from .....actors.engine.model.compile import CompiledDense
+from .....actors.engine.model.kernels import KernelPlan
+from .....actors.engine.model.profile import PARTS, device_calls, host_passes
+from .....actors.engine.peers.matcher import MatcherLink
+from .....actors.engine.serving.streams import SequenceRows
+from .....actors.settings import CompileMode, EngineSettings, LinkSettings
+from .....actors.store.artifacts import MapShape
 from .....errors import TierMoeError
 from ....config import load_policy
 from ....host import usable_cores
-from .engines import NearData, engine_of, free_memory
-from .host_experts import HostExperts
-from .locality import Locality, draw, fit, lru_hit_rates
-from .machine import Peaks, peaks, spread_of
-from .memory import moe_layers
-from .offload import offload_problem, offloaded
-from .options import Context
-from .random_models import RandomModel, own_experts
-from .record import Record
-from .recording import record_locality
-from .replay import Replay
-from .session import Session
-from .shapes import REAL, TOY, RealShape
-from .staged import Staged, stage
+from ....worker_process import Role, WorkerProcess
+from .job import Context, Record
+from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
+from .near_data import NearData, random_tables
+from .routing import Locality, Replay, RoutingTrace, draw, fit, lru_hit_rates, record_locality
+from .transfers import Peaks, record_peaks, spread_of
 
 PRESETS = (
     "on-demand", "next-gate", "moepic", "mixtral-offloading", "context-ndp-3bit", "activeevict", "fmoe", "hobbit",
@@ -48,16 +53,88 @@ PROMPT, WARM, TOKENS, SLOW_TOKENS, REPEATS = 16, 24, 8, 3, 5
 _SLOW_S = 0.06  # a token that takes longer is measured in shorter pieces
 _FIRST_S = 5.0  # what a case takes, as long as none has shown it
 _OFFLOAD_TOKENS = 2
-_OFFLOAD_S = 12.0  # kept for it at the end
+_OFFLOAD_S = 12.0  # reserved for it at the end
+
+HOST_LAYERS = {"qwen": 6, "mixtral": 2}
+HOST_CASES: tuple[tuple[str, float, CompileMode], ...] = (
+    ("all-resident", 1.0, "off"), ("next-gate", 0.5, "off"), ("on-demand", 0.5, "off"), ("moepic", 0.5, "off"),
+    ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
+)  # fmt: skip
+HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
+_CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` that has less time left is not begun
+LIMIT_US = 150.0
+AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal there, a check elsewhere
+
+
+class Session:
+    """One sequence on one model through transformers' own forward and cache: batch 1, greedy.
+
+    Each token is read by the host, as a server does that streams it.
+
+    Args:
+        engine: told of each forward; None for a model that runs its experts itself.
+    """
+
+    def __init__(self, model: Any, replay: Replay, context: Context, name: str, engine: Any = None) -> None:
+        self._model, self._replay, self._context = model, replay, context
+        self._name, self._engine = name, engine
+        self._cache: Any = None
+        self._next = 0
+        self.position = 0
+
+    def prefill(self, prompt: list[int]) -> None:
+        """Run the prompt."""
+        self._next = self._forward(torch.tensor([prompt], device=self._context.device), decode=False)
+
+    def decode(self, tokens: int) -> float:
+        """Run so many tokens; seconds for each."""
+        self._context.synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(tokens):
+            self._next = self._forward(torch.tensor([[self._next]], device=self._context.device), decode=True)
+        self._context.synchronize()
+        return (time.perf_counter() - begin_s) / tokens
+
+    def end(self) -> None:
+        """The sequence is over."""
+        self._cache = None
+        if self._engine is not None:
+            self._engine.end_sequence(self._name)
+
+    @torch.no_grad()
+    def _forward(self, ids: torch.Tensor, decode: bool) -> int:
+        rows = ids.shape[1]
+        self._replay.begin(self.position, rows)
+        if self._engine is not None:
+            self._engine.begin_forward([SequenceRows(self._name, 0, rows, decode)])
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        self._cache = out.past_key_values
+        self.position += rows
+        return int(out.logits[0, -1].argmax())
 
 
 @dataclass(frozen=True)
-class Bench(Staged):
-    """And what they are measured against."""
+class Bench:
+    """What all cases of one shape share: experts in host memory, a model around them, the routing that is replayed."""
 
-    peaks: Peaks
-    near_data: NearData
-    reference: str  # the fastest of transformers' experts implementations
+    context: Context
+    record: Record
+    shape: RealShape
+    built: RandomModel
+    host: HostExperts
+    replay: Replay
+
+    @staticmethod
+    def of(
+        context: Context, record: Record, shape: RealShape, host: HostExperts, layers: int, locality: Locality,
+        trace: RoutingTrace,
+    ) -> Bench:  # fmt: skip
+        """Fill `host`, which the caller closes, with so many MoE layers, and build a model around them."""
+        for layer in range(layers):
+            host.add(shape.expert, context.dtype, context.device, seed=layer)
+        built = build_random_model(shape, layers, context.dtype, context.device)
+        replay = Replay(trace, locality.recalls, built.router_weights(), context.device, context.dtype)
+        return Bench(context, record, shape, built, host, replay)
 
     def session(self, name: str, engine: ExpertEngine | None = None) -> Session:
         """A new sequence, with its prompt run."""
@@ -65,11 +142,58 @@ class Bench(Staged):
         made.prefill([(7 * i + 1) % 200 for i in range(PROMPT)])
         return made
 
-    @property
-    def read_bytes(self) -> int:
-        """Weights that a decode step reads: dense ones, and K experts of each layer."""
-        expert = self.shape.expert.nbytes(self.context.dtype.itemsize)
-        return self.built.read_bytes + len(self.host.layers) * self.shape.top_k * expert
+    @contextmanager
+    def engine(self, preset: str, budget: float, near_data: NearData) -> Iterator[ExpertEngine]:
+        """An engine without a store, with a matcher and the NDP worker where the preset uses them.
+
+        Its routers are the replay's. `near_data` outlives it, unless something fails.
+
+        Raises:
+            TierMoeError: the preset does not work with that budget or model.
+        """
+        policy, shape, device = load_policy(preset), self.shape, self.context.device
+        layers, expert = len(self.host.layers), shape.expert
+        settings = EngineSettings(
+            policy=policy, budget=budget, device=device.type, link=LinkSettings(gbps=None), ndp=near_data.settings
+        )
+        routers = zip(self.built.blocks, self.replay.probes(), strict=True)
+        blocks = [replace(block, router=probe) for block, probe in routers]
+        embedding = self.built.model.get_input_embeddings()
+        before = set(embedding._forward_hooks)
+
+        def remove_hooks() -> None:  # those of the engine, which would keep its memory
+            for number in set(embedding._forward_hooks) - before:
+                del embedding._forward_hooks[number]
+
+        with ExitStack() as stack:
+            links, matcher, replicas = [], None, None
+            if policy.uses_ndp:
+                links = [near_data.link()]
+                stack.push(lambda kind, *_: near_data.close() if kind is not None else None)
+            if policy.prefetch.uses_maps:
+                maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
+                process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
+                matcher = MatcherLink(process.link, settings.matcher_settings, maps)
+            if policy.on_miss == "low-bit":
+                replicas = self.host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, device)
+            made = stack.enter_context(closing(make_device(device.type, settings.link)))
+            engine = ExpertEngine(
+                settings, expert, self.host.layers, blocks, shape.top_k, made, self.context.dtype, links,
+                random_tables(layers, shape.experts) if policy.uses_ndp and policy.replica_widths else None, (),
+                matcher, replicas=replicas,
+            )  # fmt: skip
+            stack.callback(remove_hooks)
+            stack.enter_context(closing(engine))
+            if engine.prefetching is not None:
+                engine.prefetching.watch_embeddings(self.built.model)
+            engine.follow_maps()
+            yield engine
+
+    def free_memory(self) -> None:
+        """Give back the device memory of what was dropped."""
+        gc.collect()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def run(context: Context, record: Record, name: str) -> None:
@@ -78,40 +202,6 @@ def run(context: Context, record: Record, name: str) -> None:
     torch.set_num_threads(1)
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
-    locality, trace = _trace(context, record, shape, layers)
-    found = peaks(context)
-    record.row("peaks", h2d_gbps=found.h2d, d2h_gbps=found.d2h, hbm_gbps=found.hbm)
-    host = HostExperts()
-    try:
-        staged = stage(context, record, shape, host, layers, locality, trace)
-        built, replay = staged.built, staged.replay
-        replay.attach(built.modules)
-        record.row(
-            "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
-            experts=shape.experts, top_k=shape.top_k, expert_bytes=shape.expert.nbytes(context.dtype.itemsize),
-            expert_memory_bytes=host.nbytes, dense_bytes=built.dense_bytes, host_memory=sorted(set(host.how)),
-            dtype=str(context.dtype).removeprefix("torch."), setup_s=time.monotonic() - begin_s,
-        )  # fmt: skip
-        with own_experts(built, context.device):
-            fastest = _references(context, record, built, replay, shape)
-            threads = 1 if context.toy else max(1, usable_cores() - 3)
-            with closing(NearData(shape.expert, layers, threads)) as near_data:
-                bench = Bench(**vars(staged), peaks=found, near_data=near_data, reference=fastest)
-                _cases(bench)
-        free_memory(context.device)
-        _offload(bench)
-        replay.close()
-    finally:
-        host.close()
-
-
-def parts() -> dict[str, Callable[[Context, Record], None]]:
-    """By name of the part."""
-    return {name: partial(run, name=name) for name in REAL}
-
-
-def _trace(context: Context, record: Record, shape: RealShape, layers: int) -> tuple[Locality, Any]:
-    """The trace that is replayed, and what it is made after."""
     few = {"documents": 2, "tokens": 48} if context.toy else {}
     locality, recorded_layers = record_locality(context.device, **few)
     sticky = fit(locality, recorded_layers)
@@ -121,58 +211,77 @@ def _trace(context: Context, record: Record, shape: RealShape, layers: int) -> t
         "trace", shape=shape.name, **asdict(locality), fitted=asdict(sticky), tokens=tokens,
         hit_rates_here=lru_hit_rates(trace.ids, shape.experts),
     )  # fmt: skip
-    return locality, trace
+    peaks = record_peaks(context, record)
+    with closing(HostExperts()) as host:
+        bench = Bench.of(context, record, shape, host, layers, locality, trace)
+        built = bench.built
+        bench.replay.attach(built.modules)
+        record.row(
+            "shape", shape=shape.name, moe_layers=layers, all_moe_layers=shape.layers - shape.dense_layers,
+            experts=shape.experts, top_k=shape.top_k, expert_bytes=shape.expert.nbytes(context.dtype.itemsize),
+            expert_memory_bytes=host.nbytes, dense_bytes=built.dense_bytes, host_memory=sorted(set(host.how)),
+            dtype=str(context.dtype).removeprefix("torch."), setup_s=time.monotonic() - begin_s,
+        )  # fmt: skip
+        with built.own_experts(context.device):
+            fastest = _references(bench)
+            threads = 1 if context.toy else max(1, usable_cores() - 3)
+            with closing(NearData(shape.expert, layers, threads)) as near_data:
+                _cases(bench, near_data, fastest, peaks)
+        bench.free_memory()
+        _offload(bench, fastest)
+        bench.replay.close()
 
 
-def _references(context: Context, record: Record, built: RandomModel, replay: Replay, shape: RealShape) -> str:
+def _references(bench: Bench) -> str:
     """Time each of transformers' experts implementations with all experts resident; the fastest one's name."""
+    shape, record = bench.shape, bench.record
     found: dict[str, float] = {}
     for name in IMPLEMENTATIONS:
         try:
-            built.use(name)
-            session = Session(built.model, replay, context, name)
+            bench.built.use(name)
+            session = Session(bench.built.model, bench.replay, bench.context, name)
             session.prefill([1] * PROMPT)
             session.decode(3)
             values = [session.decode(TOKENS // 2) * 1e3 for _ in range(3)]
         except Exception as error:  # an implementation that this machine cannot run is no reference
             record.note(f"transformers' {name} does not run {shape.name} here: {type(error).__name__}: {error}"[:300])
             continue
-        found[name] = float(np.median(values))
+        found[name] = median(values)
         record.row("reference", shape=shape.name, case=f"transformers {name}", tpot_ms=spread_of(values))
     if not found:
         raise RuntimeError("none of transformers' experts implementations runs")
     return min(found, key=lambda name: found[name])
 
 
-def _cases(bench: Bench) -> None:
+def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> None:
     """Presets by budget, the most telling first; what time does not allow is said."""
     context, record = bench.context, bench.record
     best: dict[float, tuple[float, str]] = {}
     skipped: list[str] = []
     budgets: Sequence[float] = (0.5, 1.0) if context.toy else BUDGETS
     took_s: list[float] = []
-    reserve_s = 4.0 if context.toy or offload_problem() is not None else _OFFLOAD_S
+    reserve_s = 4.0 if context.toy or _offload_problem() is not None else _OFFLOAD_S
     for budget in budgets:
         for preset in ((ALL, *PRESETS) if budget == 1.0 else PRESETS):
+            case = f"{bench.shape.name}, {preset} at {budget:g}"
             # the first case measures and compiles kernels, which no other does
             if context.left_s < (took_s[-1] if len(took_s) > 1 else _FIRST_S) + reserve_s:
                 skipped.append(f"{preset} at {budget:g}")
                 continue
             begin_s = time.monotonic()
             try:
-                speed = _case(bench, preset, budget)
+                speed = _case(bench, preset, budget, near_data, reference, peaks)
             except (TierMoeError, torch.OutOfMemoryError) as error:
-                record.note(f"{bench.shape.name}, {preset} at {budget:g}: {str(error)[:400]}")
+                record.note(f"{case}: {str(error)[:400]}")
                 continue
             except Exception as error:  # the other cases are measured all the same; this one fails the run
                 if "CUDA error" in str(error):  # the context is gone, and with it every later case
                     raise
-                what = "".join(traceback.format_exception(error)[-3:])[-700:]
-                record.note(f"{bench.shape.name}, {preset} at {budget:g} failed: {what}")
-                record.check(f"{bench.shape.name}, {preset} at {budget:g}: ran", 0, ">=", 1, always=True)
+                record.note(f"{case} failed: {''.join(traceback.format_exception(error)[-3:])[-700:]}")
+                record.check(f"{case}: ran", 0, ">=", 1, always=True)
                 continue
             finally:
-                free_memory(context.device)
+                bench.free_memory()
                 took_s.append(time.monotonic() - begin_s)
             if load_policy(preset).lossless and speed > best.get(budget, (0.0, ""))[0]:
                 best[budget] = speed, preset
@@ -184,38 +293,38 @@ def _cases(bench: Bench) -> None:
             record.goal(name, speed, ">=", GOALS[budget])
 
 
-def _case(bench: Bench, preset: str, budget: float) -> float:
+def _case(
+    bench: Bench, preset: str, budget: float, near_data: NearData, reference: str, peaks: Peaks
+) -> float:
     """Measure one preset at one budget beside the reference; its speed over the reference's."""
-    context, shape = bench.context, bench.shape
-    with engine_of(
-        preset, budget, shape, bench.built, bench.host, bench.replay.probes(), context, bench.near_data
-    ) as engine:
-        bench.built.use(OURS)
+    built, shape, policy = bench.built, bench.shape, load_policy(preset)
+    with bench.engine(preset, budget, near_data) as engine:
+        built.use(OURS)
         ours = bench.session(f"{preset}-{budget}", engine)
         warm_s = ours.decode(WARM)
         tokens = TOKENS if warm_s < _SLOW_S else SLOW_TOKENS
-        bench.built.use(bench.reference)
+        built.use(reference)
         theirs = bench.session("reference")
         theirs.decode(2)
         engine.reset_stats()
         times: list[tuple[float, float]] = []
         for _ in range(REPEATS):
-            bench.built.use(OURS)
+            built.use(OURS)
             mine_s = ours.decode(tokens)
-            bench.built.use(bench.reference)
+            built.use(reference)
             theirs.position = ours.position - tokens  # the same tokens of the trace
             times.append((mine_s, theirs.decode(tokens)))
         engine.cache.settle_times()
-        row = _counted(bench, engine, REPEATS * tokens)
-        if load_policy(preset).uses_ndp:
+        row = _counted(bench, engine, REPEATS * tokens, peaks)
+        if policy.uses_ndp:
             row |= _ndp_times(engine, REPEATS * tokens)
         ours.end()
         row["kernels"] = engine.kernels.plan.as_dict()["chosen"]
-    speed = float(np.median([theirs_s / mine_s for mine_s, theirs_s in times]))
+    speed = median(theirs_s / mine_s for mine_s, theirs_s in times)
     bench.record.row(
-        "decode", shape=shape.name, preset=preset, lossless=load_policy(preset).lossless, budget=budget, speed=speed,
+        "decode", shape=shape.name, preset=preset, lossless=policy.lossless, budget=budget, speed=speed,
         tpot_ms=spread_of([mine_s * 1e3 for mine_s, _ in times]), tokens=tokens,
-        reference_ms=spread_of([theirs_s * 1e3 for _, theirs_s in times]), reference=bench.reference, **row,
+        reference_ms=spread_of([theirs_s * 1e3 for _, theirs_s in times]), reference=reference, **row,
     )  # fmt: skip
     if preset == "on-demand":
         asked = row["experts_asked_per_layer"]
@@ -226,12 +335,15 @@ def _case(bench: Bench, preset: str, budget: float) -> float:
     return speed
 
 
-def _counted(bench: Bench, engine: ExpertEngine, tokens: int) -> dict[str, Any]:
+def _counted(bench: Bench, engine: ExpertEngine, tokens: int, peaks: Peaks) -> dict[str, Any]:
     """Counters per token, and the floor that they imply: bytes over the link, weights over the device's memory."""
     stats = engine.stats()
     total = stats.total()
     loaded = total.bytes_loaded / tokens
-    link_ms, read_ms = loaded / bench.peaks.h2d / 1e6, bench.read_bytes / bench.peaks.hbm / 1e6
+    # weights that a decode step reads: dense ones, and K experts of each layer
+    expert = bench.shape.expert.nbytes(bench.context.dtype.itemsize)
+    read = bench.built.read_bytes + len(bench.host.layers) * bench.shape.top_k * expert
+    link_ms, read_ms = loaded / peaks.h2d / 1e6, read / peaks.hbm / 1e6
     return {
         "hit_rate": stats.hit_rate, "mb_per_token": loaded / 1e6, "blocked_ms": total.blocked_io_s / tokens * 1e3,
         "link_ms": total.link_s / tokens * 1e3, "wasted_mb_per_token": total.bytes_wasted / tokens / 1e6,
@@ -244,29 +356,33 @@ def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
     """Of the calls to the NDP worker: what the compute waited, what its kernels took, the rest of the round trip."""
     total, layers = engine.stats().total(), len(engine.stats().layers)
     calls = max(1, total.ndp_calls)
-    transports = {name: peer.transport for name, peer in engine.peers.items()}
     return {
         "ndp": {
             "calls_per_token": total.ndp_calls / tokens, "experts_per_layer": total.ndp_experts / tokens / layers,
             "wait_us_per_call": total.ndp_wait_s / calls * 1e6,
-            "kernel_us_per_call": total.ndp_measured_s / calls * 1e6,
-            "recomputed": total.ndp_recomputed, "transports": transports,
+            "kernel_us_per_call": total.ndp_measured_s / calls * 1e6, "recomputed": total.ndp_recomputed,
+            "transports": {name: peer.transport for name, peer in engine.peers.items()},
         }
     }  # fmt: skip
 
 
-def _offload(bench: Bench) -> None:
+def _offload_problem() -> str | None:
+    """Why accelerate's offload cannot be measured; None: it can."""
+    return None if find_spec("accelerate") is not None else "accelerate is not installed"
+
+
+def _offload(bench: Bench, reference: str) -> None:
     """accelerate's offload of the experts, for a few tokens: the common way to run what does not fit."""
     context, record = bench.context, bench.record
-    problem = offload_problem()
+    problem = _offload_problem()
     if problem is None and context.left_s < _OFFLOAD_S / 2:
         problem = "no time was left"
     if problem is not None:
         record.note(f"{bench.shape.name}: accelerate's CPU offload was not measured: {problem}")
         return
-    bench.built.use(bench.reference)
+    bench.built.use(reference)
     try:
-        with offloaded(bench.built, bench.host, context.device):
+        with _offloaded(bench):
             session = bench.session("offload")
             session.decode(1)
             values = [session.decode(_OFFLOAD_TOKENS) * 1e3 for _ in range(2)]
@@ -274,3 +390,123 @@ def _offload(bench: Bench) -> None:
         record.note(f"{bench.shape.name}: accelerate's CPU offload failed: {type(error).__name__}: {error}"[:400])
         return
     record.row("offload", shape=bench.shape.name, case="accelerate CPU offload", tpot_ms=spread_of(values))
+
+
+@contextmanager
+def _offloaded(bench: Bench) -> Iterator[None]:
+    """Experts in host memory under accelerate's own hooks; their parameters are on meta before and after.
+
+    The weights that its hooks copy, whole layers at a time, are views of our pinned experts (random numbers fit any
+    layout), so it needs no memory beside, and its copies run at the speed of pinned memory, better than those of
+    `cpu_offload`, which keeps pageable ones.
+    """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    device = bench.context.device
+    for module, layer in zip(bench.built.modules, bench.host.layers, strict=True):
+        gate_up, down = layer.tensors
+        weights = {
+            "gate_up_proj": gate_up.view(module.gate_up_proj.shape), "down_proj": down.view(module.down_proj.shape),
+        }  # fmt: skip
+        hook = AlignDevicesHook(execution_device=device, offload=True, io_same_device=False, weights_map=weights)
+        add_hook_to_module(module, hook)
+    try:
+        yield
+    finally:
+        for module in bench.built.modules:
+            remove_hook_from_module(module)
+
+
+def host(context: Context, record: Record) -> None:
+    """Mixtral's kernels, then Qwen's shape in full: compiling, which may take long, comes last."""
+    torch.set_num_threads(1)
+    for name, cases in (("mixtral", HOST_CASES[:1]), ("qwen", HOST_CASES)):
+        shape = (TOY if context.toy else REAL)[name]
+        if context.left_s < 2 * _CASE_S:
+            record.note(f"{shape.name}: no time was left")
+            continue
+        _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.layers - shape.dense_layers), cases)
+        gc.collect()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _host_shape(
+    context: Context, record: Record, shape: RealShape, layers: int, cases: tuple[tuple[str, float, CompileMode], ...]
+) -> None:
+    locality, recorded_layers = record_locality(context.device, documents=2, tokens=48)
+    sticky = fit(locality, recorded_layers)
+    tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
+    trace = draw(locality, sticky.share, sticky.decay, tokens, layers, shape.experts, shape.top_k, seed=11)
+    with closing(HostExperts()) as experts:
+        bench = Bench.of(context, record, shape, experts, layers, locality, trace)
+        for number, (preset, budget, mode) in enumerate(cases):
+            case = f"{shape.name}, {preset} at {budget:g}, compile {mode}"
+            if mode == "graphs" and context.device.type != "cuda":
+                record.note("CUDA graphs need a GPU: the compiled cases are left out")
+                continue
+            if context.left_s < (_CASE_S if mode == "off" else _COMPILED_S):
+                record.note(f"{case}: no time was left")
+                continue
+            try:
+                _host_case(bench, preset, budget, mode, table=number == 0)
+            except (TierMoeError, torch.OutOfMemoryError) as error:
+                record.note(f"{case}: {str(error)[:400]}")
+            except Exception as error:
+                if mode == "off":
+                    raise
+                record.note(f"{shape.name}, {preset}, compile {mode} failed: {type(error).__name__}: {error}"[:500])
+            bench.free_memory()
+
+
+def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:
+    context, record, built, replay = bench.context, bench.record, bench.built, bench.replay
+    unused = NearData(bench.shape.expert, len(bench.host.layers), threads=1)  # no case here computes near data
+    with bench.engine(preset, budget, unused) as engine:
+        if table:
+            record_kernels(record, bench.shape.name, engine.kernels.plan)
+            for note in engine.kernels.plan.notes:
+                record.note(f"{bench.shape.name}: {note}")
+        built.use(OURS)
+        with (
+            closing(replay.inside(built.modules, engine.layers)),
+            closing(CompiledDense(built.model, built.modules, mode)) as dense,
+        ):
+            session = Session(built.model, replay, context, preset, engine)
+            session.prefill([1] * HOST_PROMPT)
+            session.decode(HOST_WARM)
+            taken_s = session.decode(HOST_TOKENS // 2)
+            with host_passes(engine) as passes:
+                session.decode(HOST_TOKENS // 2)
+            calls = _device_calls(engine, session, context)
+            session.end()
+            for note in dense.notes:
+                record.note(note)
+    name = f"{bench.shape.name}, {preset} at {budget:.0%}" + ("" if mode == "off" else f", compiled: {mode}")
+    decode = [one for one in passes if one.tokens == 1]
+    host_us = median(one.outside_s for one in decode) * 1e6
+    parts = {part: median(one.parts[part] for one in decode) * 1e6 for part in PARTS}
+    record.row(
+        "host", case=name, host_us=host_us, parts_us={part: us for part, us in parts.items() if us}, calls=calls,
+        tpot_ms=taken_s * 1e3, layers=len(bench.host.layers),
+    )  # fmt: skip
+    judge = record.goal if preset in AIMED_AT else record.check
+    judge(f"host microseconds of an MoE layer outside kernels, {name}", host_us, "<=", LIMIT_US)
+
+
+def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
+    """What was measured of each kernel at start, and which of them runs."""
+    for measured in plan.times:
+        chosen = plan.chosen[measured.row_class] == measured.kernel
+        record.row("kernel", shape=shape, chosen=chosen, **asdict(measured))
+
+
+def _device_calls(engine: ExpertEngine, session: Session, context: Context) -> dict[str, dict[str, float]] | None:
+    """What a layer gives the device: kernels, graphs, copies, waits; inside the experts and in the dense part."""
+    if context.device.type != "cuda":
+        return None
+    try:
+        found = device_calls(engine, lambda: session.decode(HOST_PROFILED), tokens=1, skip=1)
+    except (ValueError, RuntimeError):  # a profiler that sees nothing is no failure of what it looks at
+        return None
+    return {"experts": asdict(found.experts), "dense": asdict(found.dense)}

@@ -1,45 +1,181 @@
-"""The parts one after another, each a child with a time limit; what is found is merged and written after each."""
+"""The runner: parts one after another, each a child with a time limit; findings are merged and written after each."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
-from .....errors import TierMoeError
+import torch
+
+from .....errors import ConfigError, TierMoeError
 from ....host import versions
 from ....report.files import write_json
-from . import packages, page
-from .options import PARTS, TOY_S, Context, Part, Sizes, device_of
-from .record import Record
+from ..metrics import Bar
+from ..page_parts import rounded
+from . import build, page
+
+Sizes = Literal["real", "toy"]
+ROOT = Path(__file__).resolve().parents[4]  # of the clone
 
 _GRACE_S = 8.0  # of a child past its deadline, to write what it has
 _LAST_WORDS = 2000
 _LEAST_S = 5.0  # a part that has less left is not begun
-
 _EMPTY: dict[str, Any] = {"rows": [], "checks": [], "goals": [], "notes": []}
 
-Run = Callable[[Context, Record], None]
+
+@dataclass(frozen=True)
+class Part:
+    """One child process. seconds: its limit at real sizes, if earlier parts leave it no more; a toy run has `TOY_S`."""
+
+    name: str
+    seconds: float
 
 
-def runs() -> dict[str, Run]:
+# most important first: a run that is cut off has lost the least
+PARTS = (
+    Part("machine", 25), Part("loads", 30), Part("qwen", 90), Part("tests", 130), Part("mixtral", 65),
+    Part("host", 35), Part("deepseek", 70), Part("ndp", 20),
+)  # fmt: skip
+TOTAL_S, TOY_S = 445.0, 300.0  # the build before it takes up to half a minute
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part is given.
+
+    Attributes:
+        deadline_s: of `time.monotonic`, by which it should have ended by itself.
+        root: of the clone.
+    """
+
+    device: torch.device
+    sizes: Sizes
+    deadline_s: float
+    root: Path
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - time.monotonic()
+
+    @property
+    def toy(self) -> bool:
+        return self.sizes == "toy"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and compute."""
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def synchronize(self) -> None:
+        """Wait for the device; for clocks, never on a path that is measured as such."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class Record:
+    """What a part has found so far, written to its file after every finding.
+
+    rows: what was measured, each with its `kind`. checks: they fail the run where they do not hold. goals: they do not.
+    notes: what a reader must know. On the stand-in nothing about speed is judged.
+    """
+
+    part: str
+    file: Path | None
+    judged: bool = True
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    goals: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, kind: str, **values: Any) -> None:
+        """One more measurement."""
+        self.rows.append({"kind": kind} | values)
+        self.write()
+
+    def note(self, text: str) -> None:
+        """One more sentence; none twice."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.write()
+
+    def check(self, name: str, value: float, op: str, limit: float, always: bool = False) -> None:
+        """A limit that must hold. always: on the stand-in too."""
+        if self.judged or always:
+            self._judge(self.checks, Bar(name, float(value), op, limit))
+
+    def goal(self, name: str, value: float, op: str, limit: float) -> None:
+        """A limit that is aimed at."""
+        if self.judged:
+            self._judge(self.goals, Bar(name, float(value), op, limit))
+
+    def _judge(self, bars: list[dict[str, Any]], bar: Bar) -> None:
+        bars.append(vars(bar) | {"ok": bar.ok})
+        self.write()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found: dict[str, Any] = rounded(
+            {"rows": self.rows, "checks": self.checks, "goals": self.goals, "notes": self.notes}
+        )
+        for bar in (*found["checks"], *found["goals"]):
+            bar["value"] = None if math.isnan(bar["value"]) else bar["value"]  # JSON has no such number
+        return found
+
+    def write(self) -> None:
+        """Replace the file; whoever reads it finds it whole."""
+        if self.file is not None:
+            write_json(self.file, self.as_dict())
+
+
+def device_of(name: str) -> torch.device:
+    """The device to run on.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here", "run it on a machine with one, or try it with --device cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def chosen_parts(names: str) -> tuple[Part, ...]:
+    """The parts of a comma-separated list, in their own order; empty: all.
+
+    Raises:
+        ConfigError: there is no such part.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [part.name for part in PARTS]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"there is no part '{unknown[0]}'", f"choose of {', '.join(known)}")
+    return tuple(part for part in PARTS if not wanted or part.name in wanted)
+
+
+def runs() -> dict[str, Callable[[Context, Record], None]]:
     """What each part runs; imported only in the child that runs it."""
-    from . import checks, decode, host_time, loads, machine, near_data
+    from . import checks, decode, near_data, transfers
 
-    single: dict[str, Run] = {
-        "machine": machine.run, "loads": loads.run, "tests": checks.run, "host": host_time.run, "ndp": near_data.run,
+    return {
+        "machine": transfers.machine, "loads": transfers.loads, "tests": checks.run, "host": decode.host,
+        "ndp": near_data.run, **{name: partial(decode.run, name=name) for name in ("qwen", "mixtral", "deepseek")},
     }  # fmt: skip
-    return single | decode.parts()
 
 
 def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_file: Path) -> None:
@@ -50,7 +186,7 @@ def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_fil
     """
     record = Record(name, record_file, judged=device != "cpu")
     try:
-        context = Context(device_of(device), sizes, deadline_s, Path(__file__).resolve().parents[4])
+        context = Context(device_of(device), sizes, deadline_s, ROOT)
         record.write()
         runs()[name](context, record)
     except TierMoeError as error:
@@ -118,31 +254,31 @@ def failures(document: dict[str, Any], parts: Sequence[Part]) -> list[str]:
 
 def read_document(out: Path) -> dict[str, Any] | None:
     """What an earlier call has left; None: nothing of use."""
+    found = _read_json(out / "gpu.json")
+    return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else None
+
+
+def _read_json(file: Path) -> Any:
     try:
-        found = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else None
 
 
 def _begun(plan: Plan) -> dict[str, Any]:
     mine = {
         "name": "gpu", "device": plan.device, "sizes": plan.sizes, "device_name": _device_name(plan.device),
-        "versions": versions() | packages.versions(packages.NEEDED | packages.USED_IF_THERE),
+        "versions": versions() | build.package_versions(build.NEEDED | build.USED_IF_THERE),
     }  # fmt: skip
     before = read_document(plan.out)
     same = before is not None and all(before.get(key) == mine[key] for key in ("device", "sizes", "device_name"))
-    kept = before["parts"] if before is not None and same else {}
+    parts = before["parts"] if before is not None and same else {}
     known = {part.name for part in PARTS}
-    return mine | {"parts": {name: found for name, found in kept.items() if name in known}}
+    return mine | {"parts": {name: found for name, found in parts.items() if name in known}}
 
 
 def _device_name(device: str) -> str:
-    if device == "cpu":
-        return "cpu (stands in for a GPU)"
-    import torch
-
-    return torch.cuda.get_device_name(device_of(device))
+    return "cpu (stands in for a GPU)" if device == "cpu" else torch.cuda.get_device_name(device_of(device))
 
 
 def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
@@ -161,11 +297,9 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
                 outcome = "done" if code == 0 else f"ended with status {code}"
             except subprocess.TimeoutExpired:
                 outcome = f"cut off after {limit_s + _GRACE_S:.0f} s"
-            except BaseException:
-                _end(process)
-                raise
-            _end(process)
-        found = _read(record)
+            finally:
+                end(process)
+        found: dict[str, Any] = dict(_read_json(record) or _EMPTY)
         last_words = log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
     found |= {
         "outcome": outcome, "seconds": time.monotonic() - begin_s,
@@ -176,27 +310,59 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a child and whatever it has started."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a child that leads its own session, and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _read(record: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return dict(_EMPTY)
-    return dict(found)
 
 
 def _write(out: Path, document: dict[str, Any], say: Callable[[str], None]) -> None:
     """The data first: a page that cannot be written costs neither them nor the parts that follow."""
     write_json(out / "gpu.json", document)
     try:
-        text = page.render(document)
+        page.write(out, ROOT, document)
     except Exception as error:
         say(f"the page could not be written ({type(error).__name__}: {error}); gpu.json has the data, see --page-only")
-    else:
-        (out / "gpu.md").write_text(text, encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The options; plain argparse, which every Python has."""
+    names = ", ".join(part.name for part in PARTS)
+    made = argparse.ArgumentParser(prog="bench gpu", description="Checks and measurements on a GPU.")
+    made.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of gpu.json and gpu.md")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the stand-in, to try the script")
+    made.add_argument("--sizes", choices=("real", "toy"), default="real", help="toy: seconds of work, for tests")
+    made.add_argument("--parts", default="", help=f"only these, separated by commas; of {names}")
+    made.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
+    made.add_argument("--page-only", action="store_true", help="write the page from what gpu.json has, measure nothing")
+    made.add_argument("--part", help=argparse.SUPPRESS)  # in a child: the one part that it runs
+    made.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every part came to its end and every check holds, 1 when not, 2 where nothing could be begun."""
+    asked = _parser().parse_args(arguments)
+    if asked.part is not None:
+        run_part(asked.part, asked.device, asked.sizes, asked.deadline, asked.record)
+        return 0
+    try:
+        if asked.page_only:
+            page.write(asked.out, ROOT, read_document(asked.out))
+            return 0
+        parts = chosen_parts(asked.parts)
+        document = run_all(Plan(asked.out, asked.device, asked.sizes, parts, asked.seconds), _say)
+    except TierMoeError as error:
+        _say(str(error))
+        return 2
+    failed = failures(document, parts)
+    for name in failed:
+        _say(f"failed: {name}")
+    _say(f"{len(parts)} of {len(PARTS)} parts; see {asked.out / 'gpu.md'}")
+    return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

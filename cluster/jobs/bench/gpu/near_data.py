@@ -1,34 +1,190 @@
-"""Part `ndp`: the near-data kernels on all cores, 1 to 4 bits, against what those cores read of memory."""
+"""Near data: part `ndp` (kernels against memory bandwidth), and a real NDP worker for the decode parts.
+
+The worker is a process of its own, `python -m ...near_data` with its settings as one JSON line. Packed bytes are
+random, since no time depends on them. A few layers' replicas serve all layers in turn: enough memory that weights come
+from there and not from a cache, and little enough to be made in seconds.
+"""
 
 from __future__ import annotations
 
-from ....host import usable_cores
-from ..kernel_threads import BITS, COLD_BYTES, bench_kernel_threads
-from .options import Context
-from .record import Record
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from .....actors.ndp_worker import NdpWorker
+from .....actors.settings import NdpSettings
+from .....actors.store.format import ExpertShape
+from .....actors.store.replicas import ReplicaTables
+from .....errors import RuntimeFailure
+from .....kernels.pack import PackedShape
+from .....proto.peers import LocalDirectory, PeerLink, ndp_name
+from ....config import load_hardware
+from ....host import usable_cores
+
+if TYPE_CHECKING:
+    from .job import Context, Record
+
+WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 REPEATS = 3
 SHAPES = ((2048, 1408), (4096, 14336))  # Qwen1.5-MoE-A2.7B (and DeepSeek-V2-Lite), Mixtral-8x7B
 TOY_SHAPES, TOY_BYTES = ((64, 96),), 1 << 20
+DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers in turn
+_START_S = 60.0
 
 
 def run(context: Context, record: Record) -> None:
-    """Half of the cores and all of them: more than memory needs may be slower than fewer."""
+    """The kernels, 1 to 4 bits, on half of the cores and on all: more than memory needs may be slower than fewer."""
+    from ..micro_kernels import THREADS_COLD_BYTES, kernel_threads
+
     cores = usable_cores()
-    shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, COLD_BYTES)
+    shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, THREADS_COLD_BYTES)
     for threads in sorted({1} if context.toy else {max(1, cores // 2), max(1, cores - 2), cores}, reverse=True):
         if context.left_s < 6.0:
             record.note(f"near-data kernels on {threads} threads: no time was left")
             continue
-        report = bench_kernel_threads(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
-        names = ["read", *("1 bit" if bits == 1 else f"{bits} bits" for bits in BITS)]
+        report = kernel_threads(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
         for hidden, neurons in shapes:
-            rows = [row for row in report.rows if (row["hidden"], row["intermediate"]) == (hidden, neurons)]
-            found = {(row["case"], row["measure"]): row["median"] for row in rows}
+            found: dict[str, dict[str, float]] = {"gbps": {}, "of_read": {}, "us_per_expert": {}}
+            for row in report.rows:
+                if (row["hidden"], row["intermediate"]) == (hidden, neurons):
+                    found[row["measure"]][row["case"]] = row["median"]
             record.row(
                 "ndp kernel", threads=threads, hidden=hidden, intermediate=neurons,
-                instruction_set=report.settings["instruction_set"],
-                gbps={name: found[name, "gbps"] for name in names},
-                of_read={name: found[name, "of_read"] for name in names[1:]},
-                us_per_expert={name: found[name, "us_per_expert"] for name in names[1:]},
+                instruction_set=report.settings["instruction_set"], **found,
             )  # fmt: skip
+
+
+class RandomNdpWorker(NdpWorker):
+    """`NdpWorker` on random replicas of a model without a store.
+
+    Args:
+        settings: as of `NdpWorker`. shape: of the experts. layers: of the model.
+        distinct: layers that have replicas of their own; the others share theirs in turn.
+    """
+
+    def __init__(
+        self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: LocalDirectory, distinct: int
+    ) -> None:
+        self._random = shape, layers, distinct
+        super().__init__(settings, "", directory)
+
+    def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
+        shape, layers, distinct = self._random
+        group = self._settings.group_size
+        block = np.random.default_rng(0).integers(0, 256, 1 << 22, np.uint8)
+        self._full = [None] * layers  # type: ignore[list-item]  # nobody is sent to full precision
+        self._shape, self._group = shape, group
+        self._packed_shapes = {bits: PackedShape(shape.hidden, shape.intermediate, bits, group) for bits in WIDTHS}
+        self._replicas = {}
+        for bits, packed in self._packed_shapes.items():
+            made = [self._layer(packed, shape.num_experts, block) for _ in range(min(distinct, layers))]
+            self._replicas[bits] = [made[layer % len(made)] for layer in range(layers)]
+
+    @staticmethod
+    def _layer(packed: PackedShape, experts: int, block: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """Codes at random, scales 1e-3, offsets 0."""
+        out: dict[str, NDArray[Any]] = {}
+        for name, (code, size) in packed.tensors().items():
+            whole = (experts, *size)
+            out[name] = np.resize(block, whole) if code == "U8" else np.full(whole, 1e-3, np.float16)
+        return out
+
+
+def random_tables(layers: int, experts: int) -> ReplicaTables:
+    """Losses that fall with the width, more for some experts than for others; counts alike."""
+    rng = np.random.default_rng(0)
+    losses = rng.random((layers, experts, 1)) * np.array([8.0, 2.0, 0.5, 0.1])
+    shape = losses.shape
+    return ReplicaTables(
+        WIDTHS, losses.astype(np.float32), losses.astype(np.float32), np.zeros(shape, np.bool_),
+        np.ones(shape[:2], np.int64), np.ones(shape[:2]),
+    )  # fmt: skip
+
+
+class NearData:
+    """One NDP worker for all engines of a shape, begun by the first that asks: its replicas take seconds to make.
+
+    Args:
+        shape: of the experts. layers: of the model. threads: of its kernels.
+    """
+
+    def __init__(self, shape: ExpertShape, layers: int, threads: int) -> None:
+        self.settings = NdpSettings(threads=threads, hardware=asdict(load_hardware("cpu-ndp")))
+        self._shape, self._layers = shape, layers
+        self._stack = ExitStack()
+        self._link: PeerLink | None = None
+
+    def link(self) -> PeerLink:
+        """The way to it.
+
+        Raises:
+            RuntimeFailure: it did not start.
+        """
+        if self._link is None:
+            self._link = self._stack.enter_context(_process(self.settings, self._shape, self._layers))
+        return self._link
+
+    def close(self) -> None:
+        """End it; whoever asks again gets another one."""
+        self._link = None
+        self._stack.close()
+
+
+@contextmanager
+def _process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Iterator[PeerLink]:
+    request = {"settings": settings.model_dump(), "shape": shape.model_dump(), "layers": layers}
+    board = LocalDirectory()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], _START_S)
+            address = process.stdout.readline().strip() if ready else ""
+            if not address:
+                process.kill()
+                process.wait()
+                said.seek(0)
+                last = said.read().strip().splitlines()
+                raise RuntimeFailure(f"the NDP worker did not start: {last[-1] if last else 'silent'}", "see its log")
+            board.register(ndp_name(0), address)
+            yield PeerLink(board, name=ndp_name(0))
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    asked = json.loads(sys.stdin.readline())
+    worker = RandomNdpWorker(
+        NdpSettings(**asked["settings"]), ExpertShape(**asked["shape"]), asked["layers"], LocalDirectory(),
+        DISTINCT_LAYERS,
+    )  # fmt: skip
+    print(worker.address, flush=True)
+    sys.stdin.read()
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

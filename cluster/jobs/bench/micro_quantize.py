@@ -1,8 +1,4 @@
-"""`tiermoe bench quantize`: what a quantized expert's output is off by, GPTQ against quantizers that see no inputs.
-
-Everything is measured on text that calibration has not seen: the inputs that the router sends to each expert on the
-model's held-out passages.
-"""
+"""Micro-benchmark `quantize`: error of a quantized expert's output, GPTQ against quantizers that see no inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -22,6 +18,9 @@ from ..prepare import ensure_prepared, ensure_replicas
 from .metrics import Bar, Report
 from .serving import run_config
 
+if TYPE_CHECKING:
+    from .micro import Quantize
+
 WIDTHS, GROUP = (1, 2, 3, 4, 8), 64
 ROWS = 1024  # held-out rows of an expert that are used, evenly spaced
 MIN_SHARE, MIN_MONOTONE = 0.95, 0.98
@@ -29,11 +28,12 @@ MIN_SHARE, MIN_MONOTONE = 0.95, 0.98
 Dequantize = Callable[[Any, int], Any]  # weights float32 [N, I], bits -> what is left of them, the same shape
 
 
-def bench_quantize(model: str | None, progress: Progress | None) -> Report:
+def quantize(options: Quantize, progress: Progress | None) -> Report:
     """Mean squared error of whole experts' outputs on held-out inputs, for every expert and width.
 
-    Compared: the store's GPTQ replicas; round-to-nearest with least squares scales (what the fallback uses), and with
-    plain minimum and maximum; torchao's affine quantization and HQQ where they are installed.
+    The inputs are those that the router sends to each expert on the model's held-out passages, which calibration has
+    not seen. Compared: the store's GPTQ replicas; round-to-nearest with least squares scales (what the fallback uses),
+    and with plain minimum and maximum; torchao's affine quantization and HQQ where they are installed.
 
     Bars: GPTQ's error below each other's for at least 95% of experts at every width (HQQ and torchao where installed),
     and falling with the width for at least 98% of experts.
@@ -41,7 +41,7 @@ def bench_quantize(model: str | None, progress: Progress | None) -> Report:
     Raises:
         CheckpointError: the model ships no held-out text.
     """
-    model_dir = run_config(model).model_dir
+    model_dir = run_config(options.model).model_dir
     text = model_dir / "heldout"
     if not text.is_dir():
         raise CheckpointError(f"'{model_dir}' ships no held-out passages", "use the default model")
@@ -51,31 +51,26 @@ def bench_quantize(model: str | None, progress: Progress | None) -> Report:
     report = Report("quantize", "real")
     report.settings = {
         "model": model_dir.name, "group": GROUP, "heldout_tokens": tokens, "rows_per_expert": ROWS,
-        "measured_on": "held-out expert inputs", "torchao": _version("torchao", others), "hqq": _version("hqq", others),
+        "measured_on": "held-out expert inputs",
+        **{name: version(name) if name in others else "not installed" for name in ("torchao", "hqq")},
     }  # fmt: skip
-    report.rows = [_row(name, bits, losses, power) for bits in WIDTHS for name in losses]
+    for bits in WIDTHS:
+        for name, by_width in losses.items():
+            loss = by_width[bits]
+            below = float((losses["gptq"][bits] < loss).mean()) if name != "gptq" else None
+            report.rows.append({
+                "case": name, "bits": bits, "experts": int(loss.size), "mse_mean": float(loss.mean()),
+                "relative_mean": float((loss / power).mean()), "relative_worst": float((loss / power).max()),
+                "gptq_below_share": below,
+            })  # fmt: skip
     for name in losses:
-        if name == "gptq":
-            continue
-        shares = [float((losses["gptq"][bits] < losses[name][bits]).mean()) for bits in WIDTHS]
-        report.bars.append(Bar(f"experts with GPTQ below {name}, worst width", min(shares), ">=", MIN_SHARE))
+        if name != "gptq":
+            worst = min(row["gptq_below_share"] for row in report.rows if row["case"] == name)
+            report.bars.append(Bar(f"experts with GPTQ below {name}, worst width", worst, ">=", MIN_SHARE))
     falling = np.stack([losses["gptq"][bits] for bits in WIDTHS])
     share = float((np.diff(falling, axis=0) < 0).all(axis=0).mean())
     report.bars.append(Bar("experts whose error falls with every width", share, ">=", MIN_MONOTONE))
     return report
-
-
-def _row(name: str, bits: int, losses: Mapping[str, Mapping[int, np.ndarray]], power: np.ndarray) -> dict[str, Any]:
-    loss = losses[name][bits]
-    return {
-        "case": name,
-        "bits": bits,
-        "experts": int(loss.size),
-        "mse_mean": float(loss.mean()),
-        "relative_mean": float((loss / power).mean()),
-        "relative_worst": float((loss / power).max()),
-        "gptq_below_share": float((losses["gptq"][bits] < loss).mean()) if name != "gptq" else None,
-    }
 
 
 def _measure(
@@ -91,6 +86,7 @@ def _measure(
     from ..prepare.capture import capture, load_model, open_inputs
     from ..prepare.quantize import Matrices, expert_outputs, expert_rows, output_losses, unpacked
 
+    progress = progress or Progress(disable=True)
     torch.set_num_threads(1)
     opened = ExpertStore(store, verify="stamp")
     view = describe_replicas(store, verify="stamp")
@@ -100,9 +96,9 @@ def _measure(
     found: dict[str, dict[int, list[np.ndarray]]] = {name: {b: [] for b in WIDTHS} for name in ("gptq", *others)}
     power: list[float] = []
     with tempfile.TemporaryDirectory(prefix="tiermoe-bench-") as folder:
-        run = progress.add_task("running the held-out text", total=windows.tokens) if progress is not None else None
-        capture(network, blocks, opened.layers, windows, Path(folder), lambda n: _advance(progress, run, n))
-        task = progress.add_task("comparing", total=len(blocks) * len(WIDTHS)) if progress is not None else None
+        run = progress.add_task("running the held-out text", total=windows.tokens)
+        capture(network, blocks, opened.layers, windows, Path(folder), lambda n: progress.advance(run, n))
+        task = progress.add_task("comparing", total=len(blocks) * len(WIDTHS))
         for layer, block in enumerate(blocks):
             activation = block.activation or ""
             inputs = open_inputs(Path(folder), layer)
@@ -117,18 +113,9 @@ def _measure(
                 for name, dequantize in others.items():
                     lossy = Matrices(_each(dequantize, full.gate_up, bits), _each(dequantize, full.down, bits))
                     found[name][bits].append(output_losses(lossy, rows, outputs, activation))
-                _advance(progress, task, 1)
+                progress.advance(task)
     losses = {name: {bits: np.concatenate(v) for bits, v in widths.items()} for name, widths in found.items()}
     return losses, np.array(power), windows.tokens
-
-
-def _version(name: str, found: Mapping[str, Dequantize]) -> str:
-    return version(name) if name in found else "not installed"
-
-
-def _advance(progress: Progress | None, task: Any, amount: int) -> None:
-    if progress is not None:
-        progress.advance(task, amount)
 
 
 def _each(dequantize: Dequantize, matrices: Any, bits: int) -> Any:

@@ -1,4 +1,4 @@
-"""`tiermoe bench transfer`: experts out of another node's store, over our channel and as Ray objects, side by side.
+"""Micro-benchmark `transfer`: experts out of another node's store, over our channel and as Ray objects, side by side.
 
 One `StoreWorker` serves both ways at once: an actor on the second of two Ray nodes of this machine, whose objects
 travel to the first one's object store before they are read, and whose channel server is asked over gRPC, as from
@@ -8,13 +8,19 @@ requests are under way. Every answer is compared with the file, byte by byte, ou
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +44,26 @@ from ....actors.store.server import StoreWorker
 from ....errors import RuntimeFailure
 from ....proto.options import ServerOptions
 from ....proto.peers import LocalDirectory, PeerLink, StoreLink, store_name
+from ...ray_auth import ensure_private_token
+from ...scratch import Scratch
 from ..prepare.writer import write_file, write_tensors
 from .metrics import Case, Measures, Report, interleaved, rows_of
-from .two_nodes import two_nodes
+
+if "ray" not in sys.modules:  # which reads it once, when it is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import ray
+
+from ...ray_session import join, leave, refuse_second
+
+if TYPE_CHECKING:
+    from .micro import Transfer
 
 _DEADLINE_S = 60.0
-_ACTOR = "bench-store"
+_START_S = 90.0
+_MARK = "bench_other"  # a resource that only the other node has
+
+Way = Literal["grpc", "ray"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class ForgetfulStore(StoreWorker):
         return self.address or ""
 
 
-def bench_transfer(repeats: int, progress: Progress | None) -> Report:
+def transfer(options: Transfer, progress: Progress | None) -> Report:
     """Milliseconds and GB/s (1e9 bytes) per reading: one expert, or a batch of experts of one layer.
 
     memcpy: the same bytes copied within this process. grpc: over our channel. ray: an actor call for refs,
@@ -89,43 +109,27 @@ def bench_transfer(repeats: int, progress: Progress | None) -> Report:
     Raises:
         RuntimeFailure: the bytes that came are not those of the file, or Ray did not start.
     """
-    batch_bytes = [model.batch * model.shape.nbytes(2) for model in MODELS]
-    report = Report(
-        "transfer", "real",
-        settings={
-            "repeats": repeats,
-            "models": {m.name: {"expert_bytes": m.shape.nbytes(2), "batch": m.batch} for m in MODELS},
-        },
-        shown=("case", "measure", "median", "minimum", "maximum"),
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="tiermoe-transfer-") as folder:
-        stores = [_write_store(model, Path(folder) / str(i)) for i, model in enumerate(MODELS)]
-        with two_nodes(4 * max(batch_bytes)) as other:
-            readings = [
-                reading
-                for i, (model, path) in enumerate(zip(MODELS, stores, strict=True))
-                for reading in _readings(model, path, f"{_ACTOR}-{i}", other)
-            ]
-            try:
-                results = interleaved([reading.case for reading in readings], repeats, 1, progress)
-            finally:
-                for reading in readings:
-                    reading.close()
-    report.rows = rows_of(results)
+    settings = {
+        "repeats": options.repeats,
+        "models": {m.name: {"expert_bytes": m.shape.nbytes(2), "batch": m.batch} for m in MODELS},
+    }
+    report = Report("transfer", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
+    largest = max(model.batch * model.shape.nbytes(2) for model in MODELS)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-transfer-")))
+        stores = [write_store(model, folder / str(i)) for i, model in enumerate(MODELS)]
+        other = stack.enter_context(_two_nodes(4 * largest))
+        cases = []
+        for i, (model, store) in enumerate(zip(MODELS, stores, strict=True)):
+            cases += _cases(model, store, f"bench-store-{i}", other, stack)
+        report.rows = rows_of(interleaved(cases, options.repeats, 1, progress))
     return report
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A case and what ends its connection."""
-
-    case: Case
-    close: Callable[[], None]
-
-
-def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) -> list[_Reading]:
-    import ray
-
+def _cases(
+    model: Model, store: Path, actor: str, other: Callable[..., Any], stack: contextlib.ExitStack
+) -> list[Case]:
+    """Every way to read one expert and a batch of a model. stack: ends the connections."""
     opened = ExpertStore(store, "stamp")
     nbytes = model.shape.nbytes(2)
     worker = other(
@@ -134,21 +138,18 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
     )  # fmt: skip
     board = LocalDirectory({store_name(0): ray.get(worker.channel.remote())})
     link = StoreLink(store_name(0), (0,), PeerLink(board, name=store_name(0)), actor)
-    ways: tuple[Literal["grpc", "ray"], ...] = ("grpc", "ray")
-    readers = {
-        way: RemoteStores(opened.manifest, [0], [link], StoreSettings(transport=way, deadline_s=_DEADLINE_S))
-        for way in ways
-    }
-    for reader in readers.values():
-        reader.start(_DEADLINE_S)
+    readers: dict[Way, RemoteStores] = {}
+    for way in ("grpc", "ray"):
+        settings = StoreSettings(transport=way, deadline_s=_DEADLINE_S)
+        readers[way] = RemoteStores(opened.manifest, [0], [link], settings)
+        stack.callback(readers[way].close)
+        readers[way].start(_DEADLINE_S)
     layer = opened.layers[0]
     tensors = [tensor.view(torch.int16) for tensor in host_weights(opened.layers)[0].tensors]
 
-    def reading(way: Literal["grpc", "ray"], experts: list[int], before: bool) -> Measures:
-        held: Any = None
+    def read(way: Way, experts: list[int], before: bool) -> Measures:
         ray.get(worker.forget.remote())
-        if before:
-            held = ray.get(worker.expert_refs.remote(0, experts))
+        refs = ray.get(worker.expert_refs.remote(0, experts)) if before else None
         begin_s = time.perf_counter()
         promises = [readers[way].layer(0).expert(e) for e in experts]
         found = []
@@ -157,31 +158,32 @@ def _readings(model: Model, store: Path, actor: str, other: Callable[..., Any]) 
             found.append(promise.tensors())
         taken_s = time.perf_counter() - begin_s
         check_bytes(found, experts, tensors)
-        del held
-        return _measures(taken_s, len(experts) * nbytes)
+        del refs
+        return measures(taken_s, experts)
 
-    def copied(experts: list[int]) -> Measures:
+    def copy(experts: list[int]) -> Measures:
         sources = [layer.gate_up[experts[0] : experts[-1] + 1], layer.down[experts[0] : experts[-1] + 1]]
         targets = [np.zeros_like(source) for source in sources]  # touches the pages
         begin_s = time.perf_counter()
         for target, source in zip(targets, sources, strict=True):
             np.copyto(target, source)
-        return _measures(time.perf_counter() - begin_s, len(experts) * nbytes)
+        return measures(time.perf_counter() - begin_s, experts)
 
-    out = []
+    def measures(taken_s: float, experts: list[int]) -> Measures:
+        return {"ms": taken_s * 1e3, "gbps": len(experts) * nbytes / taken_s / 1e9}
+
+    cases = []
     for count in sorted({1, model.batch}):
         experts = list(range(count))
-        what = f"{model.name}, {count} x {nbytes / 2**20:.3g} MiB"
-        cases = {
-            "memcpy": lambda e=experts: copied(e),
-            "grpc": lambda e=experts: reading("grpc", e, before=False),
-            "ray": lambda e=experts: reading("ray", e, before=False),
-            "ray, put before": lambda e=experts: reading("ray", e, before=True),
+        ways: dict[str, Callable[[], Measures]] = {
+            "memcpy": lambda e=experts: copy(e),  # type: ignore[misc]
+            "grpc": lambda e=experts: read("grpc", e, before=False),  # type: ignore[misc]
+            "ray": lambda e=experts: read("ray", e, before=False),  # type: ignore[misc]
+            "ray, put before": lambda e=experts: read("ray", e, before=True),  # type: ignore[misc]
         }
-        out += [_Reading(Case(f"{what}: {name}", run), _nothing) for name, run in cases.items()]
-    return [
-        *out[:-2], *(_Reading(last.case, readers[t].close) for last, t in zip(out[-2:], readers, strict=True)),
-    ]  # fmt: skip
+        what = f"{model.name}, {count} x {nbytes / 2**20:.3g} MiB"
+        cases += [Case(f"{what}: {name}", run) for name, run in ways.items()]
+    return cases
 
 
 def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequence[torch.Tensor]) -> None:
@@ -199,14 +201,7 @@ def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequenc
             raise RuntimeFailure(f"expert {e} arrived with other bytes than the file's", "report this as a bug")
 
 
-def _nothing() -> None: ...
-
-
-def _measures(taken_s: float, nbytes: int) -> Measures:
-    return {"ms": taken_s * 1e3, "gbps": nbytes / taken_s / 1e9}
-
-
-def _write_store(model: Model, folder: Path) -> Path:
+def write_store(model: Model, folder: Path) -> Path:
     """A store of one MoE layer with finite random experts; no model can be built from it."""
     folder.mkdir()
     shape, rng = model.shape, np.random.default_rng(0)
@@ -234,3 +229,58 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint
     numbers = rng.integers(0, 1 << 16, shape, np.uint16)
     numbers &= 0xBFFF  # an exponent below that of 2.0: finite
     return numbers
+
+
+@contextlib.contextmanager
+def _two_nodes(object_store_bytes: int) -> Iterator[Callable[..., Any]]:
+    """A Ray of two nodes on this machine, each with an object store of so many bytes; this process joins the first.
+
+    What one node puts travels to the other as between hosts, through the loopback interface. A Ray that runs already
+    is neither asked nor changed; all processes and files lie below one scratch folder and go with it.
+
+    Yields:
+        other(plain class, name, *args): an actor of it on the other node, reachable by that name.
+
+    Raises:
+        RuntimeFailure: this process uses Ray already, or a node did not start.
+    """
+    refuse_second()
+    ensure_private_token()
+    with contextlib.closing(Scratch()) as scratch:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        mark = f"--resources={json.dumps({_MARK: 1})}"
+        _start_node(scratch, head, object_store_bytes)
+        _start_node(
+            scratch, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2", mark], object_store_bytes
+        )
+        join(f"127.0.0.1:{port}")
+        try:
+            yield _on_the_other
+        finally:
+            leave()
+
+
+def _on_the_other(plain: type, name: str, *args: Any) -> Any:
+    actor = ray.remote(name=name, num_cpus=0, resources={_MARK: 0.01}, max_concurrency=2)(plain).remote(*args)
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    here = nodes[ray.get_runtime_context().get_node_id()]
+    if _MARK in here["Resources"]:
+        raise RuntimeFailure("Ray put this process on the node that it is to read from", "report this as a bug")
+    return actor
+
+
+def _start_node(scratch: Scratch, more: list[str], object_store_bytes: int) -> None:
+    command = [
+        str(Path(sys.executable).with_name("ray")), "start", *more, "--num-cpus=1", f"--temp-dir={scratch.path}",
+        "--disable-usage-stats", f"--object-store-memory={object_store_bytes}",
+    ]  # fmt: skip
+    environment = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # this process's
+    log = scratch.path / "start.log"
+    with log.open("w") as said:  # a file: Ray's servers inherit it, and a pipe would never end
+        done = subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=_START_S, check=False)
+    if done.returncode != 0:
+        last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeFailure(f"`ray start` failed: {last}", "see whether Ray starts here at all: `ray start --head`")

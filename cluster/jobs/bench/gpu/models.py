@@ -1,0 +1,406 @@
+"""The measured models: published shapes, random weights on the device, random experts in host memory.
+
+Hyper-parameters are those of the models' own configuration files: mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B,
+deepseek-ai/DeepSeek-V2-Lite. The toy shapes have the same architectures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from .....actors.engine.cache.low_bits import ReplicaWeights
+from .....actors.engine.cache.slots import LayerWeights
+from .....actors.engine.model.model import (
+    MoeBlock,
+    assign_dense,
+    attention_for,
+    blocks_at,
+    register_implementation,
+)
+from .....actors.store.format import ExpertShape
+from .....errors import ConfigError, UnsupportedModelError
+from .....kernels.pack import PackedShape
+from .....kernels.packed_slots import packed_shapes
+from ....host import usable_cores
+from .job import Context
+from .near_data import DISTINCT_LAYERS
+
+
+@dataclass(frozen=True)
+class RealShape:
+    """One model.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        layers: decoder layers, `dense_layers` of which have no experts.
+        shrinks: whether fewer layers may be run where memory does not hold all.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    dense_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    options: dict[str, Any]
+    shrinks: bool = False
+
+    @property
+    def expert(self) -> ExpertShape:
+        """Of one routed expert."""
+        return ExpertShape(
+            num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2, has_bias=False
+        )
+
+    def config(self, moe_layers: int) -> Any:
+        """transformers' configuration with so many layers that have experts."""
+        from transformers import AutoConfig
+
+        options = self.options | {
+            "hidden_size": self.hidden, "num_hidden_layers": moe_layers + self.dense_layers,
+            "num_experts_per_tok": self.top_k,
+        }  # fmt: skip
+        return AutoConfig.for_model(self.model_type, **options)
+
+
+MIXTRAL = RealShape(
+    "Mixtral-8x7B", "mixtral", layers=32, dense_layers=0, experts=8, top_k=2, hidden=4096, intermediate=14336,
+    shrinks=True,
+    options={
+        "intermediate_size": 14336, "num_local_experts": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": None,
+    },
+)  # fmt: skip
+QWEN = RealShape(
+    "Qwen1.5-MoE-A2.7B", "qwen2_moe", layers=24, dense_layers=0, experts=60, top_k=4, hidden=2048, intermediate=1408,
+    options={
+        "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "num_experts": 60, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "norm_topk_prob": False, "decoder_sparse_step": 1,
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)  # fmt: skip
+DEEPSEEK = RealShape(
+    "DeepSeek-V2-Lite", "deepseek_v2", layers=27, dense_layers=1, experts=64, top_k=6, hidden=2048, intermediate=1408,
+    options={
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1,
+        "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+        "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+        },
+    },
+)  # fmt: skip
+
+REAL = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK}
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    "intermediate_size": 96,
+}  # fmt: skip
+
+
+def _toy(shape: RealShape, layers: int, experts: int, **sizes: int) -> RealShape:
+    """The same architecture in a size that a CPU runs in milliseconds."""
+    return RealShape(
+        f"toy {shape.name}", shape.model_type, layers, shape.dense_layers, experts, 2, 64, 96,
+        shape.options | _SMALL | sizes, shape.shrinks,
+    )  # fmt: skip
+
+
+TOY = {
+    "mixtral": _toy(MIXTRAL, 3, 8, num_local_experts=8),
+    "qwen": _toy(QWEN, 3, 12, num_experts=12, moe_intermediate_size=96, shared_expert_intermediate_size=64),
+    "deepseek": _toy(
+        DEEPSEEK, 4, 12, n_routed_experts=12, moe_intermediate_size=96, kv_lora_rank=32, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16,
+    ),
+}  # fmt: skip
+TOY["mixtral"].options["intermediate_size"] = 96
+
+
+def experts_modules(model: Any) -> list[str]:
+    """Names of a model's modules with routed experts, in the order of its layers."""
+    return [name for name, module in model.named_modules() if hasattr(module, "has_gate") and hasattr(module, "act_fn")]
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """One transformers model, run by us or by its own experts implementations.
+
+    Attributes:
+        modules: its experts modules.
+        blocks: what an engine needs of them.
+        dense_bytes: parameters but the routed experts, of which a decode step reads all but the embeddings.
+        read_bytes: of those the ones that a decode step reads.
+    """
+
+    model: Any
+    modules: list[Any]
+    blocks: list[MoeBlock]
+    dense_bytes: int
+    read_bytes: int
+
+    def use(self, implementation: str) -> None:
+        """Run the experts by "tiermoe" or by one of transformers' own implementations."""
+        self.model.set_experts_implementation(implementation)
+
+    def router_weights(self) -> list[torch.Tensor]:
+        """[E, H] of each layer's router."""
+        found = []
+        for module, name in zip(self.modules, experts_modules(self.model), strict=True):
+            parent = self.model.get_submodule(name.rpartition(".")[0])
+            experts = module.gate_up_proj.shape[0]
+            weights = [
+                p for n, p in parent.named_parameters()
+                if p.dim() == 2 and p.shape[0] == experts and not n.startswith("experts.")
+            ]  # fmt: skip
+            if not weights:
+                raise UnsupportedModelError(f"{name} has no router with a weight for each expert", "report the model")
+            found.append(weights[0].detach())
+        return found
+
+    @contextmanager
+    def own_experts(self, device: torch.device, seed: int = 1) -> Iterator[None]:
+        """Random expert parameters on `device`, the model with all experts resident and without us; on meta after."""
+        generator = torch.Generator(device).manual_seed(seed)
+        self._set_experts(device, lambda value: value.normal_(0, 0.02, generator=generator))
+        try:
+            yield
+        finally:
+            self._set_experts(torch.device("meta"), lambda value: value)
+
+    def _set_experts(self, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for module in self.modules:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                value = fill(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+
+def build_random_model(
+    shape: RealShape, moe_layers: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> RandomModel:
+    """The model of a shape with its experts on meta and everything else random on `device`.
+
+    Raises:
+        UnsupportedModelError: transformers' model is not what the shape says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = shape.config(moe_layers)
+    ours = register_implementation()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_for(config, "auto"))
+    names = experts_modules(model)
+    if len(names) != moe_layers:
+        raise UnsupportedModelError(
+            f"{shape.name} has {len(names)} MoE layers in this transformers, not {moe_layers}", "report the version"
+        )
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if like.dim() < 2:
+            return made.fill_(1.0)  # norms; biases of attention, which no time depends on
+        return made.normal_(0, 0.02, generator=generator)
+
+    inside = set(names)
+    dense = {
+        name: random(tensor)
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[0] not in inside and tensor.is_floating_point()
+    }
+    left = assign_dense(model, dense, inside, device)
+    if left:
+        raise UnsupportedModelError(f"{shape.name}: {left[0]} could not be filled", "report the transformers version")
+    model.set_experts_implementation(ours)
+    model.eval()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    embedding = model.get_input_embeddings().weight.nbytes
+    blocks = blocks_at(model, names, shape.experts)
+    modules = [model.get_submodule(name) for name in names]
+    return RandomModel(model, modules, blocks, nbytes, nbytes - embedding)
+
+
+_HUGE = 2 << 20  # bytes of a huge page
+_ALIGNED = 64  # bytes, of a tensor of replicas
+_SCALE = 1e-3  # of all replicas, and their offsets
+
+
+@dataclass
+class HostExperts:
+    """Random experts of a model in pinned host memory, layer by layer: no file, no store, filled in seconds.
+
+    Attributes:
+        layers: as an engine takes them.
+        how: how the memory of each layer was allocated: "registered", "pinned" or "pageable".
+    """
+
+    layers: list[LayerWeights] = field(default_factory=list)
+    how: list[str] = field(default_factory=list)
+    _replicas: dict[tuple[int, int], ReplicaWeights] = field(default_factory=dict)  # by bits and group
+    _memory: list[tuple[Any, int | None]] = field(default_factory=list)
+
+    def add(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        """One more layer, registered with the GPU where there is one, and filled from there.
+
+        Raises:
+            ConfigError: the memory is not to be had.
+        """
+        elements = shape.num_experts * shape.elements()
+        flat, how, memory = _allocate(elements, dtype, device)
+        _fill(flat, device, seed)
+        size = shape.num_experts * shape.intermediate * shape.gates * shape.hidden
+        gate_up = flat[:size].view(shape.num_experts, *shape.gate_up)
+        down = flat[size:].view(shape.num_experts, *shape.down)
+        self.layers.append(LayerWeights((gate_up, down)))
+        self.how.append(how)
+        self._memory.append(memory)
+
+    def replicas(self, shape: ExpertShape, bits: int, group: int, device: torch.device) -> ReplicaWeights:
+        """Replicas of one width with random codes, in the same kind of memory: a few layers' serve all in turn.
+
+        Raises:
+            ConfigError: the memory is not to be had.
+        """
+        found = self._replicas.get((bits, group))
+        if found is None:
+            packed = PackedShape(shape.hidden, shape.intermediate, bits, group)
+            distinct = min(DISTINCT_LAYERS, len(self.layers))
+            made = [self._replica_layer(packed, shape.num_experts, device, seed) for seed in range(distinct)]
+            layers = [made[layer % distinct] for layer in range(len(self.layers))]
+            found = self._replicas[bits, group] = ReplicaWeights(packed, layers)
+        return found
+
+    def _replica_layer(self, packed: PackedShape, experts: int, device: torch.device, seed: int) -> LayerWeights:
+        kinds = [(dtype, (experts, *dims)) for dtype, dims in packed_shapes(packed)]
+        sizes = [math.prod(dims) * dtype.itemsize for dtype, dims in kinds]
+        places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        flat, _, memory = _allocate(places[-1], torch.uint8, device)
+        self._memory.append(memory)
+        _fill(flat, device, seed)
+        tensors = []
+        for (dtype, dims), size, place in zip(kinds, sizes, places, strict=False):  # one place more: the end
+            tensor = flat[place : place + size].view(dtype).view(dims)
+            tensors.append(tensor if dtype == torch.uint8 else tensor.fill_(_SCALE))
+        return LayerWeights(tuple(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may use it any more."""
+        self.layers.clear()
+        self._replicas.clear()
+        for _, address in self._memory:
+            if address is not None:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._memory.clear()
+
+
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, str, tuple[Any, Any]]:
+    """A flat tensor in host memory; how it was allocated; its memory and the address that is registered."""
+    if device.type != "cuda":
+        return torch.empty(elements, dtype=dtype), "pageable", (None, None)
+    nbytes = elements * dtype.itemsize
+    try:
+        # private: shared memory has huge pages on few machines only
+        block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(f"{nbytes} bytes of host memory are not to be had: {error}", "run a smaller shape") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: registering takes longer
+            block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
+    flat = torch.frombuffer(block, dtype=dtype, count=elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    flat.zero_()  # by all cores: registering would touch the pages one by one
+    torch.set_num_threads(threads)
+    if int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 0)) == 0:
+        return flat, "registered", (block, flat.data_ptr())
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)  # the failure is kept as the last error, which the next launch would raise
+    try:
+        return torch.empty(elements, dtype=dtype, pin_memory=True), "pinned", (None, None)
+    except RuntimeError:
+        return flat, "pageable", (block, None)
+
+
+def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
+    """Random numbers of an expert's scale, or bytes; one block over and over, since no time depends on the values."""
+    generator = torch.Generator(device).manual_seed(seed)
+    block = torch.empty(min(flat.numel(), 64 << 20), dtype=flat.dtype, device=device)
+    if flat.dtype == torch.uint8:
+        block.random_(0, 256, generator=generator)
+    else:
+        block.normal_(0, 0.02, generator=generator)
+    for start in range(0, flat.numel(), block.numel()):
+        part = flat[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
+
+
+_HOST_SHARE, _GPU_SHARE = 0.75, 0.85
+_SHRUNK_SHARE = 0.65  # of the GPU, where layers can be left out: batched_mm gathers copies of what a prompt uses
+_MOST_LAYERS = 16  # of a shape that may shrink: more would take the time of the other parts
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def host_free_bytes() -> int:
+    """Memory that this process may still take: of the machine, and of the control group around it."""
+    free = int(psutil.virtual_memory().available)
+    for limit, usage in _CGROUPS:
+        try:
+            left = int(Path(limit).read_text()) - int(Path(usage).read_text())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        free = min(free, max(0, left))
+    return free
+
+
+def moe_layers(shape: RealShape, context: Context) -> int:
+    """MoE layers to run: all, or of a shape that shrinks as many as memory holds.
+
+    Host memory has the experts once; the GPU's twice: the reference's, and ours at budget 1.0.
+
+    Raises:
+        ConfigError: all must fit, and do not.
+    """
+    wanted = shape.layers - shape.dense_layers
+    if context.toy:
+        return wanted
+    layer_bytes = shape.experts * shape.expert.nbytes(context.dtype.itemsize)
+    room = int(_HOST_SHARE * host_free_bytes() / layer_bytes)
+    if context.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(context.device)
+        share = _SHRUNK_SHARE if shape.shrinks else _GPU_SHARE
+        room = min(room, int(share * free / 2 / layer_bytes))
+    if shape.shrinks and room >= 2:
+        return min(wanted, room, _MOST_LAYERS)
+    if room < wanted:
+        raise ConfigError(
+            f"{shape.name} has {wanted} layers of {layer_bytes / 1e9:.2f} GB, there is room for {room}",
+            "leave this part out with --parts, or use a machine with more memory",
+        )
+    return wanted

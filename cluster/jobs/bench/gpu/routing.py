@@ -1,0 +1,370 @@
+"""Routing: what of the default model's matters to an expert cache, traces of other shapes with as much, their replay.
+
+    recorded routing of a small model -> Locality -> Stickiness (fitted) -> trace for a model of any shape -> replay
+
+The weights of the measured models are random, so their routers have nothing to say: their choices are replaced by a
+trace, for ours and for the references alike. What it keeps of the recorded routing: how often experts are used (the
+curve of shares, resampled to the other number of experts, in another order in each layer), how soon they are used again
+(hit rates of an LRU cache at several sizes, by which the process is fitted), how sure the router is (mean sorted
+probabilities), and how well a later layer is foreseen (recall of its router on an earlier layer's hidden state, by
+distance). What it does not keep: which experts of one layer go with which of another one (a policy that follows
+trajectories, such as fMoE, has nothing to find there), nor whatever else a real router of that shape would do.
+
+The routers run, so that their time is paid; what they chose is replaced just before the experts, by a hook on the
+experts modules. A later layer's router that is asked on an earlier layer's hidden state answers with the logits of the
+trace, at the recall that was measured for that distance; its own matrix product is paid there too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .....actors.engine.model.model import ExpertLayer, RouterProbe, attach, blocks_at, detach
+from .....errors import CheckpointError
+from ....config import default_model_dir
+from ..serving import heldout_prompts
+from .models import experts_modules
+
+FRACTIONS = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts that an LRU cache holds
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
+DECAYS = (0.0, 0.5, 0.8, 0.9, 0.97)
+_FIT_TOKENS = 192
+_MARGIN = 0.1  # logits between what a router picks and what it does not: more than bfloat16 rounds away
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Locality:
+    """Of a recorded routing.
+
+    Attributes:
+        popularity: [E], shares of a layer's uses, descending, mean over layers.
+        probabilities: [E], a token's router probabilities, descending, mean over tokens and layers.
+        hit_rates: of an LRU cache of `FRACTIONS` of each layer's experts.
+        recalls: share of a layer's experts that its router picks on the hidden state of 1, 2, ... layers before.
+        top_k: experts per token.
+    """
+
+    popularity: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    hit_rates: tuple[float, ...]
+    recalls: tuple[float, ...]
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Stickiness:
+    """How the next token's experts depend on those before: p = (1 - share) popularity + share recent use.
+
+    Attributes:
+        decay: what a use counts for after one further token; 0: only the token before counts.
+        error: root mean square difference of the hit rates to those of the recorded routing.
+        hit_rates: those of the fitted process, at the recorded shape.
+    """
+
+    share: float
+    decay: float
+    error: float
+    hit_rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RoutingTrace:
+    """Routing of T tokens in L layers of E experts, K of which a token uses.
+
+    Attributes:
+        ids: int64 [T, L, K], most probable first.
+        logits: float32 [T, L, E], log-probabilities that agree with `ids`.
+    """
+
+    ids: Ids
+    logits: Floats
+
+
+def lru_hit_rates(ids: Ids, experts: int, fractions: Sequence[float] = FRACTIONS) -> tuple[float, ...]:
+    """Of one LRU cache per layer that holds a share of its experts, at least K; the first half of the tokens warms it.
+
+    Args:
+        ids: [T, L, K].
+    """
+    tokens, layers, top_k = ids.shape
+    last = np.full((layers, experts), -1.0)
+    last -= np.arange(experts) * 1e-6  # a fixed order of those that were never used
+    slots = [max(top_k, round(share * experts)) for share in fractions]
+    hits, asked = np.zeros(len(slots)), 0
+    rows = np.arange(layers)[:, None]
+    for t in range(tokens):
+        chosen = ids[t]  # [L, K]
+        if 2 * t >= tokens:
+            used = last[rows, chosen]
+            depth = (last[:, None, :] > used[:, :, None]).sum(axis=2)  # experts used since [L, K]
+            known = used >= 0
+            hits += [(known & (depth < size)).sum() for size in slots]
+            asked += chosen.size
+        last[rows, chosen] = t + np.arange(top_k) * 1e-3
+    return tuple((hits / max(1, asked)).tolist())
+
+
+def popularity_of(ids: Ids, experts: int) -> tuple[float, ...]:
+    """Shares of the uses of ids [T, L, K], descending, mean over layers."""
+    counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])])
+    shares = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
+    return tuple(shares.mean(axis=0).tolist())
+
+
+def recall(guessed: Ids, picked: Ids) -> float:
+    """Share of picked [N, K] that is in guessed [N, K]."""
+    return float((guessed[:, :, None] == picked[:, None, :]).any(axis=1).mean())
+
+
+def resampled(curve: Sequence[float], size: int) -> NDArray[np.float64]:
+    """A descending curve of shares for another number of experts: the same Lorenz curve, normalised [size]."""
+    cumulative = np.concatenate([[0.0], np.cumsum(curve)])
+    places = np.linspace(0.0, 1.0, len(cumulative))
+    shares = np.diff(np.interp(np.linspace(0.0, 1.0, size + 1), places, cumulative))
+    return np.asarray(shares / shares.sum(), np.float64)
+
+
+def draw(
+    locality: Locality, share: float, decay: float, tokens: int, layers: int, experts: int, top_k: int, seed: int
+) -> RoutingTrace:
+    """A routing of any shape: each token draws K experts of each layer without repetition, as `Stickiness` says.
+
+    Raises:
+        ValueError: a layer has fewer experts than a token uses.
+    """
+    if not 0 < top_k <= experts:
+        raise ValueError(f"a token cannot use {top_k} of {experts} experts")
+    rng = np.random.default_rng(seed)
+    curve = resampled(locality.popularity, experts)
+    popularity = np.stack([rng.permutation(curve) for _ in range(layers)])  # [L, E]
+    profile = np.log(np.maximum(resampled(locality.probabilities, experts), 1e-6))
+    profile[:top_k] += _MARGIN
+    recent = popularity.copy()
+    ids = np.empty((tokens, layers, top_k), np.int64)
+    logits = np.empty((tokens, layers, experts), np.float32)
+    rows = np.arange(layers)[:, None]
+    for t in range(tokens):
+        chance = (1.0 - share) * popularity + share * recent / recent.sum(axis=1, keepdims=True)
+        scores = np.log(np.maximum(chance, 1e-9)) + rng.gumbel(size=chance.shape)  # the top K: K draws without repeat
+        order = np.argsort(-scores, axis=1, kind="stable")
+        ids[t] = order[:, :top_k]
+        logits[t][rows, order] = profile
+        recent *= decay
+        recent[rows, ids[t]] += 1.0
+    return RoutingTrace(ids, logits)
+
+
+def fit(locality: Locality, layers: int, seed: int = 0) -> Stickiness:
+    """The share and the decay whose LRU hit rates, at the recorded shape, are nearest to the recorded ones."""
+    experts = len(locality.popularity)
+    best: Stickiness | None = None
+    for share, decay in itertools.product(SHARES, DECAYS):
+        trace = draw(locality, share, decay, _FIT_TOKENS, layers, experts, locality.top_k, seed)
+        rates = lru_hit_rates(trace.ids, experts)
+        error = float(np.sqrt(np.mean(np.square(np.subtract(rates, locality.hit_rates)))))
+        if best is None or error < best.error:
+            best = Stickiness(share, decay, error, rates)
+    assert best is not None
+    return best
+
+
+def foreseen(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
+    """Logits [T, L, E] whose K greatest agree with the trace's choice as often as `recall_share` says.
+
+    Each expert of a token's choice is missed with probability 1 - recall_share; those that would have come next take
+    the places of the missed ones.
+    """
+    tokens, layers, top_k = trace.ids.shape
+    rng = np.random.default_rng(seed)
+    order = np.argsort(-trace.logits, axis=2, kind="stable")  # [T, L, E]
+    profile = np.take_along_axis(trace.logits, order, axis=2)
+    right = rng.random((tokens, layers, top_k)) < recall_share
+    missed = top_k - right.sum(axis=2, keepdims=True)  # [T, L, 1]
+    place = np.broadcast_to(np.arange(order.shape[2]), order.shape)
+    guessed = (place >= top_k) & (place < top_k + missed)
+    guessed[:, :, :top_k] = right
+    new = np.take_along_axis(order, np.argsort(~guessed, axis=2, kind="stable"), axis=2)
+    out = np.empty_like(trace.logits)
+    np.put_along_axis(out, new, profile, axis=2)
+    return out
+
+
+DISTANCES = 3  # layers ahead that a router is asked
+
+
+@torch.no_grad()
+def record_locality(device: torch.device, documents: int = 8, tokens: int = 96) -> tuple[Locality, int]:
+    """What the routing of the default model, unmodified, is like on held-out text; and its MoE layers.
+
+    The hidden state that a later layer's router is shown is the input of this layer's experts, as next-gate prefetch
+    has it.
+
+    Raises:
+        CheckpointError: the model ships too little held-out text, or has a router that cannot be asked.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = default_model_dir()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    names = experts_modules(model)
+    experts = int(model.get_submodule(names[0]).gate_up_proj.shape[0])
+    routers = [block.router for block in blocks_at(model, names, experts)]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, ids = (*args, *kwargs.values())[:2]
+        seen.append((hidden.reshape(-1, hidden.shape[-1]), ids))
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
+    parts, probabilities = [], []
+    recalls: list[list[float]] = [[] for _ in range(DISTANCES)]
+    for prompt in heldout_prompts(folder, documents, tokens):
+        seen.clear()
+        model(torch.tensor([prompt], device=device), use_cache=False)
+        ids = [picked.cpu().numpy().astype(np.int64) for _, picked in seen]
+        parts.append(np.stack(ids, axis=1))  # [T, L, K]
+        for layer, (hidden, _) in enumerate(seen):
+            for distance in range(min(DISTANCES + 1, len(names) - layer)):
+                router = routers[layer + distance]
+                if router is None:
+                    raise CheckpointError("the model's routers cannot be asked", "use the default model")
+                scores = router(hidden).float()
+                if distance == 0:
+                    probabilities.append(torch.softmax(scores, -1).sort(-1, descending=True)[0].mean(0).cpu())
+                    continue
+                guessed = scores.topk(ids[0].shape[1], dim=-1)[1].cpu().numpy()
+                recalls[distance - 1].append(recall(guessed, ids[layer + distance]))
+    found = np.concatenate(parts)
+    return Locality(
+        popularity_of(found, experts), tuple(torch.stack(probabilities).mean(0).tolist()),
+        lru_hit_rates(found, experts), tuple(float(np.mean(values)) for values in recalls), found.shape[2],
+    ), len(names)  # fmt: skip
+
+
+_OWN = 1e-4  # of the router's own logits: a product that is computed and changes no order
+
+
+class Replay:
+    """One trace on one model.
+
+    Args:
+        trace: of at least as many tokens as will be run, layers as the model has MoE layers.
+        recalls: of distances 1, 2, ...
+        weights: [E, H] of each layer's router.
+        device: where the model runs. dtype: of its hidden states.
+    """
+
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        recalls: Sequence[float],
+        weights: Sequence[torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        top_k = trace.ids.shape[2]
+        logits = torch.from_numpy(trace.logits)
+        chosen = torch.softmax(logits, -1).gather(2, torch.from_numpy(trace.ids))
+        scale = chosen.sum(-1, keepdim=True)
+
+        def by_layer(table: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+            return table.transpose(0, 1).contiguous().to(device=device, dtype=to)  # [L, T, ...]
+
+        self._ids = by_layer(torch.from_numpy(trace.ids), torch.int64)
+        self._weights = by_layer(chosen / scale, dtype)
+        self._weights_f32 = self._weights.float()
+        tables = [trace.logits, *(foreseen(trace, share, seed) for seed, share in enumerate(recalls, start=1))]
+        self._tables = [by_layer(torch.from_numpy(table), dtype) for table in tables]
+        self._routers = [weight.to(dtype).t() for weight in weights]  # [H, E]
+        self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k
+        self._at = self._rows = 0
+        self._layer = 0
+        self._hooks: list[Any] = []
+
+    def begin(self, position: int, rows: int) -> None:
+        """The next forward runs tokens position to position + rows of the trace.
+
+        Raises:
+            ValueError: the trace is shorter.
+        """
+        if position + rows > self.tokens:
+            raise ValueError(f"the trace has {self.tokens} tokens, not {position + rows}")
+        self._at, self._rows = position, rows
+
+    def attach(self, modules: Sequence[Any]) -> None:
+        """Replace the routing of these experts modules, one per layer, until `close`."""
+        for layer, module in enumerate(modules):
+            self._hooks.append(module.register_forward_pre_hook(self._replace(layer), with_kwargs=True))
+
+    def inside(self, modules: Sequence[Any], layers: Sequence[ExpertLayer]) -> ExitStack:
+        """The same inside the experts' operator, for ours alone: the modules around it can then be compiled.
+
+        Args:
+            modules: experts modules that an engine runs; they lead to its layers until the stack is closed.
+            layers: of the engine.
+        """
+        attached = ExitStack()
+        for i, (module, layer) in enumerate(zip(modules, layers, strict=True)):
+            attached.callback(detach, attach(module, _ReplayedLayer(self, i, layer)))
+        return attached
+
+    def routing(self, layer: int, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids and weights [T, K] of a layer in the present forward; weights in the dtype of those given."""
+        self._layer = layer
+        stop = self._at + self._rows
+        table = self._weights if weights.dtype == self._weights.dtype else self._weights_f32
+        return self._ids[layer, self._at : stop], table[layer, self._at : stop]
+
+    def probes(self) -> list[RouterProbe]:
+        """What takes the place of each layer's router where it is asked ahead of time."""
+        return [self._probe(layer) for layer in range(self.layers)]
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _replace(self, layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            hidden, _, weights = (*args, *kwargs.values())[:3]
+            return (hidden, *self.routing(layer, weights)), {}
+
+        return hook
+
+    def _probe(self, layer: int) -> RouterProbe:
+        weight = self._routers[layer]
+
+        def probe(hidden: torch.Tensor) -> torch.Tensor:
+            """hidden [T, H] -> logits [T, E]."""
+            distance = layer - self._layer
+            wraps = distance < 0  # the next forward's
+            table = self._tables[-1 if wraps else min(distance, len(self._tables) - 1)]
+            start = self._at + (self._rows if wraps else 0)
+            start = min(start, self.tokens - len(hidden))
+            rows = table[layer, start : start + len(hidden)]
+            return torch.addmm(rows, hidden.to(weight.dtype), weight, alpha=_OWN)
+
+        return probe
+
+
+class _ReplayedLayer:
+    """One layer whose routing is the trace's."""
+
+    def __init__(self, replay: Replay, index: int, layer: ExpertLayer) -> None:
+        self._replay, self._index, self._inner = replay, index, layer
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self._inner.forward(hidden, *self._replay.routing(self._index, weights))

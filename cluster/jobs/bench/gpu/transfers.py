@@ -1,0 +1,187 @@
+"""Parts `machine` and `loads`: the hardware's best bandwidths in this run, and what expert loads reach of them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .....actors.engine.cache.allocate import make_cache
+from .....actors.engine.cache.device import make_device
+from .....actors.engine.cache.slots import LayerWeights
+from .....actors.settings import EngineSettings, LinkSettings
+from ....config import load_policy
+from ....host import cpu, usable_cores
+from ..metrics import Spread
+from .job import Context, Record
+from .models import REAL, TOY, HostExperts
+
+_PEAK_BYTES = 1 << 30
+_TOY_BYTES = 8 << 20
+_REPEATS = 7
+
+LOAD_REPEATS, LOAD_WARM = 9, 2
+# shape, experts of a batch, least share of the link's peak; None: not judged
+LOADS = (
+    ("mixtral", 1, 0.9), ("mixtral", 2, 0.9),
+    ("qwen", 4, None), ("qwen", 16, 0.8), ("qwen", 32, 0.8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """1e9 bytes per second, the best of several: h2d, d2h over the link; hbm of a copy on the device, both ways."""
+
+    h2d: float
+    d2h: float
+    hbm: float
+
+
+def machine(context: Context, record: Record) -> None:
+    """Name the machine and measure its peaks."""
+    found: dict[str, Any] = {"cpu": cpu(), "torch_cuda": torch.version.cuda, "device": context.device.type}
+    if context.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(context.device)
+        found |= {
+            "gpu": properties.name, "gpu_memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+        } | _nvidia_smi()  # fmt: skip
+    record.row("machine", **found)
+    record_peaks(context, record)
+    for threads in sorted({1, usable_cores()}):
+        record.row("host read", threads=threads, gbps=host_read_gbps(threads, context.toy))
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """Driver and present PCIe link, where nvidia-smi tells; idle links may show a lower generation."""
+    fields = ("driver_version", "pcie.link.gen.max", "pcie.link.gen.current", "pcie.link.width.current")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {"driver": "nvidia-smi said nothing"}
+    values = [value.strip() for value in said.splitlines()[0].split(",")]
+    return dict(zip(("driver", "pcie_gen_max", "pcie_gen_now", "pcie_width"), values, strict=False))
+
+
+def record_peaks(context: Context, record: Record) -> Peaks:
+    """The best of several large copies; on the stand-in all three are copies in host memory."""
+    nbytes = _TOY_BYTES if context.toy else _PEAK_BYTES
+    pinned = context.device.type == "cuda"
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+    other = torch.empty_like(there)
+
+    def best(copy: Callable[[], Any], copied: int) -> float:
+        def synchronous() -> None:
+            copy()
+            context.synchronize()
+
+        context.synchronize()
+        return copied / _best_s(synchronous, _REPEATS) / 1e9
+
+    found = Peaks(
+        best(lambda: there.copy_(host, non_blocking=True), nbytes),
+        best(lambda: host.copy_(there, non_blocking=True), nbytes),
+        best(lambda: other.copy_(there), 2 * nbytes),
+    )
+    record.row("peaks", h2d_gbps=found.h2d, d2h_gbps=found.d2h, hbm_gbps=found.hbm)
+    return found
+
+
+def host_read_gbps(threads: int, toy: bool) -> float:
+    """Host memory read by so many threads: a sum over 64-bit numbers, the best of several."""
+    nbytes = _TOY_BYTES if toy else 4 * _PEAK_BYTES
+    block = torch.ones(nbytes // 8, dtype=torch.int64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return nbytes / _best_s(block.sum, 3) / 1e9
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_s(work: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin_s)
+    return min(times)
+
+
+def spread_of(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    spread = Spread.of(values)
+    return {"median": spread.median, "minimum": spread.minimum, "maximum": spread.maximum}
+
+
+def loads(context: Context, record: Record) -> None:
+    """Bandwidth of expert loads through the cache's own copy queue, against the link's peak in this run.
+
+    Random experts of a pinned layer are loaded in batches, as a layer's misses are, into slots that are then emptied;
+    the time is from asking until every copy has arrived. Staged: the same from memory that is not registered.
+    Mixtral's memory is given back before Qwen's is taken.
+    """
+    peak = record_peaks(context, record).h2d
+    for name in dict.fromkeys(case[0] for case in LOADS):
+        _loads_of(name, context, record, peak)
+        gc.collect()
+
+
+def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> None:
+    shape = (TOY if context.toy else REAL)[name]
+    expert = shape.expert
+    label = f"{expert.nbytes(context.dtype.itemsize) / (1 << 20):.4g} MiB"
+    device = make_device(context.device.type, LinkSettings(gbps=None))
+    host = HostExperts()
+
+    def measured(layers: list[LayerWeights], size: int, memory: str) -> float:
+        rate = spread_of(_rates(expert, layers, size, device, context))
+        share = rate["median"] / peak_gbps
+        record.row(
+            "load", shape=shape.name, expert=label, batch=size, memory=memory, share=share, gbps=rate["median"],
+            gbps_minimum=rate["minimum"], gbps_maximum=rate["maximum"],
+        )  # fmt: skip
+        return share
+
+    with closing(device), closing(host):
+        host.add(expert, context.dtype, context.device, seed=1)
+        batches = [(size, limit) for case, size, limit in LOADS if case == name]
+        for size, limit in batches:
+            share = measured(host.layers, size, host.how[0])
+            if limit is not None:
+                record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
+        # written to: pages that never were are all the same one, which the processor's caches hold
+        plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
+        measured(plain, batches[-1][0], "pageable (staged)")
+
+
+def _rates(expert: Any, layers: list[LayerWeights], size: int, device: Any, context: Context) -> list[float]:
+    """1e9 bytes per second of batches of `size` random experts of one layer."""
+    size = min(size, expert.num_experts)
+    nbytes = expert.nbytes(context.dtype.itemsize)
+    settings = EngineSettings(policy=load_policy("on-demand"), budget=size * nbytes, device=context.device.type)
+    cache = make_cache(settings, expert, layers, device, context.dtype, expert.num_experts)
+    rng, rates = np.random.default_rng(size), list[float]()
+    try:
+        for turn in range(LOAD_WARM + LOAD_REPEATS):
+            keys = rng.choice(expert.num_experts, size, replace=False).tolist()
+            context.synchronize()
+            begin_s = time.perf_counter()
+            cache.preload(keys)
+            context.synchronize()
+            if turn >= LOAD_WARM:
+                rates.append(size * nbytes / (time.perf_counter() - begin_s) / 1e9)
+            cache.flush()
+    finally:
+        cache.close()
+    return rates

@@ -1,0 +1,180 @@
+"""Micro-benchmarks: one part of the system each, as one registry and one command.
+
+A case is a class of options and a function `module.name(options, progress) -> Report`. The fields of the class are the
+options of `tiermoe bench NAME`, its docstring is the help. A new case is both, and an entry of `CASES`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....actors.policies.sharding import Ownership
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+    from rich.progress import Progress
+
+    from .metrics import Report
+
+Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
+Repeats = Annotated[int, Field(ge=1, description="Counted repetitions of each case.")]
+Config = Annotated[
+    str | None, Field(description="YAML file, or a name in configs/clusters: what is not fixed here.")
+]
+
+
+class Options(BaseModel):
+    """Options of one case."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measure: ClassVar[str]  # module of this package, and its function
+    own_keys: ClassVar[Sequence[str]] = ()  # keys of a configuration that the case sets itself
+
+
+class Overhead(Options):
+    """Decode time with everything resident, against transformers' continuous batching."""
+
+    measure = "micro_serving.overhead"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 7
+    config: Config = None
+
+
+class Prefetch(Options):
+    """Blocked I/O with and without next-gate prefetch."""
+
+    measure = "micro_serving.prefetch"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 5
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
+class Scale(Options):
+    """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
+
+    measure = "micro_serving.scale"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 4
+    policy: str = Field("on-demand", description="Of all GPUs.")
+    budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
+    batch: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (1, 4, 8, 16), description="Prompts in flight together; repeat it."
+    )
+    prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
+    ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
+    config: Config = None
+
+
+class Quantize(Options):
+    """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
+
+    measure = "micro_quantize.quantize"
+    model: Model = None
+
+
+class Channel(Options):
+    """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
+
+    measure = "micro_channels.channel"
+    repeats: Repeats = 7
+
+
+class Transfer(Options):
+    """Experts from another node's store: our channel and Ray object refs, against a copy in memory."""
+
+    measure = "micro_transfer.transfer"
+    repeats: Repeats = 7
+
+
+class Kernel(Options):
+    """Packed experts on one core against memory bandwidth, torch and ggml; or on many against bandwidth."""
+
+    measure = "micro_kernels.kernel"
+    repeats: Repeats = 7
+    group: int = Field(64, description="Quantization group: 32, 64 or 128.")
+    instruction_set: str | None = Field(None, description="Of our kernels; default: the best here.")
+    ggml: Path | None = Field(None, description="libggml-cpu*.so; default: that of an installed wheel.")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="1 to 4 bits on so many cores against their bandwidth alone."
+    )
+
+
+class Matcher(Options):
+    """Expert maps: time of a search and an update, memory, and what publishing costs the lead."""
+
+    measure = "micro_channels.matcher"
+    repeats: Repeats = 5
+
+
+class Substitute(Options):
+    """Buddy substitution: microseconds to decide one layer."""
+
+    measure = "micro_kernels.substitute"
+    repeats: Repeats = 9
+
+
+CASES: dict[str, type[Options]] = {
+    "overhead": Overhead, "prefetch": Prefetch, "scale": Scale, "quantize": Quantize, "channel": Channel,
+    "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
+}  # fmt: skip
+
+
+def measure(options: Options, progress: Progress | None = None) -> Report:
+    """Run a case; its module is imported here."""
+    module, _, function = options.measure.partition(".")
+    report: Report = getattr(import_module(f".{module}", __package__), function)(options, progress)
+    return report
+
+
+def command(name: str) -> Callable[..., None]:
+    """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
+    from .finish import Check, Json, Out, finish, say_overridden  # typer: a GPU machine has none
+
+    case = CASES[name]
+
+    def run(out: Path | None, as_json: bool, check: bool, **given: Any) -> None:
+        options = case(**given)
+        if case.own_keys:
+            say_overridden(given["config"], case.own_keys)
+        finish(lambda progress: measure(options, progress), as_json, check, out)
+
+    ends = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
+    run.__name__, run.__doc__ = name, case.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # where typer looks
+        [_parameter(name, *_option(field)) for name, field in case.model_fields.items()]
+        + [_parameter(name, *option) for name, option in ends.items()]
+    )
+    run.__annotations__ = {}
+    return run
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(field: FieldInfo) -> tuple[Any, Any]:
+    """Type of a field's option, with typer's limits and help, and the default."""
+    import typer
+
+    kind, limits, default = field.annotation, field.metadata, field.default
+    if get_origin(kind) is tuple:  # an option that may be repeated
+        kind, *limits = get_args(get_args(kind)[0])
+        kind, default = list[kind], list(default)  # type: ignore[valid-type]
+    least = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
+    most = next((limit.le for limit in limits if isinstance(limit, Le)), None)
+    option: Any = typer.Option(min=least, max=most, help=field.description)  # type: ignore[call-overload]
+    return Annotated[kind, option], default

@@ -1,0 +1,359 @@
+"""Micro-benchmarks that serve requests in this process: `overhead`, `prefetch` and `scale`.
+
+All cases of a benchmark answer the same prompts and must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.progress import Progress
+
+from ....actors.settings import check_combination
+from ....errors import BudgetError, RuntimeFailure
+from ...config import RunConfig, engine_settings, parse_budget
+from ...host import usable_cores
+from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
+from .micro import Overhead, Prefetch, Scale
+from .serving import Submit, heldout_prompts, run_config, serve, start_reference, start_worker
+
+OURS = "tiermoe all-resident"
+REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
+BATCHES = (1, 8)  # of `overhead`
+POLICIES = ("on-demand", "next-gate")  # of `prefetch`
+PREFETCH_PROMPTS = 6
+LATENCY_US = 10.0
+BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
+
+Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
+
+
+class _SameTokens:
+    """The tokens of each group of prompts: those of the case that ran it first."""
+
+    def __init__(self, first: str) -> None:
+        self._first = first
+        self._tokens: dict[int, list[list[int]]] = {}
+
+    def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
+        """Raises RuntimeFailure: this case gives other tokens."""
+        if self._tokens.setdefault(group, tokens) != tokens:
+            raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
+
+
+def overhead(options: Overhead, progress: Progress | None) -> Report:
+    """Decode time per token with all experts resident, against transformers' continuous batching.
+
+    The reference is the unmodified model under the same manager with whichever of its experts implementations
+    has the lowest median in this run.
+
+    Bars: ratio of medians <= 1.0 at batch 1 and at batch 8.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    prompt_tokens, max_tokens = 32, 48
+    link = {"gbps": None, "latency_us": 0.0}
+    config = run_config(options.model, options.config, policy="all-resident", budget="1.0", link=link)
+    prompts = heldout_prompts(config.model_dir, max(BATCHES), prompt_tokens)
+    settings = {
+        "config": options.config, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "threads": 1,
+        "repeats": options.repeats,
+    }  # fmt: skip
+
+    def case(name: str, submit: Submit, batch: int, same: _SameTokens) -> Case:
+        def run() -> Measures:
+            measures, tokens = serve(submit, prompts[:batch], max_tokens)
+            same.check(name, 0, tokens)
+            return measures
+
+        return Case(name, run)
+
+    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+        worker = stack.enter_context(closing(start_worker(config)))
+        submits: dict[str, Submit] = {OURS: worker.submit}
+        for name in REFERENCES:
+            submits[name] = stack.enter_context(closing(start_reference(config, name))).submit
+        report = Report("overhead", worker.stats().executor, settings=settings)
+        for batch in BATCHES:
+            same = _SameTokens(OURS)
+            cases = [case(name, submit, batch, same) for name, submit in submits.items()]
+            results = interleaved(cases, options.repeats, 1, progress)
+            report.rows += rows_of(results, batch=batch)
+            medians = {name: measures["tpot_s"].median for name, measures in results.items()}
+            fastest = min(REFERENCES, key=lambda name: medians[name])
+            value = ratio(medians[OURS], medians[fastest])
+            report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
+        for batch in BATCHES:
+            run = partial(serve, worker.submit, prompts[:batch], max_tokens)
+            rows = rows_of({OURS: host_measures(worker.engine, run, batch)}, batch=batch)
+            report.rows += [row | {"values": ()} for row in rows]  # of thousands of passes the range tells enough
+    return report
+
+
+def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
+    """A layer's decode pass of so many tokens on the host: microseconds in all and by part, calls on a GPU by kind.
+
+    The parts are of a run of their own, which timing them makes slower.
+
+    Args:
+        run: sends requests and waits for them.
+    """
+    from ....actors.engine.model.profile import PARTS, device_calls, host_passes, layer_passes
+
+    with layer_passes(engine) as whole_passes:
+        run()
+    whole = [p for p in whole_passes if p.tokens == tokens]
+    with host_passes(engine) as passes:
+        run()
+    decode = [p for p in passes if p.tokens == tokens]
+    found = {f"host_{part}_us": Spread.of([p.parts[part] * 1e6 for p in decode]) for part in PARTS}
+    found["host_outside_us"] = Spread.of([p.outside_s * 1e6 for p in decode])
+    measures = {
+        "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in whole]),
+        "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in whole]),
+    } | {name: spread for name, spread in found.items() if spread.median > 0}
+    if engine.device.executor == "real":
+        calls = device_calls(engine, run, tokens)
+        for where, counts in (("experts", calls.experts), ("dense", calls.dense)):
+            measures |= {f"{where}_{kind}_per_layer": Spread.of([n]) for kind, n in vars(counts).items()}
+    return measures
+
+
+def prefetch(options: Prefetch, progress: Progress | None) -> Report:
+    """Blocked I/O seconds of one request at a time, with and without prefetch, on the same prompts.
+
+    Each repetition goes on with the cache that the one before it left.
+
+    Bar: next-gate's median blocked I/O <= 0.8 of on-demand's.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    prompt_tokens, max_tokens = 48, 48
+    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    configs = {
+        name: run_config(options.model, options.config, policy=name, budget=options.budget, link=link)
+        for name in POLICIES
+    }
+    prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PREFETCH_PROMPTS, prompt_tokens)
+    settings = {
+        "config": options.config, "budget": options.budget, "link_gbps": options.link_gbps, "latency_us": LATENCY_US,
+        "prompts": PREFETCH_PROMPTS, "threads": 1, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens,
+        "repeats": options.repeats,
+    }  # fmt: skip
+    same = _SameTokens(POLICIES[0])
+
+    def case(name: str, worker: Any) -> Case:
+        def run() -> Measures:
+            worker.reset_stats()
+            times: list[Measures] = []
+            for i, prompt in enumerate(prompts):
+                measures, tokens = serve(worker.submit, [prompt], max_tokens)
+                times.append(measures)
+                same.check(name, i, tokens)
+            stats = worker.stats()
+            total = stats.total()
+            counted = ("prefetched_hits", "late_prefetches", "bytes_loaded", "bytes_wasted")
+            return {
+                "blocked_io_s": total.blocked_io_s, "total_io_s": total.total_io_s, "hit_rate": stats.hit_rate,
+                **{key: float(getattr(total, key)) for key in counted},
+                **{key: sum(t[key] for t in times) / len(times) for key in ("ttft_s", "tpot_s")},
+            }  # fmt: skip
+
+        return Case(name, run)
+
+    with ExitStack() as stack:
+        workers = {p: stack.enter_context(closing(start_worker(config))) for p, config in configs.items()}
+        report = Report("prefetch", workers[POLICIES[0]].stats().executor, settings=settings)
+        results = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
+    report.rows = rows_of(results)
+    blocked = {name: measures["blocked_io_s"].median for name, measures in results.items()}
+    value = ratio(blocked["next-gate"], blocked["on-demand"])
+    report.bars = [Bar("blocked I/O of next-gate over on-demand", value, "<=", 0.8)]
+    return report
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A case of `scale`: how many GPUs, and of which budget each.
+
+    equal: what does not grow with the GPUs: the budget of each ("per-GPU"), or that of all together ("total").
+    """
+
+    gpus: int
+    equal: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpus} GPU" if self.gpus == 1 else f"{self.gpus} GPUs, equal {self.equal} budget"
+
+    def config(self, options: Scale) -> RunConfig:
+        """The run. Raises BudgetError: the budget is not a share."""
+        share = _share(options) / (self.gpus if self.equal == "total" else 1)
+        return run_config(
+            options.model, options.config, policy=options.policy, budget=f"{share:.6f}",
+            link={"gbps": options.link_gbps, "latency_us": LATENCY_US},
+            cluster={"shards": self.gpus, "ownership": options.ownership},
+        )  # fmt: skip
+
+
+VARIANTS = (Variant(1, "total"), *(Variant(gpus, equal) for equal in ("total", "per-GPU") for gpus in (2, 4)))
+_SHOWN = (
+    "batch", "case", "tokens_per_s", "hit_rate", "needed_max_min", "bytes_max_min",
+    "io_path_s", "io_path_gain", "link_path_s", "link_path_gain",
+)  # fmt: skip
+
+
+def scale(options: Scale, progress: Progress | None) -> Report:
+    """Decode throughput, load per GPU and time lost to copies, at equal total and at equal per-GPU budget.
+
+    Each GPU is a process with its own slots and its own link. Every round takes other held-out prompts, the same for
+    all cases, and goes on with the caches that the round before it left. Where the text has fewer prompts than the
+    rounds take, it starts again. Times are compared within a round. Bytes of a GPU are added up over rounds: which
+    experts a few prompts ask for is chance, and so is the balance over a few prompts.
+
+    The time that copies take from a forward is given twice. In each layer the GPUs wait for their copies side by side,
+    and the forward goes on when the one that waited longest is done: `io_path_s` adds up the longest wait of each
+    layer, wall-clock. `link_path_s` adds up the longest time that a link was busy with the layer's copies, by the
+    emulated links' own clock: what is lost if no process waits for a core and nothing is computed meanwhile. Copies of
+    an earlier prefetch are in neither or in both; on demand, the two are about the same copies.
+
+    CPU stand-ins share the machine's cores: with fewer cores than GPUs, tokens per second say little of scaling.
+    Bytes, hits and the links' own clock do.
+
+    Bars, for every batch size: bytes loaded by the busiest GPU <= 1.1 of those by the idlest, for every number of GPUs;
+    `io_path_s` of one GPU >= 1.7 of that of two at equal per-GPU budget (median of the rounds' ratios).
+
+    Raises:
+        RuntimeFailure: the tokens differ. ConfigError, BudgetError: the policy or the budget is of no use.
+    """
+    prompt_tokens, max_tokens = 48, 24
+    batches = tuple(dict.fromkeys(options.batch))
+    configs = {v: v.config(options) for v in VARIANTS}
+    for config in configs.values():  # refused before anything is loaded
+        check_combination(engine_settings(config))
+    groups = {}
+    for batch in batches:  # of the warm-up first, then of each round
+        count = (rounds(options, batch) + 1) * batch
+        prompts = heldout_prompts(configs[VARIANTS[0]].model_dir, count, prompt_tokens, at_least=batch)
+        groups[batch] = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    settings = {
+        "config": options.config, "policy": options.policy, "budget": _share(options), "link_gbps": options.link_gbps,
+        "latency_us": LATENCY_US, "ownership": options.ownership,
+        "rounds": {str(b): rounds(options, b) for b in batches}, "prompts": options.prompts,
+        "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "repeats": options.repeats, "threads": 1,
+        "cores": usable_cores(),
+    }  # fmt: skip
+
+    def case(variant: Variant, worker: Any, prompts: Sequence[list[tuple[int, ...]]], same: _SameTokens) -> Case:
+        done = 0
+
+        def run() -> Measures:
+            nonlocal done
+            group, done = done % len(prompts), done + 1
+            worker.reset_stats()
+            before = worker.shard_stats()
+            times, tokens = serve(worker.submit, prompts[group], max_tokens)
+            same.check(variant.name, group, tokens)
+            rate = len(prompts[group]) / times["tpot_s"]
+            return {"tokens_per_s": rate, "ttft_s": times["ttft_s"]} | _shard_measures(worker, before)
+
+        return Case(variant.name, run)
+
+    with ExitStack() as stack:
+        workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
+        report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
+        for batch, prompts in groups.items():
+            same = _SameTokens(VARIANTS[0].name)
+            cases = [case(*item, prompts, same) for item in workers.items()]
+            found = interleaved(cases, rounds(options, batch), 1, progress, f"batch {batch}")
+            report.rows += [scale_row(batch, v, found) for v in VARIANTS]
+            report.bars += scale_bars(batch, found)
+    return report
+
+
+def rounds(options: Scale, batch: int) -> int:
+    """Rounds of `scale` that count, of `batch` prompts each."""
+    return max(options.repeats, math.ceil(options.prompts / batch))
+
+
+def _share(options: Scale) -> float:
+    """The budget. Raises BudgetError: it is not a share."""
+    share = parse_budget(options.budget)
+    if not isinstance(share, float):
+        raise BudgetError(f"budget '{options.budget}' is not a share", "give a share of all experts, such as 0.125")
+    return share
+
+
+def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
+    after = worker.shard_stats()
+    if any(part["state"] != "serving" for part in (*before, *after)):
+        raise RuntimeFailure("a shard was lost during the measurement", "run again; report it if it stays")
+
+    def of_each(name: str) -> list[float]:
+        return [float(b[name] - a[name]) for a, b in zip(before, after, strict=True)]
+
+    loaded, hits, misses = of_each("bytes_loaded"), of_each("hits"), of_each("misses")
+    total = worker.stats().total()
+    return {
+        "io_path_s": total.io_path_s,
+        "link_path_s": total.link_path_s,
+        "link_s_mean": sum(of_each("link_s")) / len(loaded),
+        "blocked_io_s_all": sum(of_each("blocked_io_s")),
+        "shard_wait_s": total.shard_wait_s,
+        "recomputed": float(total.shard_recomputed),
+        "hit_rate": ratio(sum(hits), sum(hits) + sum(misses)),
+        **{f"bytes_loaded_{i}": loaded[i] for i in range(len(loaded))},
+        **{f"needed_{i}": hits[i] + misses[i] for i in range(len(loaded))},
+    }
+
+
+def scale_row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
+    """Medians over rounds; what is per GPU is the sum over rounds; `spread` has the rounds themselves.
+
+    `..._max_min`: of the busiest GPU over that of the idlest. `..._gain`: one GPU's over this case's.
+    """
+    spreads = found[variant.name]
+    loaded, needed = _per_gpu(spreads, "bytes_loaded"), _per_gpu(spreads, "needed")
+    return {
+        "batch": batch, "case": variant.name, "gpus": variant.gpus, "equal": variant.equal,
+        **{name: spread.median for name, spread in spreads.items() if not name[-1].isdigit()},
+        "io_path_gain": _gain(found, variant, "io_path_s"),
+        "link_path_gain": _gain(found, variant, "link_path_s"),
+        "loaded_mb": sum(loaded) / 1e6,
+        "bytes_loaded": loaded,
+        "needed": needed,
+        "bytes_max_min": ratio(max(loaded), min(loaded)),
+        "needed_max_min": ratio(max(needed), min(needed)),
+        "spread": {name: asdict(spread) for name, spread in spreads.items()},
+    }  # fmt: skip
+
+
+def scale_bars(batch: int, found: Found) -> list[Bar]:
+    """The bars of one batch size."""
+    bars = []
+    for v in VARIANTS[1:]:
+        loaded = _per_gpu(found[v.name], "bytes_loaded")
+        name = f"batch {batch}: bytes loaded, busiest over idlest GPU, {v.name}"
+        bars.append(Bar(name, ratio(max(loaded), min(loaded)), "<=", BALANCE))
+    gain = _gain(found, Variant(2, "per-GPU"), "io_path_s")
+    return [*bars, Bar(f"batch {batch}: time lost to copies, 1 GPU over 2 of the same budget each", gain, ">=", SPEED)]
+
+
+def _per_gpu(spreads: Mapping[str, Spread], measure: str) -> list[float]:
+    """A measure of each GPU, the sum over rounds [G]."""
+    return [sum(spread.values) for name, spread in spreads.items() if name.startswith(f"{measure}_")]
+
+
+def _gain(found: Found, variant: Variant, measure: str) -> float:
+    """One GPU's over this case's: the median of the rounds' ratios; not a number where there is nothing to compare."""
+    pairs = zip(found[VARIANTS[0].name][measure].values, found[variant.name][measure].values, strict=True)
+    ratios = [ratio(one, this) for one, this in pairs]
+    return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)

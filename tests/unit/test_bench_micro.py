@@ -1,0 +1,185 @@
+"""The micro-benchmarks: options made from the registry, and what `scale`, `kernel --threads` and `transfer` decide."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tiermoe.actors.engine.cache.sources import host_weights
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.jobs.bench import command, micro_kernels, micro_serving
+from tiermoe.cluster.jobs.bench.metrics import Report, Spread
+from tiermoe.cluster.jobs.bench.micro import CASES, Scale
+from tiermoe.cluster.jobs.bench.micro_kernels import THREADS_BITS, kernel_threads
+from tiermoe.cluster.jobs.bench.micro_serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row
+from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure
+from tiermoe.kernels.pack import PackedShape
+
+_TWO = Variant(2, "per-GPU")
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], {}),
+        (["--batch", "2", "--batch", "3", "--ownership", "expert"], {"batch": (2, 3), "ownership": "expert"}),
+        (["--model", "m", "--link-gbps", "0.5", "--prompts", "1"], {"model": "m", "link_gbps": 0.5, "prompts": 1}),
+        (["--link-gbps", "0"], None),
+        (["--batch", "0"], None),
+        (["--ownership", "mine"], None),
+    ],
+    ids=str,
+)
+def test_the_fields_of_a_case_are_its_options(
+    words: list[str], given: dict[str, object] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(micro_serving, "scale", lambda options, _: asked.append(options) or Report("scale", "real"))
+    done = CliRunner().invoke(command.bench_app, ["scale", *words])
+    assert done.exit_code == (2 if given is None else 0)
+    assert asked == ([] if given is None else [Scale(**given)])  # type: ignore[arg-type]
+
+
+def test_every_case_says_what_its_options_are_for() -> None:
+    for case in CASES.values():
+        assert case.__doc__
+        assert all(field.description for field in case.model_fields.values())
+
+
+def test_budgets_are_equal_in_total_or_each() -> None:
+    budgets = {(v.gpus, v.equal): v.config(Scale(budget="0.125", ownership="expert")) for v in VARIANTS}
+    assert {k: float(c.budget) for k, c in budgets.items()} == {
+        (1, "total"): 0.125,
+        (2, "total"): 0.0625, (4, "total"): 0.03125,
+        (2, "per-GPU"): 0.125, (4, "per-GPU"): 0.125,
+    }  # fmt: skip
+    assert all(c.cluster.shards == k[0] and c.cluster.ownership == "expert" for k, c in budgets.items())
+
+
+def test_rounds_are_as_many_as_asked_for_and_as_the_prompts_need() -> None:
+    assert [rounds(Scale(prompts=20, repeats=4), batch) for batch in Scale().batch] == [20, 5, 4, 4]
+
+
+def _found(waits_s: list[float], *loaded: list[float]) -> dict[str, Spread]:
+    measures = {"io_path_s": waits_s, "link_path_s": waits_s}
+    measures |= {f"{what}_{gpu}": values for what in ("bytes_loaded", "needed") for gpu, values in enumerate(loaded)}
+    return {name: Spread.of(values) for name, values in measures.items()}
+
+
+def test_bars_fail_where_a_gpu_loads_more_or_nothing_is_gained() -> None:
+    balanced = {v.name: _found([1.0 / v.gpus] * 2, *([[10.0, 12.0]] * v.gpus)) for v in VARIANTS}
+    assert [bar.ok for bar in scale_bars(1, balanced)] == [True] * 5
+    uneven = balanced | {_TWO.name: _found([0.7, 0.7], [10.0, 12.0], [8.0, 11.0])}
+    assert [bar.ok for bar in scale_bars(1, uneven)] == [True, True, False, True, False]
+    idle = balanced | {_TWO.name: _found([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])}  # no bar holds on that
+    assert [bar.ok for bar in scale_bars(1, idle)] == [True, True, False, True, False]
+
+
+def test_bytes_are_added_up_over_rounds_and_times_compared_within_them() -> None:
+    one, two = _found([1.0, 4.0, 9.0], [6.0] * 3), _found([1.0, 2.0, 3.0], [1, 2, 3], [3, 2, 1])
+    row = scale_row(8, _TWO, {VARIANTS[0].name: one, _TWO.name: two})
+    assert (row["bytes_loaded"], row["bytes_max_min"]) == ([6.0, 6.0], 1.0)
+    assert (row["io_path_s"], row["io_path_gain"]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "what"),
+    [
+        ({"budget": "1GB"}, BudgetError, "not a share"),
+        ({"policy": "all-resident"}, BudgetError, "keeps every expert"),
+        ({"policy": "monde"}, ConfigError, "the link of one GPU"),
+    ],
+)
+def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(
+    given: dict[str, str], error: type[Exception], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_serving, "start_worker", lambda config: pytest.fail("loaded"))
+    with pytest.raises(error, match=what):
+        scale(Scale(repeats=1, **given), None)  # type: ignore[arg-type]
+
+
+def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_serving, "VARIANTS", (VARIANTS[0], _TWO))
+    report = scale(Scale(repeats=1, budget="0.25", batch=(1, 2), prompts=2), None)
+    assert [(row["batch"], row["gpus"]) for row in report.rows] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    one, two = report.rows[:2]
+    assert sum(two["needed"]) == one["needed"][0]  # one request after another: the same routing, shared out
+    for one, two in zip(report.rows[::2], report.rows[1::2], strict=True):
+        assert len(two["bytes_loaded"]) == 2
+        assert one["shard_wait_s"] == 0 < two["shard_wait_s"]
+        assert two["recomputed"] == 0
+        busy_s = sum(one["spread"]["link_path_s"]["values"])
+        slot = 393216  # bytes; on demand each copy is on a forward's way, at 2 GB/s after 10 us
+        assert busy_s == pytest.approx(one["bytes_loaded"][0] / slot * (10e-6 + slot / 2e9))
+        assert two["link_path_s"] > 0
+    assert [len(one["spread"]["io_path_s"]["values"]) for one in report.rows[::2]] == [2, 1]
+    assert len(report.bars) == 4
+    assert report.executor == "emulated"
+
+
+_SHAPE = (64, 48)
+
+
+def test_each_width_is_set_against_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, int]] = []
+    whole = micro_kernels._cpu.read_bytes
+    monkeypatch.setattr(
+        micro_kernels._cpu, "read_bytes", lambda address, size: read.append((address, size)) or whole(address, size)
+    )
+    report = kernel_threads(2, 2, 32, shapes=[_SHAPE], cold_bytes=1 << 20)
+    values = {(row["case"], row["measure"]): row for row in report.rows}
+    cases = ["1 bit", "2 bits", "3 bits", "4 bits"]
+    assert set(values) == {("read", "gbps")} | {(c, m) for c in cases for m in ("gbps", "us_per_expert", "of_read")}
+    bandwidth = values["read", "gbps"]["median"]
+    for case, bits in zip(cases, THREADS_BITS, strict=True):
+        gbps, of_read = values[case, "gbps"], values[case, "of_read"]["median"]
+        assert of_read == gbps["median"] / bandwidth
+        size = PackedShape(*_SHAPE, bits, 32).nbytes()
+        seconds = [us * 1e-6 for us in values[case, "us_per_expert"]["values"]]
+        np.testing.assert_allclose(gbps["values"], [size / s / 1e9 for s in seconds])
+    assert report.settings["threads"] == 2
+    assert report.settings["experts_per_call"] == 8
+    # the pieces are the block, three times: a round to warm up and two that count
+    starts = sorted(set(read))
+    assert len(starts) == 8
+    assert len(read) == 24
+    assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(starts))
+    assert sum(size for _, size in starts) == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"group": 48}, "no group of 48"),
+        ({"instruction_set": "vliw"}, "no vliw"),
+        ({"cores": [1023, 1022]}, "2 threads on cores"),
+        ({"cold_bytes": 4096}, "do not fit in 4096 bytes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        kernel_threads(2, 1, **{"shapes": [_SHAPE], "cold_bytes": 1 << 20} | given)  # type: ignore[arg-type]
+
+
+def test_kernel_refuses_a_comparison_on_many_threads() -> None:
+    result = CliRunner().invoke(command.bench_app, ["kernel", "--threads", "2", "--ggml", "none.so"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_a_store_of_finite_experts_and_a_bit_that_differs(tmp_path: Path) -> None:
+    from tiermoe.cluster.jobs.bench.micro_transfer import Model, check_bytes, write_store  # Ray
+
+    store = ExpertStore(write_store(Model("m", 8, 5, 4, 2), tmp_path / "store"))
+    weights = host_weights(store.layers)[0]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.tensors)
+    layer = [tensor.view(torch.int16) for tensor in weights.tensors]
+    found = [tuple(tensor.clone() for tensor in weights.expert(e)) for e in (1, 3)]
+    check_bytes(found, [1, 3], layer)
+    found[1][1].view(torch.int16)[2, 3] ^= 1
+    with pytest.raises(RuntimeFailure, match="expert 3 arrived with other bytes"):
+        check_bytes(found, [1, 3], layer)
