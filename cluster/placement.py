@@ -1,9 +1,6 @@
-"""How the actors of a deployment are called in Ray: `ID/ROLE`, in the namespace of `ray_session`.
+"""The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
 
-Its placement groups have such names too: `ID/GROUP`.
-
-The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
-
+In Ray an actor of a deployment is called `ID/ROLE`, in the namespace of `ray_session`, a placement group `ID/GROUP`.
 Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly
 bound to the node that was planned, so that Ray may restart them on another node with the same custom resource.
 """

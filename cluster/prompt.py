@@ -1,7 +1,4 @@
-"""The header of a safetensors file: what tensors there are, without reading one.
-
-Text into token ids and back, in the driver: the `tokenizers` library alone, so that nothing here imports torch.
-"""
+"""What the driver reads of a checkpoint, and text into token ids and back: by `tokenizers` alone, without torch."""
 
 from __future__ import annotations
 
@@ -19,34 +16,6 @@ from ..actors.requests import SamplingParams
 from ..actors.settings import KvSettings
 from ..actors.store.format import MAX_HEADER_BYTES
 from ..errors import CheckpointError, RequestError
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Of every tensor by name: dtype, shape, offsets.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is none.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("header is not an object")
-        header.pop("__metadata__", None)
-        if wrong := [name for name, tensor in header.items() if not _has_shape(tensor)]:
-            raise ValueError(f"'{wrong[0]}' has no shape")
-        return header
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
-
-
-def _has_shape(tensor: Any) -> bool:
-    shape = tensor.get("shape") if isinstance(tensor, dict) else None
-    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
-
 
 _MAX_TOKENS = 1_000_000
 _MAX_TEMPERATURE = 2.0
@@ -89,6 +58,33 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"'{path}' is not a JSON object", f"download {path.name} again")
     return found
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: of every tensor by name its dtype, shape and offsets; no tensor is read.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("header is not an object")
+        header.pop("__metadata__", None)
+        if wrong := [name for name, tensor in header.items() if not _has_shape(tensor)]:
+            raise ValueError(f"'{wrong[0]}' has no shape")
+        return header
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
+
+
+def _has_shape(tensor: Any) -> bool:
+    shape = tensor.get("shape") if isinstance(tensor, dict) else None
+    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -1,13 +1,9 @@
-"""What a machine is and how fast it moves bytes: the measurements behind `tiermoe doctor`.
-
-`tiermoe doctor`: measure this machine and say what would fit.
-"""
+"""`tiermoe doctor`: what this machine is, how fast it moves bytes, and what would fit."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +19,11 @@ from ..config import check_model_dir, default_model_dir
 from ..host import cpu, versions
 from ..prompt import read_header
 from ..report.tables import facts, size
+from ..topology.inputs import ROUTED
 
 _COPY_BYTES = 128 << 20  # larger than the caches
 _REPEATS = 5
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,8 @@ def _best_gbps(copy: Any, nbytes: int = _COPY_BYTES) -> float:
     return nbytes / best_s / 1e9
 
 
-_ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
-
 def routed_expert_elements(model_dir: Path) -> int:
-    """Numbers held by the routed experts of a safetensors checkpoint; reads its headers only.
+    """Numbers in the routed experts of a safetensors checkpoint; reads its headers only.
 
     Raises:
         CheckpointError: no safetensors file, or one whose header cannot be read.
@@ -104,7 +98,7 @@ def routed_expert_elements(model_dir: Path) -> int:
         math.prod(tensor["shape"])
         for path in files
         for name, tensor in read_header(path).items()
-        if _ROUTED.search(name)
+        if ROUTED.search(name)
     )
 
 

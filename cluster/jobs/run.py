@@ -36,7 +36,8 @@ from ..prompt import (
 )
 from ..ray_auth import adopt_mode
 from ..report.files import check_writable, write_timeline
-from ..report.runtime import placed_tables, plan_table, summary_table
+from ..report.runtime import placed_tables, plan_table
+from ..report.status import summary_table
 from .options import (
     RUNTIME,
     AsJson,

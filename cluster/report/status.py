@@ -1,26 +1,67 @@
-"""Residency as a picture of characters: a line for each layer, a cell for each expert or for several.
-
-What `tiermoe status` knows of a deployment, as tables.
-"""
+"""What a runtime has done: the measurements of one request, and the actors, residency and counters of a deployment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .runtime import prefetch_rows
-from .tables import facts, seconds, size
+from .tables import facts, grid, seconds, size
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
 _STYLES = {_ABSENT: "dim", _LOADING: "yellow", RESIDENT: ""}
 _HOTNESS = ("blue", "cyan", "green", "yellow", "red")  # a resident's share of the most used expert's uses
 _SHARES = "·▁▂▃▄▅▆▇█"  # of a cell's experts that are resident, where a cell is several
+
+
+def summary_table(result: Mapping[str, Any]) -> Table:
+    """The measurements of one request.
+
+    Args:
+        result: the record that `tiermoe run --json` prints.
+    """
+    tpot_s = result["tpot_s"]
+    rows = [
+        ("tokens", f"{result['prompt_tokens']} prompt, {result['generated_tokens']} generated ({result['finish']})"),
+        ("time to first token", seconds(result["ttft_s"])),
+        ("time per output token",
+         f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
+        *_counter_rows(result, result.get("plan") or {}),
+        ("start-up", seconds(result["startup_s"])),
+        _executor_row(result),
+    ]  # fmt: skip
+    if not result["lossless"]:
+        quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
+        rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
+    return facts("Summary", rows)
+
+
+def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
+    """Actors, residency and counters of one deployment.
+
+    Args:
+        record: one of the `deployments` that `tiermoe status --json` prints.
+        width: columns of the terminal.
+    """
+    yield _actors(record)
+    if record["residency"] is not None:
+        layers = [(layer["states"], layer["uses"]) for layer in record["residency"]]
+        yield Text("Residency, by layer and expert, on all GPUs", style="italic")
+        yield from residency_map(layers, width)
+        yield _legend()
+        yield Text("")
+    if (total := record["counters"]) is not None:
+        plan = record["plan"] or {}
+        policy = f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}" if plan else "none"
+        forwards = max((layer["forwards"] for layer in total["layers"]), default=0)
+        rows = [("policy", policy), ("forwards", str(forwards)), *_counter_rows(total, plan), _executor_row(total)]
+        yield facts("Since the start", rows)
+    if len(gpus := record.get("gpus", ())) > 1:
+        yield _gpus(gpus)
 
 
 def residency_map(layers: Sequence[tuple[Sequence[int], Sequence[int]]], width: int) -> list[Text]:
@@ -49,7 +90,7 @@ def residency_map(layers: Sequence[tuple[Sequence[int], Sequence[int]]], width: 
     return lines
 
 
-def legend() -> Text:
+def _legend() -> Text:
     """What the characters and colours mean."""
     text = Text("█ resident, ~ loading, · absent; uses: ")
     for number, colour in enumerate(_HOTNESS):
@@ -71,48 +112,105 @@ def _cell(states: Sequence[int], uses: Sequence[int], most: int) -> tuple[str, s
     return _SHARES[-(-resident * (len(_SHARES) - 1) // len(states))], colour
 
 
-def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
-    """Actors, residency and counters of one deployment.
+def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The engine's counters, without what has no part in the policy."""
+    return [
+        ("expert hit rate", f"{total['hit_rate']:.1%} ({total['hits']} hits, {total['misses']} misses)"),
+        ("loaded", f"{size(total['bytes_loaded'])}, of it prefetched {size(total['bytes_loaded_prefetch'])}, "
+                   f"wasted {size(total['bytes_wasted'])}"),
+        *_low_bit_rows(total),
+        *_prefetch_rows(total),
+        *configurator_rows(total),
+        ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
+        *(_ndp_rows(total) if plan.get("ndp") else []),
+        ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
+                          f"{total['slots']} slots for {total['experts']} experts"),
+    ]  # fmt: skip
 
-    Args:
-        record: one of the `deployments` that `tiermoe status --json` prints.
-        width: columns of the terminal.
-    """
-    yield _actors(record)
-    if record["residency"] is not None:
-        layers = [(layer["states"], layer["uses"]) for layer in record["residency"]]
-        yield Text("Residency, by layer and expert, on all GPUs", style="italic")
-        yield from residency_map(layers, width)
-        yield legend()
-        yield Text("")
-    if record["counters"] is not None:
-        yield facts("Since the start", _counters(record))
-    if len(gpus := record.get("gpus", ())) > 1:
-        yield _gpus(gpus)
+
+def _executor_row(total: Mapping[str, Any]) -> tuple[str, str]:
+    stand_in = ": the CPU stands in for a GPU" if total["executor"] == "emulated" else ""
+    return "numbers are", f"{total['executor']}{stand_in}"
+
+
+def _low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What ran in low precision; nothing where there are no slots for that."""
+    if not counters.get("low_bit_slots"):
+        return []
+    hits, misses = counters["low_bit_hits"], counters["low_bit_misses"]
+    loaded = size(counters["bytes_loaded_low_bit"])
+    return [
+        ("low precision", f"{counters['low_bit_pairs']} (token, expert) pairs on replicas: {hits} replicas were there, "
+                          f"{misses} not; {loaded} of what was loaded, prefetches included"),
+    ]  # fmt: skip
+
+
+def _prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of prefetches, by source, and how the matcher fared; nothing where nothing was prefetched."""
+    rows = [
+        (f"by {name}", f"{found['queued']} experts asked for, {found['hits']} there in time, {found['late']} late, "
+                       f"{found['wasted']} unused, {found['cancelled']} cancelled")
+        for name, found in counters.get("prefetch_sources", {}).items()
+    ]  # fmt: skip
+    matcher = counters.get("matcher")
+    if matcher:
+        lag = f", {matcher['lag_us_p50']:.0f} us after its context" if "lag_us_p50" in matcher else ""
+        cost = f"; a publish takes {matcher['publish_us_p50']:.0f} us" if "publish_us_p50" in matcher else ""
+        now = f"; now {matcher['source']}: {matcher['problem']}" if matcher["problem"] else ""
+        rows.append(
+            ("matcher", f"{matcher['commands']} commands{lag}, {matcher['late']} late, {matcher['dropped']} contexts "
+                        f"dropped, lost {matcher['lost']} times, next-gate instead in {matcher['fallback_layers']} "
+                        f"layers{cost}{now}")
+        )  # fmt: skip
+    return rows
+
+
+def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How often experts were split anew, and what that was expected to gain; nothing where no configurator runs."""
+    found = counters.get("configurator")
+    if not found:
+        return []
+    gain = ""
+    if found["reconfigurations"]:
+        before, after = seconds(found["expected_before_s"]), seconds(found["expected_after_s"])
+        gain = f"; the last was expected to bring what loading adds to a token from {before} to {after}"
+    trouble = f"; it failed: {found['problem']}" if found["problem"] else ""
+    cost = f"recording took {seconds(found['record_s'])} of the forwards"
+    return [
+        ("cache split", f"split anew {found['reconfigurations']} times in {found['configurations']} configurations"
+                        f"{gain}; {cost}{trouble}"),
+    ]  # fmt: skip
+
+
+def _ndp_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the NDP workers did."""
+    losses, refusals, why = (total[key] for key in ("ndp_losses", "ndp_refusals", "ndp_last_failure"))
+    trouble = f"; lost {losses} times, refused {refusals} calls (the last: {why})"
+    lost = f"{trouble}, {total['ndp_recomputed']} pairs recomputed" if losses or refusals else ""
+    return [
+        ("placement", f"{total['migrations']} migrations, {size(total['bytes_loaded_migration'])}; "
+                      f"{size(total['bytes_demanded_decode'])} loaded by decode"),
+        ("NDP worker", f"{total['ndp_tokens']} (token, expert) pairs in {total['ndp_calls']} calls; kernels "
+                       f"{seconds(total['ndp_measured_s'])}, modelled {seconds(total['ndp_modelled_s'])}, "
+                       f"waited for {seconds(total['ndp_wait_s'])}{lost}"),
+    ]  # fmt: skip
 
 
 def _actors(record: Mapping[str, Any]) -> Table:
-    title = f"Deployment {record['id']} at {record['address']}"
-    table = Table(
-        "actor", "class", "node", "pid", "state", "health", title=title, title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )  # fmt: skip
+    rows = []
     for actor in record["actors"]:
         restarts = f", restarted {actor['restarts']} times" if actor["restarts"] else ""
-        cells = (
+        rows.append((
             actor["role"], actor["kind"], actor["host"] or "none", str(actor["pid"] or "none"),
             f"{actor['state'].lower()}{restarts}", _health(actor["health"]),
-        )  # fmt: skip
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+        ))  # fmt: skip
+    title = f"Deployment {record['id']} at {record['address']}"
+    return grid(title, ("actor", "class", "node", "pid", "state", "health"), rows)
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Table:
     """Counters of each GPU; the lead's are those since the last reset, a shard's those since it started."""
-    table = Table(
-        "GPU", "state", "resident", "hit rate", "loaded", "link busy", "blocked", "memory", title="GPUs",
-        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-    )  # fmt: skip
+    rows = []
     for gpu in gpus:
         cells = [str(gpu["shard"]), str(gpu["state"])]
         layers = gpu.get("residency")
@@ -125,8 +223,8 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Table:
                 size(gpu["bytes_loaded"]), seconds(gpu["total_io_s"]), seconds(gpu["blocked_io_s"]),
                 f"{size(gpu['expert_bytes_peak'])} of {size(gpu['expert_budget_bytes'])}",
             ]  # fmt: skip
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+        rows.append(cells)
+    return grid("GPUs", ("GPU", "state", "resident", "hit rate", "loaded", "link busy", "blocked", "memory"), rows)
 
 
 def _health(health: Mapping[str, Any]) -> str:
@@ -148,27 +246,3 @@ def _health(health: Mapping[str, Any]) -> str:
         busy = f", {seconds(health['busy_s'])} busy" if "busy_s" in health else ""  # an NDP worker's
         parts.append(f"{health['pairs']} pairs in {health['batches']} calls{busy}")
     return ", ".join(parts)
-
-
-def _counters(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    total, plan = record["counters"], record["plan"] or {}
-    rows = [
-        ("policy", f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}") if plan else ("policy", "none"),
-        ("forwards", f"{max((layer['forwards'] for layer in total['layers']), default=0)}"),
-        ("expert hit rate", f"{total['hit_rate']:.1%} ({total['hits']} hits, {total['misses']} misses)"),
-        ("loaded", f"{size(total['bytes_loaded'])}, of it prefetched {size(total['bytes_loaded_prefetch'])}, "
-                   f"wasted {size(total['bytes_wasted'])}"),
-        ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
-        ("expert memory", f"{size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
-                          f"{total['slots']} slots for {total['experts']} experts"),
-    ]  # fmt: skip
-    rows += prefetch_rows(total)
-    if plan.get("ndp"):
-        trouble = f"; lost {total['ndp_losses']} times, refused {total['ndp_refusals']} calls"
-        failed = total["ndp_losses"] or total["ndp_refusals"]
-        rows.append(
-            ("NDP worker", f"{total['ndp_tokens']} (token, expert) pairs in {total['ndp_calls']} calls, waited for "
-                           f"{seconds(total['ndp_wait_s'])}{trouble if failed else ''}")
-        )  # fmt: skip
-    rows.append(("numbers are", str(total["executor"])))
-    return rows

@@ -1,12 +1,9 @@
-"""Small helpers of the tables: a two-column grid, bytes and seconds for people.
-
-Progress for whoever looks: a bar on a terminal, a line now and then in a log (a Ray job's, a pipe's).
-"""
+"""Tables, bytes, seconds and progress for people."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -16,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 _STEPS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_EVERY_S = 2.0
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -25,6 +23,16 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, Text(value))
+    return table
+
+
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with a heading; cells are plain text, never markup."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 
@@ -45,11 +53,13 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-_EVERY_S = 2.0
+def count(number: int, noun: str) -> str:
+    """Such as `1 GPU` or `2 GPUs`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def progress_on(console: Console) -> Progress:
-    """A progress display that goes away at the end on a terminal, and is lines of text elsewhere."""
+    """A progress display that goes away at the end on a terminal, and is lines of text elsewhere (a log, a pipe)."""
     return Progress(console=console, transient=True) if console.is_terminal else LineProgress(console)
 
 

@@ -1,8 +1,9 @@
 """What runs on which node: decided by pure functions from the configuration, the model's sizes and the nodes.
 
-    settings  what a cluster file says            nodes     the nodes, from a file, this machine or a running Ray
-    facts     sizes of the model                  spec      all of that, resolved to numbers
-    planner   spec + facts + nodes -> Topology    estimate  Topology -> predicted tokens per second
+    inputs    sizes of the model; nodes from a file, this machine or a running Ray
+    spec      what is wanted and what there is, in numbers, and the topology that comes of it
+    planner   spec + sizes + nodes -> topology
+    estimate  topology -> predicted tokens per second; `make_plan` does all of it
 
-`spec`, `ledger`, `planner`, `plan` and `estimate` are pure; `nodes` and `facts` read.
+`spec`, `planner` and `estimate` are pure; `inputs` reads.
 """

@@ -115,8 +115,8 @@ def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, 
 def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> Prediction:
     """Evaluate the model of this module's docstring."""
     workers = topology.having("lead", "shard")
-    held = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
-    share = min(1.0, held / (facts.layers * facts.experts))
+    slots = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
+    share = min(1.0, slots / (facts.layers * facts.experts))
     if spec.ndp is not None and spec.ndp.hot_per_layer is not None:
         share = min(share, spec.ndp.hot_per_layer / facts.experts)
     parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)

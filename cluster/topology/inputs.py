@@ -1,11 +1,8 @@
-"""Sizes of a model from its store's manifest, or from its checkpoint before there is a store. Loads no weight.
+"""What the planner reads: the sizes of a model, and the nodes there are.
 
-A checkpoint's config.json alone will do, for a model that is to be sized and not downloaded; what is not a routed
-expert is then computed from its fields and says so.
-
-The Ray that is started for one runtime on this machine: it has what the runtime's actors take.
-
-The nodes there are: from a file, from this machine, or from a Ray that runs.
+Sizes come from a store's manifest, or from a checkpoint before there is a store; no weight is loaded. A checkpoint's
+config.json alone is enough, for a model that is not downloaded: what is not a routed expert is then computed from its
+fields and marked as such. Nodes come from a file, from this machine, or from a Ray that runs.
 """
 
 from __future__ import annotations
@@ -32,7 +29,11 @@ from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
 
-_ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
+_ANSWER_DEADLINE_S = 10
+_BYTES = ("memory", "object_store_memory")
+_BYTE_SIZE = TypeAdapter(ByteSize)
+_GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
+ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for every token
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
@@ -194,7 +195,7 @@ def _dense_in_files(model_dir: Path) -> int | None:
     if not there or not _named_in_index(model_dir) <= {path.name for path in there}:
         return None
     tensors = [tensor for path in there for tensor in read_header(path).items()]
-    return sum(math.prod(spec["shape"]) for name, spec in tensors if not _ROUTED.search(name))
+    return sum(math.prod(spec["shape"]) for name, spec in tensors if not ROUTED.search(name))
 
 
 def _named_in_index(model_dir: Path) -> set[str]:
@@ -236,12 +237,6 @@ def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
         return ()
     return (f"the actors take {cpus} CPUs, {cores} can be used here: they share them, so times are not those of a GPU "
             "each",)  # fmt: skip
-
-
-_ANSWER_DEADLINE_S = 10
-_BYTES = ("memory", "object_store_memory")
-_BYTE_SIZE = TypeAdapter(ByteSize)
-_GPU_DEVICES = "nvidia[0-9]*"  # in /dev, one for each GPU
 
 
 class _Node(Settings):

@@ -1,10 +1,8 @@
-"""What is left of one node while actors are being placed on it.
-
-From what is wanted and what there is to what runs where; or which resource is short, on which node, by how much.
+"""From what is wanted and what there is to what runs where; or which resource is short, on which node, by how much.
 
 The most bound go first, so that the others cannot take their room:
 
-    NdpWorkers             on nodes with the resource `ndp`, round-robin
+    NDP workers            on nodes with the resource `ndp`, round-robin
     marked stores          on nodes with the resource `store`
     lead, then shards      with their node's store where each worker's node has one
     matcher                beside the lead, where the policy follows expert maps
@@ -37,6 +35,8 @@ from .spec import (
 )
 
 _EPSILON = 1e-9  # sums of fractional CPUs
+_GROUP = "workers"
+_NAMED_NODES = 4  # in one message
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Need:
     partly: Mapping[int, int] = field(default_factory=dict)
 
 
-class Ledger:
+class NodeUsage:
     """Resources and host memory of a node, and what was taken of them.
 
     Mapped pages are shared by the processes of the node, so a layer counts once however many actors map it.
@@ -134,15 +134,11 @@ def _sum(a: Mapping[int, int], b: Mapping[int, int]) -> dict[int, int]:
     return {layer: a.get(layer, 0) + b.get(layer, 0) for layer in {*a, *b}}
 
 
-_GROUP = "workers"
-_NAMED_NODES = 4  # in one message
-
-
 def plan_topology(spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> Topology:
     """Place every actor.
 
     Raises:
-        BudgetError: the experts' budget does not fit the GPU, or does not hold what the policy keeps there.
+        BudgetError: the experts' budget does not fit the GPU, or is too small for what the policy preloads.
         ConfigError: a resource is short; the message says which, on which node, and by how much.
     """
     return _Planner(spec, facts, nodes, *_slots(spec, facts)).plan()
@@ -160,19 +156,19 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
             f"which gives a shard none by the rule '{spec.ownership}'",
             f"lower cluster.shards to {facts.experts * (facts.layers if spec.ownership == 'layer-expert' else 1)}",
         )
-    held, low, low_bytes = spec.budget_bytes // spec.slot_bytes, 0, 0
+    fitting, low, low_bytes = spec.budget_bytes // spec.slot_bytes, 0, 0
     if spec.low_bit is not None:  # the same division as the engine's
         each, keys = spec.low_bit.replica_bytes, facts.layers * facts.experts
-        held, low = mixed_slots(spec.budget_bytes, spec.slot_bytes, each, spec.low_bit.share, keys)
+        fitting, low = mixed_slots(spec.budget_bytes, spec.slot_bytes, each, spec.low_bit.share, keys)
         low_bytes = low * each
-    if spec.preload and held < max(owned):
+    if spec.preload and fitting < max(owned):
         raise BudgetError(
             f"policy '{spec.policy}' keeps all experts resident: {max(owned)} of {size(spec.slot_bytes)} on the "
             f"fullest of {spec.shards} GPUs, {size(max(owned) * spec.slot_bytes)}; the budget of each is "
             f"{size(spec.budget_bytes)}",
             "raise --budget, raise cluster.shards, or choose a policy that loads on demand",
         )
-    slots = tuple(min(held, count) for count in owned)
+    slots = tuple(min(fitting, count) for count in owned)
     hot = spec.ndp.hot_per_layer if spec.ndp is not None else None
     if hot is not None and hot * facts.layers > sum(slots):
         raise BudgetError(
@@ -205,7 +201,7 @@ class _Planner:
         self._alive = sorted((node for node in nodes if node.alive), key=lambda node: node.id)
         if not self._alive:
             raise ConfigError(f"none of {len(nodes)} nodes is alive", "start one with `ray start`")
-        self._ledgers = {node.id: Ledger(node, facts, spec.gpu) for node in self._alive}
+        self._usage = {node.id: NodeUsage(node, facts, spec.gpu) for node in self._alive}
         self._owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
         self._every_layer = frozenset(range(facts.layers))
         self._with_workers: list[str] = []  # nodes, in the order in which the first worker came
@@ -227,13 +223,13 @@ class _Planner:
                 f"{workers[0].node} has none",
                 "set cluster.store.nodes to workers, or choose a policy without on_miss low-bit, such as next-gate",
             )
-        self._remark(workers)
+        self._add_notes(workers)
         group, grouped = self._group([*workers, *(s for s in stores if s.group is not None)])
         alone = [actor for actor in (*stores, *ndp, *matcher, *directory) if actor.group is None]
         return Topology(
             actors=(*grouped, *alone),
             groups=(group,),
-            loads=tuple(ledger.load() for ledger in self._ledgers.values() if self._is_used(ledger, directory)),
+            loads=tuple(usage.load() for usage in self._usage.values() if self._is_used(usage, directory)),
             ndp_of=self._ndp_of,
             notes=tuple(self._notes),
         )
@@ -258,26 +254,26 @@ class _Planner:
         actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
         for index in range(wanted):
             counts = _per_layer(self._ndp_of, index, facts)
-            held = sum(counts.values())
-            if held * each > ndp.capacity_bytes:
+            experts = sum(counts.values())
+            if experts * each > ndp.capacity_bytes:
                 raise ConfigError(
-                    f"NDP worker {index} holds {size(held * each)} of experts, ndp.hardware has "
-                    f"{size(ndp.capacity_bytes)}: short of {size(held * each - ndp.capacity_bytes)}",
+                    f"NDP worker {index} holds {size(experts * each)} of experts, ndp.hardware has "
+                    f"{size(ndp.capacity_bytes)}: short of {size(experts * each - ndp.capacity_bytes)}",
                     "raise cluster.ndp_workers, choose narrower replicas, or another ndp.hardware",
                 )
             need = Need(
                 {"CPU": float(ndp.threads), "ndp": 1.0},
-                PlannedBytes(replicas=0 if full else held * each),
+                PlannedBytes(replicas=0 if full else experts * each),
                 partly=counts if full else {},
             )
             order = [marked[index]] if ndp.workers is None else sorted(marked, key=lambda n: (placed[n.id], n.id))
             node = self._first_fit(f"NDP worker {index}", order, need)
             placed[node] += 1
-            nbytes = PlannedBytes(mapped=held * each) if full else need.nbytes
+            nbytes = PlannedBytes(mapped=experts * each) if full else need.nbytes
             actors.append(
                 PlannedActor(
                     f"ndp-{index}", "ndp", index, node, need.resources,
-                    nbytes=nbytes, experts=held, layers=tuple(sorted(counts)) if full else (),
+                    nbytes=nbytes, experts=experts, layers=tuple(sorted(counts)) if full else (),
                 )
             )  # fmt: skip
         return actors
@@ -306,7 +302,7 @@ class _Planner:
         actors = []
         for index, layers in enumerate(self._layers_of_stores(len(self._with_workers))):
             node = self._with_workers[index]
-            self._first_fit(f"store {index}", [self._ledgers[node].node], Need({}, layers=frozenset(layers)))
+            self._first_fit(f"store {index}", [self._usage[node].node], Need({}, layers=frozenset(layers)))
             actors.append(self._store(index, node, {"CPU": STORE_CPUS}, layers, _GROUP))
         return actors
 
@@ -346,7 +342,7 @@ class _Planner:
         first = self._first_worker(order[:1] if self._spec.lead is not None else order, 0)
         homes = [first]
         counts = dict.fromkeys((node.id for node in self._alive), 0) | {first: 1}
-        rest = [self._ledgers[first].node, *(node for node in order if node.id != first)]
+        rest = [self._usage[first].node, *(node for node in order if node.id != first)]
         for index in range(1, self._spec.shards):
             by_count = sorted(rest, key=lambda node: counts[node.id])  # stable: the lead's node first, then by room
             homes.append(self._first_worker(rest if self._spec.strategy == "pack" else by_count, index))
@@ -354,7 +350,7 @@ class _Planner:
         return homes
 
     def _named_first(self, lead: str, order: list[NodeInfo]) -> list[NodeInfo]:
-        """`order` with the node that `cluster.lead` names in front."""
+        """`order` with the node that `cluster.lead` names first."""
         named = [node for node in order if lead in (node.id, node.address)]
         if not named:
             known = _list(f"{node.id} at {node.address}" for node in self._alive)
@@ -364,9 +360,9 @@ class _Planner:
 
     def _room(self, node: NodeInfo) -> int:
         """How many shards would fit on a node by CPU and GPU."""
-        ledger, store = self._ledgers[node.id], STORE_CPUS if self._spec.store_nodes == "workers" else 0.0
-        room = (ledger.left("CPU") - store) // self._spec.threads
-        return int(max(0, min(room, ledger.left("GPU")) if self._spec.gpu else room))
+        usage, store = self._usage[node.id], STORE_CPUS if self._spec.store_nodes == "workers" else 0.0
+        room = (usage.left("CPU") - store) // self._spec.threads
+        return int(max(0, min(room, usage.left("GPU")) if self._spec.gpu else room))
 
     def _first_worker(self, order: Sequence[NodeInfo], index: int) -> str:
         name = "the lead" if index == 0 else f"shard {index}"
@@ -407,7 +403,7 @@ class _Planner:
                 None,
                 self._worker_bytes(index),
                 self._owned[index],
-                tuple(sorted(self._ledgers[node].layers)),
+                tuple(sorted(self._usage[node].layers)),
             )
             for index, node in enumerate(homes)
         ]
@@ -427,7 +423,7 @@ class _Planner:
             return []
         return [PlannedActor("directory", "directory", 0, workers[0].node, {})]
 
-    def _remark(self, workers: Sequence[PlannedActor]) -> None:
+    def _add_notes(self, workers: Sequence[PlannedActor]) -> None:
         missing = {w.name: self._facts.layers - len(w.layers) for w in workers}
         self._notes += [
             f"{name} reads {count} of {self._facts.layers} layers from other nodes"
@@ -436,7 +432,8 @@ class _Planner:
         ]
         if self._spec.gpu and self._spec.gpu_memory_bytes is None:
             self._notes.append("GPU memory was not checked: cluster.gpu_memory does not say how much there is")
-        unknown = [lg.node.id for lg in self._ledgers.values() if lg.host_total is None and lg.load().host_bytes]
+        used = self._usage.values()
+        unknown = [usage.node.id for usage in used if usage.host_total is None and usage.load().host_bytes]
         if unknown:
             self._notes.append(f"host memory was not checked on {_list(unknown)}: not reported")
 
@@ -446,7 +443,7 @@ class _Planner:
         homes = {actor.node for actor in bundled}
         selectors = []
         for actor in bundled:
-            node_id = self._ledgers[actor.node].node.labels.get(NODE_ID_LABEL)
+            node_id = self._usage[actor.node].node.labels.get(NODE_ID_LABEL)
             selectors.append({NODE_ID_LABEL: node_id} if node_id is not None and len(self._alive) > 1 else {})
         group = PlannedGroup(
             _GROUP,
@@ -464,10 +461,10 @@ class _Planner:
         """
         short = []
         for node in order:
-            wanted, ledger = need if isinstance(need, Need) else need[node.id], self._ledgers[node.id]
-            missing = ledger.shortages(wanted)
+            wanted, usage = need if isinstance(need, Need) else need[node.id], self._usage[node.id]
+            missing = usage.shortages(wanted)
             if not missing:
-                ledger.take(wanted)
+                usage.take(wanted)
                 return node.id
             short.append(f"node {node.id} ({'; '.join(missing)})")
         replicas = " choose a policy without on_miss low-bit," if self._spec.low_bit is not None else ""
@@ -476,8 +473,8 @@ class _Planner:
             f"lower cluster.shards, threads, --budget or kv.num_blocks,{replicas} or add a node that has room",
         )
 
-    def _is_used(self, ledger: Ledger, directory: Sequence[PlannedActor]) -> bool:
-        return bool(ledger.used) or any(actor.node == ledger.node.id for actor in directory)
+    def _is_used(self, usage: NodeUsage, directory: Sequence[PlannedActor]) -> bool:
+        return bool(usage.used) or any(actor.node == usage.node.id for actor in directory)
 
 
 def _per_layer(owners: Sequence[int], worker: int, facts: ModelFacts) -> dict[int, int]:

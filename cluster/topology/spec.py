@@ -1,6 +1,6 @@
 """What the planner is given, in numbers: the cluster that is wanted, the model's sizes, the nodes there are.
 
-The planner's answer: actors with their nodes, bundles and bytes. `cluster.deploy` carries it out as it stands.
+And its answer: actors with their nodes, bundles and bytes, which `cluster.deploy` carries out as it stands.
 """
 
 from __future__ import annotations

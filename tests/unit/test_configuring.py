@@ -17,7 +17,7 @@ from tiermoe.actors.policies.eviction import SplitEviction
 from tiermoe.actors.policies.registry import LAYER_EVICTION, PrefetchOptions
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
-from tiermoe.cluster.report.runtime import configurator_rows
+from tiermoe.cluster.report.status import configurator_rows
 from tiermoe.cluster.simulate.executor import Machine, Routed, SimulatedEngine, first_cut, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
@@ -256,5 +256,5 @@ def test_summary() -> None:
              "record_s": 0.001, "problem": None}  # fmt: skip
     [(name, text)] = configurator_rows({"configurator": stats})
     assert name == "cache split"
-    assert text.startswith("cut anew 2 times in 3 configurations; the last was expected")
+    assert text.startswith("split anew 2 times in 3 configurations; the last was expected")
     assert configurator_rows({"configurator": None}) == []

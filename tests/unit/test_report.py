@@ -18,7 +18,8 @@ from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.ray_session import as_failure
 from tiermoe.cluster.report.files import check_writable, write_timeline
-from tiermoe.cluster.report.runtime import placed_tables, plan_table, summary_table
+from tiermoe.cluster.report.runtime import placed_tables, plan_table
+from tiermoe.cluster.report.status import summary_table
 from tiermoe.cluster.report.tables import seconds, size
 from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
