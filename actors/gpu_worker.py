@@ -14,7 +14,7 @@ from .engine.serving.streams import Stream
 from .requests import GenerationRequest, TokenEvent
 from .settings import EngineSettings, KvSettings, check_combination
 from .store.artifacts import map_shape, predictors_of
-from .store.dense import front_here
+from .store.dense import dense_folder
 from .store.files import StoreView
 from .store.replicas import describe_replicas, read_tables
 
@@ -87,7 +87,7 @@ class GpuWorker:
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
         weights, tables, predictors, low_bit = self._sources.weights, None, None, None
-        with front_here(self._view, self._stores, settings.store) as folder:
+        with dense_folder(self._view, self._stores, settings.store) as folder:
             self._model = build_model(folder, manifest, dtype, device.torch_device, settings.attention)
             if settings.policy.replica_widths:
                 fetched = bool(self._stores) and not self._view.layers

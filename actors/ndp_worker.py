@@ -80,7 +80,7 @@ class NdpWorker:
         replicas = describe_replicas(store, verify)
         self._group = replicas.manifest.group if replicas is not None else None
         self._replicas = open_replicas(replicas) if replicas is not None else {}
-        self._packed_shapes = {bits: replicas.shape(bits) for bits in replicas.widths} if replicas is not None else {}
+        self._packed_shapes = replicas.shapes if replicas is not None else {}
 
     @property
     def address(self) -> str:

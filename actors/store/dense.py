@@ -1,4 +1,4 @@
-"""The front of a model, for a node without store files: everything that is no routed expert.
+"""The dense weights of a model, for a node without store files, and the other files of a store that are no experts.
 
 Configuration, tokenizer, manifest, dense weights and the tables of its replicas come from a store over its channel, in
 bounded pieces, and are checked against the manifest's digests before anything reads them. NumPy only.
@@ -19,7 +19,7 @@ from ...proto.channel import Channel
 from ...proto.messages import FileReply, FileRequest
 from ...proto.peers import StoreLink
 from ..settings import StoreSettings
-from .files import ExpertStore, FileStamp, StoreView
+from .files import ExpertStore, FileStamp, FileView, StoreView
 from .format import MANIFEST_NAME, FileRecord, Manifest
 from .remote import open_store_channel
 from .replicas import REPLICAS_NAME, read_replicas
@@ -27,32 +27,6 @@ from .replicas import REPLICAS_NAME, read_replicas
 PIECE_BYTES = 8 << 20
 _MOST_MANIFEST_BYTES = 64 << 20
 _LOOK_S = 0.1
-
-
-def fetch_front(stores: Sequence[StoreLink], folder: Path, settings: StoreSettings) -> StoreView:
-    """Copy every file of a store but its experts into a folder of this node.
-
-    Args:
-        stores: any that hold the model; where one fails in the middle the next goes on.
-        folder: exists and is this process's own.
-
-    Returns:
-        A view of the folder, without layers.
-
-    Raises:
-        StoreError: no store gave a file within `settings.deadline_s` seconds, or its bytes are not those that the
-            manifest promises.
-    """
-    source = _Front(stores, settings)
-    try:
-        data, manifest = source.manifest()
-        (folder / MANIFEST_NAME).write_bytes(data)
-        for record in (manifest.dense, *manifest.extras):
-            _fetch_file(source, record, folder)
-        _fetch_tables(source, manifest, folder)
-    finally:
-        source.close()
-    return front_view(folder, manifest)
 
 
 def view_here(
@@ -67,73 +41,64 @@ def view_here(
     Raises:
         StoreError: the folder is of no use, or no other store answered.
     """
-    if stores and layers is not None and not layers:
-        source = _Front(stores, settings)
-        try:
-            manifest = source.manifest()[1]
-        finally:
-            source.close()
-        dense = Path(store) / manifest.dense.file
-        return StoreView(store, manifest, (), str(dense), FileStamp(manifest.dense.nbytes, 0, 0))
-    return ExpertStore(store, verify, layers).describe()
-
-
-def front_view(folder: Path, manifest: Manifest) -> StoreView:
-    """The view of a folder with the front of a model."""
-    dense = folder / manifest.dense.file
-    return StoreView(str(folder), manifest, (), str(dense), FileStamp.of(dense.stat()))
+    if not stores or layers is None or layers:
+        return ExpertStore(store, verify, layers).describe()
+    with contextlib.closing(_Files(stores, settings)) as source:
+        manifest = source.manifest()[1]
+    dense = str(Path(store) / manifest.dense.file)
+    return StoreView(store, manifest, (), FileView(dense, FileStamp(manifest.dense.nbytes, 0, 0), {}))
 
 
 @contextlib.contextmanager
-def front_here(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Iterator[Path]:
-    """A folder of this node with the front of the model: the view's own, or one that is fetched and then removed.
+def dense_folder(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Iterator[Path]:
+    """A folder of this node with the dense weights: the view's own, or one that is fetched and then removed.
 
     A view without layers is that of a node without store files.
 
     Raises:
-        StoreError: as `fetch_front`, or the stores hold another model than the view.
+        StoreError: as `fetch_dense`, or the stores hold another model than the view.
     """
     if view.layers or not stores:
         yield Path(view.path)
         return
-    with tempfile.TemporaryDirectory(prefix="tiermoe-front-") as folder:
-        if fetch_front(stores, Path(folder), settings).manifest != view.manifest:
+    with tempfile.TemporaryDirectory(prefix="tiermoe-dense-") as folder:
+        if fetch_dense(stores, Path(folder), settings).manifest != view.manifest:
             raise StoreError("the stores hold another model than the one described", "copy one store to all nodes")
         yield Path(folder)
 
 
-def _fetch_tables(source: _Front, manifest: Manifest, folder: Path) -> None:
-    """What calibration measured, where the store has replicas (`describe_replicas` with tables_only)."""
-    try:
-        (folder / REPLICAS_NAME).write_bytes(source.read(REPLICAS_NAME))
-    except _NotGiven:
-        return
-    replicas = read_replicas(folder, manifest)
-    if replicas is not None:
-        _fetch_file(source, replicas.losses, folder)
+def fetch_dense(stores: Sequence[StoreLink], folder: Path, settings: StoreSettings) -> StoreView:
+    """Copy every file of a store but its experts into a folder of this node.
 
+    Args:
+        stores: any that hold the model; where one fails in the middle the next goes on.
+        folder: exists and is this process's own.
 
-def _fetch_file(source: _Front, record: FileRecord, folder: Path) -> None:
-    digest = hashlib.sha256()
-    path = folder / record.file
-    try:
-        with open(path, "wb") as file:
-            for piece in source.pieces(record.file, record.nbytes):
-                digest.update(piece)
-                file.write(piece)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror})", "free some space") from error
-    if digest.hexdigest() != record.sha256:
-        raise StoreError(
-            f"{record.file} of {source.name} does not match its SHA-256", "prepare the store of that node again"
-        )
+    Returns:
+        A view of the folder, without layers.
+
+    Raises:
+        StoreError: no store gave a file within `settings.deadline_s` seconds, or its bytes are not those that the
+            manifest promises.
+    """
+    with contextlib.closing(_Files(stores, settings)) as source:
+        data, manifest = source.manifest()
+        (folder / MANIFEST_NAME).write_bytes(data)
+        for record in (manifest.dense, *manifest.extras):
+            source.copy(record, folder)
+        with contextlib.suppress(_NotGiven):  # the stores have no replicas
+            (folder / REPLICAS_NAME).write_bytes(source.read(REPLICAS_NAME))
+        if (replicas := read_replicas(folder, manifest)) is not None:
+            source.copy(replicas.losses, folder)  # what calibration measured
+    dense = folder / manifest.dense.file
+    return StoreView(str(folder), manifest, (), FileView(str(dense), FileStamp.of(dense.stat()), {}))
 
 
 class _NotGiven(StoreError):
     """Every store refused to give a file."""
 
 
-class _Front:
+class _Files:
     """Pieces of files from the first store that gives them."""
 
     def __init__(self, stores: Sequence[StoreLink], settings: StoreSettings) -> None:
@@ -164,6 +129,24 @@ class _Front:
                 )
             offset += len(reply.data)
             yield reply.data.data
+
+    def copy(self, record: FileRecord, folder: Path) -> None:
+        """Write a file into a folder, checked against its digest.
+
+        Raises:
+            StoreError: it cannot be had or written, or its bytes are not those of the record.
+        """
+        digest, path = hashlib.sha256(), folder / record.file
+        try:
+            with open(path, "wb") as file:
+                for piece in self.pieces(record.file, record.nbytes):
+                    digest.update(piece)
+                    file.write(piece)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written ({error.strerror})", "free some space") from error
+        if digest.hexdigest() != record.sha256:
+            what = f"{record.file} of {self.name} does not match its SHA-256"
+            raise StoreError(what, "prepare the store of that node again")
 
     def close(self) -> None:
         channel, self._channel = self._channel, None

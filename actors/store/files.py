@@ -1,19 +1,13 @@
-"""Files that a manifest in their folder vouches for: checked once, then mapped read-only by any process.
-
-The expert store and its replicas are such sets. What was verified is remembered as a stamp of each file (size,
-modification time, inode): it is written into the folder, so that the next opening need not read every byte again,
-and it goes with every description, so that no process maps a file that changed in the meantime.
-
-NumPy and mapped files only.
-
-The expert store in host memory: every process of a node maps the same files, so there is one copy.
+"""Files that a manifest in their folder vouches for: verified once, then mapped read-only by any process of the node.
 
 `ExpertStore` verifies a store folder once, or a slice of its layers, and says where each array lies (`describe`);
 any other process of the node maps the files itself from that description (`open_views`). Read-only shared mappings of
-one file share the pages of the operating system's cache, so nothing is sent and nothing is copied. Other nodes read
-through a `StoreWorker`.
+one file share the pages of the operating system's cache, so there is one copy, nothing is sent and nothing is copied.
+Other nodes read through a `StoreWorker`. A store's replicas are such files too.
 
-NumPy and mapped files only: it starts without torch.
+What was verified is remembered as a stamp of each file (size, modification time, inode): it is written into the folder,
+so that the next opening need not read every byte again, and it goes with every description, so that no process maps a
+file that changed in the meantime. NumPy and mapped files only: it starts without torch.
 """
 
 from __future__ import annotations
@@ -35,17 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import StoreError
-from .format import (
-    DATA_ALIGNMENT,
-    MANIFEST_NAME,
-    REBUILD,
-    STAMP_NAME,
-    FileRecord,
-    LayerFile,
-    Manifest,
-    read_header,
-    read_manifest,
-)
+from .format import DATA_ALIGNMENT, MANIFEST_NAME, REBUILD, STAMP_NAME, FileRecord, Manifest, read_header, read_manifest
 
 # bfloat16 has no NumPy type: its bits travel as uint16, and the reader views them again.
 NUMPY_TYPES: Mapping[str, Any] = {
@@ -85,6 +69,76 @@ class ArrayView:
     offset: int
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True)
+class FileView:
+    """A verified file: absolute path, stamp, arrays by name."""
+
+    path: str
+    stamp: FileStamp
+    arrays: dict[str, ArrayView]
+
+    def mapped(self, remedy: str) -> dict[str, NDArray[Any]]:
+        """Map the arrays read-only into this process; the mapping lives as long as any of them.
+
+        Args:
+            remedy: where it cannot be mapped.
+
+        Raises:
+            StoreError: the file is gone or changed since it was verified.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
+                    raise self._changed()
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
+        return {
+            name: np.frombuffer(pages, NUMPY_TYPES[a.dtype], math.prod(a.shape), a.offset).reshape(a.shape)
+            for name, a in self.arrays.items()
+        }
+
+    def check_unchanged(self, remedy: str) -> None:
+        """Look whether the file is still the one that was verified; reads no data.
+
+        Raises:
+            StoreError: it is gone or changed.
+        """
+        try:
+            now = FileStamp.of(os.stat(self.path))
+        except OSError as error:
+            raise StoreError(f"{self.path} is gone ({error.strerror})", remedy) from error
+        if now != self.stamp:
+            raise self._changed()
+
+    def _changed(self) -> StoreError:
+        return StoreError(f"{self.path} changed since it was verified", "restart the runtime, which verifies it again")
+
+
+@dataclass(frozen=True)
+class LayerView(FileView):
+    """One layer file; its arrays are `gate_up`, `down` and the biases."""
+
+    index: int
+    module: str
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """All that another process needs to map the store itself; picklable, holds no arrays.
+
+    Attributes:
+        manifest: of the whole store.
+        layers: those that this node holds, by rising index; none where it has only the dense weights.
+        dense: the file of the dense weights, without its arrays.
+    """
+
+    path: str
+    manifest: Manifest
+    layers: tuple[LayerView, ...]
+    dense: FileView
 
 
 @dataclass(frozen=True)
@@ -143,6 +197,11 @@ class VerifiedFiles:
             raise self.error(f"{path}: data does not start at a multiple of {DATA_ALIGNMENT} bytes")
         return {spec.name: ArrayView(spec.offset, spec.shape, spec.dtype) for spec in specs}
 
+    def view(self, record: FileRecord, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> FileView:
+        """One of the files as it is now. Raises as `stamp`, and as `arrays` where it has to hold `tensors`."""
+        arrays = {} if tensors is None else self.arrays(record.file, tensors)
+        return FileView(str(self.folder / record.file), self.stamp(record), arrays)
+
     def check_hashes(self, records: Sequence[FileRecord]) -> None:
         """Read files whole and compare them with their digests.
 
@@ -198,78 +257,6 @@ def hash_files(paths: Iterable[Path]) -> list[str]:
         return list(pool.map(digest, paths))
 
 
-def map_arrays(
-    path: str, stamp: FileStamp, arrays: Mapping[str, ArrayView], remedy: str
-) -> dict[str, NDArray[Any]]:
-    """Map a verified file read-only into this process; the mapping lives as long as any of its arrays.
-
-    Args:
-        stamp: of the file when it was verified.
-        remedy: where it cannot be mapped.
-
-    Raises:
-        StoreError: the file is gone or changed since it was verified.
-    """
-    try:
-        with open(path, "rb") as file:
-            if FileStamp.of(os.fstat(file.fileno())) != stamp:
-                raise _changed(path)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} cannot be mapped ({error})", remedy) from error
-    return {name: _array(mapped, view) for name, view in arrays.items()}
-
-
-def check_unchanged(path: str, stamp: FileStamp, remedy: str) -> None:
-    """Look whether a file is still the one that was verified; reads no data.
-
-    Raises:
-        StoreError: it is gone or changed.
-    """
-    try:
-        now = FileStamp.of(os.stat(path))
-    except OSError as error:
-        raise StoreError(f"{path} is gone ({error.strerror})", remedy) from error
-    if now != stamp:
-        raise _changed(path)
-
-
-def _array(mapped: mmap.mmap, view: ArrayView) -> NDArray[Any]:
-    flat = np.frombuffer(mapped, NUMPY_TYPES[view.dtype], count=math.prod(view.shape), offset=view.offset)
-    return flat.reshape(view.shape)
-
-
-def _changed(path: str) -> StoreError:
-    return StoreError(f"{path} changed since it was verified", "restart the runtime, which verifies it again")
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """One layer file: absolute path, verified state, arrays by name (`gate_up`, `down`, biases)."""
-
-    index: int
-    module: str
-    path: str
-    stamp: FileStamp
-    arrays: dict[str, ArrayView]
-
-
-@dataclass(frozen=True)
-class StoreView:
-    """All that another process needs to map the store itself; picklable, holds no arrays.
-
-    Attributes:
-        manifest: of the whole store.
-        layers: those that this node holds, by rising index; none where it has only the front of the model.
-    """
-
-    path: str
-    manifest: Manifest
-    layers: tuple[LayerView, ...]
-    dense_path: str
-    dense_stamp: FileStamp
-
-
 @dataclass(frozen=True)
 class LayerArrays:
     """The mapped experts of one MoE layer, read-only.
@@ -291,19 +278,6 @@ class LayerArrays:
     down: np.ndarray
     gate_up_bias: np.ndarray | None
     down_bias: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class StoreHealth:
-    """Whether the files are still those that were verified.
-
-    Attributes:
-        problem: what changed; None when all is well.
-    """
-
-    layers: int
-    nbytes: int
-    problem: str | None
 
 
 class ExpertStore:
@@ -330,30 +304,25 @@ class ExpertStore:
         layers: Sequence[int] | None = None,
     ) -> None:
         self._path = Path(path).resolve()
-        self._manifest = read_manifest(self._path)
-        chosen = _slice_of(self._manifest, layers)
-        self._records: tuple[FileRecord, ...] = (*chosen, self._manifest.dense, *self._manifest.extras)
+        self._manifest = manifest = read_manifest(self._path)
+        chosen = [manifest.layers[i] for i in _slice_of(manifest, layers)]
+        self._records: tuple[FileRecord, ...] = (*chosen, manifest.dense, *manifest.extras)
         files = VerifiedFiles(self._path, "store", MANIFEST_NAME, STAMP_NAME, REBUILD)
         stamps = {record.file: files.stamp(record) for record in self._records}
-        tensors = self._manifest.expert_tensors()
-        arrays = [files.arrays(layer.file, tensors) for layer in chosen]
-        read_header(self._path / self._manifest.dense.file, files.error)
+        views = [files.view(layer, manifest.expert_tensors()) for layer in chosen]
+        read_header(self._path / manifest.dense.file, files.error)
         noted = files.read_stamps()
         known = noted if verify == "stamp" else {}
         files.check_hashes([r for r in self._records if known.get(r.file) != stamps[r.file]])
         self._view = StoreView(
-            path=str(self._path),
-            manifest=self._manifest,
-            layers=tuple(
-                LayerView(layer.index, layer.module, str(self._path / layer.file), stamps[layer.file], views)
-                for layer, views in zip(chosen, arrays, strict=True)
-            ),
-            dense_path=str(self._path / self._manifest.dense.file),
-            dense_stamp=stamps[self._manifest.dense.file],
+            str(self._path),
+            manifest,
+            tuple(LayerView(v.path, v.stamp, v.arrays, f.index, f.module) for v, f in zip(views, chosen, strict=True)),
+            FileView(str(self._path / manifest.dense.file), stamps[manifest.dense.file], {}),
         )
         # Maps now, so that a file replaced between hashing and mapping is noticed here.
         self._layers: tuple[LayerArrays, ...] | None = tuple(open_views(self._view))
-        check_unchanged(self._view.dense_path, self._view.dense_stamp, REBUILD)
+        self._view.dense.check_unchanged(REBUILD)
         if (all_known := noted | stamps) != noted:  # what another slice of the folder found stays
             files.write_stamps(all_known)
 
@@ -377,32 +346,34 @@ class ExpertStore:
         """What another process needs to map the same files."""
         return self._view
 
-    def health(self) -> StoreHealth:
-        """Look whether any tensor file changed since it was verified; reads no data."""
-        problem = None
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files held."""
+        return sum(record.nbytes for record in self._records)
+
+    def problem(self) -> str | None:
+        """How a tensor file changed since it was verified; None when all is well. Reads no data."""
         try:
-            for layer in self._view.layers:
-                check_unchanged(layer.path, layer.stamp, REBUILD)
-            check_unchanged(self._view.dense_path, self._view.dense_stamp, REBUILD)
+            for file in (*self._view.layers, self._view.dense):
+                file.check_unchanged(REBUILD)
         except StoreError as error:
-            problem = error.what
-        nbytes = sum(record.nbytes for record in self._records)
-        return StoreHealth(layers=len(self._view.layers), nbytes=nbytes, problem=problem)
+            return error.what
+        return None
 
     def close(self) -> None:
         """Drop the mappings; each is unmapped when the last array on it is gone."""
         self._layers = None
 
 
-def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> tuple[LayerFile, ...]:
+def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
-        return manifest.layers
+        return list(range(len(manifest.layers)))
     unknown = sorted(set(layers) - set(range(len(manifest.layers))))
     if unknown:
         raise StoreError(
             f"the store has MoE layers 0 to {len(manifest.layers) - 1}, not {unknown[0]}", "ask for layers that it has"
         )
-    return tuple(manifest.layers[i] for i in sorted(set(layers)))
+    return sorted(set(layers))
 
 
 def open_views(view: StoreView) -> list[LayerArrays]:
@@ -411,17 +382,8 @@ def open_views(view: StoreView) -> list[LayerArrays]:
     Raises:
         StoreError: a file is gone or changed since the store was verified.
     """
-    return [_open_layer(layer, view.manifest.dtype) for layer in view.layers]
-
-
-def _open_layer(layer: LayerView, dtype: str) -> LayerArrays:
-    arrays = map_arrays(layer.path, layer.stamp, layer.arrays, REBUILD)
-    return LayerArrays(
-        index=layer.index,
-        module=layer.module,
-        dtype=dtype,
-        gate_up=arrays["gate_up"],
-        down=arrays["down"],
-        gate_up_bias=arrays.get("gate_up_bias"),
-        down_bias=arrays.get("down_bias"),
-    )
+    absent = {"gate_up_bias": None, "down_bias": None}
+    return [
+        LayerArrays(layer.index, layer.module, view.manifest.dtype, **(absent | layer.mapped(REBUILD)))  # type: ignore[arg-type]
+        for layer in view.layers
+    ]

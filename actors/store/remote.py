@@ -1,10 +1,10 @@
-"""Experts as Ray objects: what a store puts, and what a reader on another node gets.
+"""Reading another node's store: the two transports behind one question, "these experts of this layer, please".
 
-The only file of the actors that calls Ray, and only where `cluster.store.transport` is ray.
+    ChannelReader  our channel: shared memory on one host, gRPC between hosts
+    RefReader      Ray: the store puts experts into its node's object store, and Ray carries them to this one's
 
-Reading another node's store: the two transports behind one question, "these experts of this layer, please".
-
-NumPy only. `engine.sources` turns the answers into what the loader copies, and decides which store is asked.
+NumPy only; Ray is imported where `cluster.store.transport` is ray. `engine.cache.sources` turns the answers into what
+the loader copies, and decides which store is asked.
 """
 
 from __future__ import annotations
@@ -26,98 +26,6 @@ from ..settings import StoreSettings
 from .files import NUMPY_TYPES
 from .format import Manifest, manifest_digest
 
-Arrays = list[NDArray[Any]]
-
-
-class RefBook:
-    """The experts that lie in Ray's object store, least recently used first.
-
-    Args:
-        most_bytes: kept at most; the newest is kept in any case. An object that a reader still uses lives on until the
-            reader lets go of it.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self._refs: OrderedDict[tuple[int, int], tuple[Any, int]] = OrderedDict()
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the objects kept."""
-        return self._nbytes
-
-    def get(self, key: tuple[int, int], nbytes: int, arrays: Callable[[], Arrays]) -> Any:
-        """The ref of an expert, put now where it was not; room is made first."""
-        import ray
-
-        with self._lock:
-            if key in self._refs:
-                self._refs.move_to_end(key)
-                return self._refs[key][0]
-            while self._refs and self._nbytes + nbytes > self._most_bytes:
-                self._nbytes -= self._refs.popitem(last=False)[1][1]
-            ref = ray.put(arrays())
-            self._refs[key] = (ref, nbytes)
-            self._nbytes += nbytes
-            return ref
-
-    def clear(self) -> None:
-        """Let go of all."""
-        with self._lock:
-            self._refs.clear()
-            self._nbytes = 0
-
-
-class ActorStore:
-    """A store as its Ray actor.
-
-    Args:
-        actor: its name in this process's Ray namespace.
-
-    Raises:
-        RuntimeFailure: there is none, or this process is not on Ray.
-    """
-
-    def __init__(self, actor: str) -> None:
-        import ray
-
-        try:
-            self._handle = ray.get_actor(actor)
-        except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
-            raise RuntimeFailure(f"no store actor '{actor}' ({error})", "see whether the cluster is up") from error
-
-    def health(self, deadline_s: float) -> dict[str, Any]:
-        """The store's account of itself.
-
-        Raises:
-            PeerLost: it does not answer.
-        """
-        return self._get(self._handle.health.remote(), deadline_s)
-
-    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Callable[[], list[Arrays]]:
-        """Ask for experts; calling the result waits for their arrays.
-
-        Raises, when called:
-            PeerLost: the actor or its node died, or was too slow. RemoteFailure: the store refused.
-        """
-        asked = self._handle.expert_refs.remote(layer, list(experts))
-        return lambda: self._get(self._get(asked, deadline_s), deadline_s)
-
-    @staticmethod
-    def _get(ref: Any, deadline_s: float) -> Any:
-        import ray
-
-        try:
-            return ray.get(ref, timeout=deadline_s)
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, TierMoeError):
-                raise RemoteFailure(cause.what, cause.remedy, type(cause).__name__) from None
-            raise PeerLost(f"Ray: {type(error).__name__}", "see whether the store's node is up") from error
-
-
 # Of one message: a larger expert comes in several, in neurons, so that one part is written, one travels and one is read
 # at the same time. Measured from 1 to 16 MiB over gRPC: 1.45 GB/s at 2 MiB, 0.91 at 16.
 PART_BYTES = 2 << 20
@@ -131,7 +39,17 @@ Answer = Callable[[], list[Expert]]
 
 
 class StoreReader(Protocol):
-    """A connection to one store."""
+    """A connection to one store.
+
+    Attributes:
+        transport: "shm", "grpc" or "ray".
+        closed_because: why it is of no more use; None while it is.
+    """
+
+    @property
+    def transport(self) -> str: ...
+    @property
+    def closed_because(self) -> str | None: ...
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         """Ask for experts of a layer; returns at once. Calling the answer waits for them.
@@ -145,44 +63,37 @@ class StoreReader(Protocol):
 
 
 class ChannelReader:
-    """Over our channel: shared memory on one host, gRPC between hosts."""
+    """A `StoreReader` over our channel."""
 
     def __init__(self, channel: Channel, manifest: Manifest) -> None:
         self._channel, self._manifest = channel, manifest
 
     @property
     def transport(self) -> str:
-        """ "shm" or "grpc"."""
         return self._channel.transport
 
     @property
     def closed_because(self) -> str | None:
-        """Why the channel is of no more use; None while it is."""
         return self._channel.closed_because
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
-        shape = self._manifest.experts
-        ids = np.array(experts, np.int32)
+        neurons, ids = self._manifest.experts.intermediate, np.array(experts, np.int32)
         part = neurons_per_part(self._manifest, len(experts))
-        if part >= shape.intermediate:
-            whole = self._channel.submit(StoreRequest(layer, ids), deadline_s)
-            return lambda: self._experts(whole.result(), layer, ids)
         parts = [
-            (first, self._channel.submit(
-                StoreRequest(layer, ids, first, min(part, shape.intermediate - first)), deadline_s
-            ))
-            for first in range(0, shape.intermediate, part)
-        ]  # fmt: skip
+            (first, last, self._channel.submit(StoreRequest(layer, ids, first, last - first), deadline_s))
+            for first, last in ((first, min(first + part, neurons)) for first in range(0, neurons, part))
+        ]
 
         def joined() -> list[Expert]:
+            if len(parts) == 1:
+                return _per_expert(self._arrays(parts[0][2].result(), layer, ids, 0, neurons), len(ids))
             out = {
                 name: np.empty((len(ids), *dims[1:]), NUMPY_TYPES[code])
                 for name, (code, dims) in self._manifest.expert_tensors().items()
             }
-            for first, pending in parts:
-                last = min(first + part, shape.intermediate)
+            for first, last, pending in parts:
                 for name, array in self._arrays(pending.result(), layer, ids, first, last).items():
-                    if name == "down_bias":
+                    if name == "down_bias":  # of outputs, not of neurons: whole in every part
                         out[name][:] = array
                     else:
                         out[name][:, first:last] = array
@@ -192,9 +103,6 @@ class ChannelReader:
 
     def close(self) -> None:
         self._channel.close()
-
-    def _experts(self, reply: Message | None, layer: int, ids: NDArray[np.int32]) -> list[Expert]:
-        return _per_expert(self._arrays(reply, layer, ids, 0, self._manifest.experts.intermediate), len(ids))
 
     def _arrays(
         self, reply: Message | None, layer: int, ids: NDArray[np.int32], first: int, last: int
@@ -217,19 +125,40 @@ class ChannelReader:
 
 
 class RefReader:
-    """Over Ray: the store puts experts into its node's object store, and Ray carries them to this one's."""
+    """A `StoreReader` over Ray objects.
+
+    Args:
+        actor: the store's name in this process's Ray namespace.
+
+    Raises:
+        RuntimeFailure: there is no such actor, or this process is not on Ray.
+    """
 
     transport = "ray"
     closed_because = None  # nobody tells: the next question does
 
-    def __init__(self, store: ActorStore, manifest: Manifest) -> None:
-        self._store, self._manifest = store, manifest
+    def __init__(self, actor: str, manifest: Manifest) -> None:
+        import ray
+
+        try:
+            self._handle = ray.get_actor(actor)
+        except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
+            raise RuntimeFailure(f"no store actor '{actor}' ({error})", "see whether the cluster is up") from error
+        self._manifest = manifest
+
+    def health(self, deadline_s: float) -> dict[str, Any]:
+        """What the store says of itself.
+
+        Raises:
+            PeerLost: it does not answer.
+        """
+        return self._get(self._handle.health.remote(), deadline_s)
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
-        answer = self._store.ask(layer, experts, deadline_s)
+        asked = self._handle.expert_refs.remote(layer, list(experts))
 
         def checked() -> list[Expert]:
-            found = answer()
+            found = self._get(self._get(asked, deadline_s), deadline_s)
             wanted = [(NUMPY_TYPES[code], dims[1:]) for code, dims in self._manifest.expert_tensors().values()]
             if len(found) != len(experts) or any([(a.dtype.type, a.shape) for a in e] != wanted for e in found):
                 raise _foreign("arrays of other shapes or types than the manifest's")
@@ -239,6 +168,18 @@ class RefReader:
 
     def close(self) -> None: ...
 
+    @staticmethod
+    def _get(ref: Any, deadline_s: float) -> Any:
+        import ray
+
+        try:
+            return ray.get(ref, timeout=deadline_s)
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, TierMoeError):
+                raise RemoteFailure(cause.what, cause.remedy, type(cause).__name__) from None
+            raise PeerLost(f"Ray: {type(error).__name__}", "see whether the store's node is up") from error
+
 
 def neurons_per_part(manifest: Manifest, experts: int) -> int:
     """Neurons of each expert that one message carries."""
@@ -246,7 +187,7 @@ def neurons_per_part(manifest: Manifest, experts: int) -> int:
     return max(1, PART_BYTES // per_neuron)
 
 
-def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> ChannelReader | RefReader:
+def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> StoreReader:
     """A connection to a store that said that it is well and holds the same model.
 
     Raises:
@@ -255,9 +196,9 @@ def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) 
     if settings.transport == "ray":
         if link.actor is None:
             raise StoreError(f"{link.name} is no Ray actor", "use store.transport: grpc")
-        store = ActorStore(link.actor)
-        _check(link, store.health(_CONNECT_S), manifest)
-        return RefReader(store, manifest)
+        reader = RefReader(link.actor, manifest)
+        _check(link, reader.health(_CONNECT_S), manifest)
+        return reader
     channel = open_store_channel(link, settings)
     try:
         report = channel.call(HealthRequest(), _CONNECT_S)
@@ -302,3 +243,44 @@ def _per_expert(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Expert]:
 
 def _foreign(what: str) -> MessageError:
     return MessageError(f"the store answered with {what}", "run the same version of tiermoe on all nodes")
+
+
+class RefBook:
+    """The experts that lie in Ray's object store, least recently used first.
+
+    Args:
+        most_bytes: kept at most; the newest is kept in any case. An object that a reader still uses lives on until the
+            reader lets go of it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._refs: OrderedDict[tuple[int, int], tuple[Any, int]] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the objects kept."""
+        return self._nbytes
+
+    def get(self, key: tuple[int, int], nbytes: int, arrays: Callable[[], list[NDArray[Any]]]) -> Any:
+        """The ref of an expert, put now where it was not; room is made first."""
+        import ray
+
+        with self._lock:
+            if key in self._refs:
+                self._refs.move_to_end(key)
+                return self._refs[key][0]
+            while self._refs and self._nbytes + nbytes > self._most_bytes:
+                self._nbytes -= self._refs.popitem(last=False)[1][1]
+            ref = ray.put(arrays())
+            self._refs[key] = (ref, nbytes)
+            self._nbytes += nbytes
+            return ref
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._refs.clear()
+            self._nbytes = 0

@@ -1,12 +1,8 @@
-"""Quantized replicas of a store's experts on disk: what their manifest says.
+"""Quantized replicas of a store's experts: their manifest, and their files in host memory.
 
 Replicas lie in the store's own folder: one safetensors file per MoE layer and width (the packed arrays of
 `kernels/pack.py`, experts stacked in front), one with what calibration measured, and `replicas.json`, written last.
 A store without it has no replicas. See `docs/store-format.md`.
-
-NumPy-free and torch-free, as `store_format`.
-
-A store's quantized replicas in host memory: verified once, mapped by every process of the node.
 
 `describe_replicas` verifies and says where each array lies; any process maps the files itself from that
 description (`open_replicas`, `read_tables`). NumPy and mapped files only, as the expert store.
@@ -27,7 +23,7 @@ from pydantic import Field, model_validator
 
 from ...errors import StoreError
 from ...kernels.pack import PackedShape
-from .files import ArrayView, FileStamp, VerifiedFiles, map_arrays
+from .files import FileView, VerifiedFiles
 from .format import MANIFEST_NAME, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, read_manifest
 
 REPLICA_VERSION: Literal[1] = 1
@@ -163,40 +159,25 @@ def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:
 
 
 @dataclass(frozen=True)
-class ReplicaFileView:
-    """One file of the replicas: absolute path, verified state, arrays by name."""
-
-    path: str
-    stamp: FileStamp
-    arrays: dict[str, ArrayView]
-
-
-@dataclass(frozen=True)
 class ReplicaView:
     """All that another process needs to map the replicas itself; picklable, holds no arrays.
 
     Attributes:
-        num_experts, hidden, intermediate: of the store's experts.
+        shapes: of one expert, by width.
         layers: by width, one entry per MoE layer.
         tables: the file that `read_tables` reads.
     """
 
     path: str
     manifest: ReplicaManifest
-    num_experts: int
-    hidden: int
-    intermediate: int
-    layers: dict[int, tuple[ReplicaFileView, ...]]
-    tables: ReplicaFileView
+    shapes: dict[int, PackedShape]
+    layers: dict[int, tuple[FileView, ...]]
+    tables: FileView
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits a weight, ascending."""
         return self.manifest.widths
-
-    def shape(self, bits: int) -> PackedShape:
-        """Of one expert at `bits` bits a weight."""
-        return PackedShape(self.hidden, self.intermediate, bits, self.manifest.group)
 
 
 @dataclass(frozen=True)
@@ -256,29 +237,22 @@ def describe_replicas(
     files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE)
     records = (manifest.losses,) if tables_only else manifest.records()
     stamps = {record.file: files.stamp(record) for record in records}
-
-    def file_view(record: FileRecord, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> ReplicaFileView:
-        arrays = files.arrays(record.file, tensors)
-        return ReplicaFileView(str(folder / record.file), stamps[record.file], arrays)
-
-    def layer_tensors(bits: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        shape = PackedShape(experts.hidden, experts.intermediate, bits, manifest.group)
-        return {name: (code, (experts.num_experts, *dims)) for name, (code, dims) in shape.tensors().items()}
-
+    shapes = {bits: PackedShape(experts.hidden, experts.intermediate, bits, manifest.group) for bits in manifest.widths}
+    tensors = {
+        bits: {name: (code, (experts.num_experts, *dims)) for name, (code, dims) in shape.tensors().items()}
+        for bits, shape in shapes.items()
+    }
+    tables = table_tensors(len(main.layers), experts.num_experts, len(manifest.widths))
     view = ReplicaView(
         path=str(folder),
         manifest=manifest,
-        num_experts=experts.num_experts,
-        hidden=experts.hidden,
-        intermediate=experts.intermediate,
+        shapes=shapes,
         layers={
-            bits: tuple(file_view(file, layer_tensors(bits)) for file in manifest.files if file.bits == bits)
+            bits: tuple(files.view(file, tensors[bits]) for file in manifest.files if file.bits == bits)
             for bits in manifest.widths
             if not tables_only
         },
-        tables=file_view(
-            manifest.losses, table_tensors(len(main.layers), experts.num_experts, len(manifest.widths))
-        ),
+        tables=files.view(manifest.losses, tables),
     )
     known = files.read_stamps() if verify == "stamp" else {}
     doubtful = [record for record in records if known.get(record.file) != stamps[record.file]]
@@ -304,7 +278,7 @@ def open_replicas(
         StoreError: a file is gone or changed since it was verified.
     """
     wanted = range(view.manifest.num_layers) if layers is None else layers
-    return {bits: [_map(view.layers[bits][layer]) for layer in wanted] for bits in view.widths}
+    return {bits: [view.layers[bits][layer].mapped(REQUANTIZE) for layer in wanted] for bits in view.widths}
 
 
 def read_tables(view: ReplicaView) -> ReplicaTables:
@@ -313,15 +287,11 @@ def read_tables(view: ReplicaView) -> ReplicaTables:
     Raises:
         StoreError: the file is gone or changed since it was verified.
     """
-    arrays = {name: array.copy() for name, array in _map(view.tables).items()}
+    arrays = {name: array.copy() for name, array in view.tables.mapped(REQUANTIZE).items()}
     arrays["fallback"] = arrays["fallback"].astype(np.bool_)
     for array in arrays.values():
         array.setflags(write=False)
     return ReplicaTables(widths=view.widths, **arrays)
-
-
-def _map(file: ReplicaFileView) -> dict[str, NDArray[Any]]:
-    return map_arrays(file.path, file.stamp, file.arrays, REQUANTIZE)
 
 
 def _check_values(view: ReplicaView, names: set[str]) -> None:
@@ -329,7 +299,7 @@ def _check_values(view: ReplicaView, names: set[str]) -> None:
     for file in [*(f for files in view.layers.values() for f in files), view.tables]:
         if Path(file.path).name not in names:
             continue
-        for name, array in _map(file).items():
+        for name, array in file.mapped(REQUANTIZE).items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise StoreError(f"{file.path}: tensor {name!r} is not finite", REQUANTIZE)
             if file is view.tables and bool((array < 0).any()):

@@ -1,7 +1,7 @@
 """The expert store of one node, for the other nodes: experts over a channel, or as Ray objects.
 
     StoreRequest (a layer, experts)  -> StoreReply (their arrays, views of the mapped files)
-    FileRequest (a piece of a file)  -> FileReply: the front of the model, for a node without store files
+    FileRequest (a piece of a file)  -> FileReply: the dense weights and the small files, for a node without store files
 
 A plain class without torch; `cluster.deploy` makes it an actor, and the processes of its own node map the files that
 `describe` names. It serves as soon as it is constructed, since that is all that Ray does when it restarts a killed one.
@@ -26,7 +26,7 @@ from ...proto.messages import FileReply, FileRequest, HealthReport, HealthReques
 from ...proto.options import ServerOptions, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
-from .files import ExpertStore, LayerArrays, StoreView, check_unchanged
+from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
@@ -70,10 +70,10 @@ class StoreWorker:
         }
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
-        self._front = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
+        self._files = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
         with suppress(StoreError):  # replicas of no use are the NDP worker's to refuse
             replicas = read_replicas(Path(self._view.path), manifest)
-            self._front |= set() if replicas is None else {REPLICAS_NAME, replicas.losses.file}
+            self._files |= set() if replicas is None else {REPLICAS_NAME, replicas.losses.file}
         self._lock = threading.Lock()
         self._experts_sent = self._bytes_sent = 0
         self._refs = RefBook(ref_bytes)
@@ -121,7 +121,7 @@ class StoreWorker:
         Raises:
             StoreError: there is no such layer or expert here.
         """
-        arrays = self._held(layer, np.asarray(experts, np.int64))
+        arrays = self._layer(layer, np.asarray(experts, np.int64))
         tensors = _by_name(arrays)
         nbytes = self._view.manifest.expert_nbytes()
         self._count(len(experts), len(experts) * nbytes)
@@ -132,18 +132,18 @@ class StoreWorker:
 
     def health(self) -> dict[str, Any]:
         """What it holds and has done; `state` is "damaged" and `problem` says why where files changed."""
-        found = self._store.health()
+        problem = self._store.problem()
         with self._lock:
             sent = {"experts_sent": self._experts_sent, "bytes_sent": self._bytes_sent}
         return {
-            "state": "serving" if found.problem is None else "damaged",
+            "state": "serving" if problem is None else "damaged",
             "address": self.address or "",
             "pid": os.getpid(),
             "store": self._digest,
             "layers": ",".join(map(str, self._layers)),
-            "nbytes": found.nbytes,
+            "nbytes": self._store.nbytes,
             "ref_bytes": self._refs.nbytes,
-        } | sent | ({} if found.problem is None else {"problem": found.problem})
+        } | sent | ({} if problem is None else {"problem": problem})
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
@@ -153,7 +153,7 @@ class StoreWorker:
         self._store.close()
 
     def _experts(self, request: StoreRequest) -> StoreReply:
-        arrays = self._held(request.layer, request.experts)
+        arrays = self._layer(request.layer, request.experts)
         shape = self._view.manifest.experts
         last = request.first + request.neurons if request.neurons else shape.intermediate
         if not request.first < last <= shape.intermediate:
@@ -173,7 +173,7 @@ class StoreWorker:
             request.layer, request.experts, {n: _rows(a, request.experts) for n, a in tensors.items()}, request.first
         )
 
-    def _held(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays:
+    def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays:
         """The arrays of a layer, once it is sure that these experts of it may be given away."""
         found = self._layers.get(layer)
         if found is None:
@@ -184,12 +184,12 @@ class StoreWorker:
         if not ids or len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < count:
             raise StoreError(f"experts {ids[:8]} are none, named twice, or not among {count}", "use the lead's store")
         view, arrays = found
-        check_unchanged(view.path, view.stamp, REBUILD)  # a few microseconds; what changed under the mapping stays here
+        view.check_unchanged(REBUILD)  # a few microseconds; what changed under the mapping stays here
         return arrays
 
     def _file(self, request: FileRequest) -> FileReply:
-        """A piece of a file of the front; the reader checks its digest."""
-        if request.name not in self._front:
+        """A piece of a file; the reader checks its digest."""
+        if request.name not in self._files:
             raise StoreError(f"{self._name} gives no file '{request.name[:64]}'", "ask for what its manifest names")
         path = os.path.join(self._view.path, request.name)
         try:

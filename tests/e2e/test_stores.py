@@ -25,7 +25,8 @@ LAYERS = range(8)
 
 def _elsewhere(store: ExpertStore) -> StoreView:
     """The view of a node that has none of the files."""
-    return replace(store.describe(), path="/nowhere", layers=(), dense_path="/nowhere/dense.safetensors")
+    view = store.describe()
+    return replace(view, path="/nowhere", layers=(), dense=replace(view.dense, path="/nowhere/dense.safetensors"))
 
 
 def _config(budget: float = 0.25, deadline_s: float = 10.0, **more: Any) -> EngineSettings:

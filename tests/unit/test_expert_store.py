@@ -51,7 +51,7 @@ def test_a_view_survives_pickling_and_maps_the_same_pages(store: Path) -> None:
     opened = ExpertStore(store)
     view = pickle.loads(pickle.dumps(opened.describe()))
     assert view == opened.describe()
-    assert view.dense_path == str(store / "dense.safetensors")
+    assert view.dense.path == str(store / "dense.safetensors")
     for mine, theirs in zip(opened.layers, open_views(view), strict=True):
         np.testing.assert_array_equal(mine.gate_up, theirs.gate_up)
         np.testing.assert_array_equal(mine.down_bias, theirs.down_bias)
@@ -131,14 +131,14 @@ def test_a_damaged_stamp_only_means_full_verification(store: Path, content: byte
 
 def test_views_and_health_notice_a_change(store: Path) -> None:
     opened = ExpertStore(store)
-    assert opened.health().problem is None
-    assert opened.health().layers == LAYERS
+    assert opened.problem() is None
+    assert len(opened.layers) == LAYERS
     os.utime(store / layer_name(1))
-    assert "changed since" in str(opened.health().problem)
+    assert "changed since" in str(opened.problem())
     with pytest.raises(StoreError, match="changed since"):
         open_views(opened.describe())
     (store / layer_name(1)).unlink()
-    assert "is gone" in str(opened.health().problem)
+    assert "is gone" in str(opened.problem())
     with pytest.raises(StoreError):
         open_views(opened.describe())
 
@@ -154,7 +154,7 @@ def test_a_store_on_read_only_storage_opens(store: Path, monkeypatch: pytest.Mon
         raise PermissionError("read-only")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    assert ExpertStore(store).health().problem is None
+    assert ExpertStore(store).problem() is None
 
 
 def test_opening_needs_no_torch(store: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_slice_needs_only_its_own_layers(store: Path) -> None:
     assert [found.index for found in view.layers] == [1]
     assert len(view.manifest.layers) == LAYERS
     assert [arrays.index for arrays in open_views(view)] == [1]
-    assert opened.health().layers == 1
-    assert opened.health().nbytes == sum(
+    assert len(opened.layers) == 1
+    assert opened.nbytes == sum(
         record.nbytes for record in view.manifest.files() if record.file != layer_name(0)
     )
     with pytest.raises(StoreError, match="missing"):

@@ -66,7 +66,7 @@ def assert_same_as_transformers(checkpoint: Path, store: Path) -> None:
         expert_names |= {f"{layer.module}.{name}" for name, _ in modules[layer.module].named_parameters()}
     state = model.state_dict()
     tied = {pair.name: pair.source for pair in opened.manifest.dense.tied}
-    with safe_open(opened.describe().dense_path, "pt") as dense:
+    with safe_open(opened.describe().dense.path, "pt") as dense:
         assert set(dense.keys()) | set(tied) == set(state) - expert_names
         for name in dense.keys():  # noqa: SIM118  # not a dict
             assert torch.equal(dense.get_tensor(name), state[name]), name

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.settings import StoreSettings
-from tiermoe.actors.store.dense import fetch_front
+from tiermoe.actors.store.dense import fetch_dense
 from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
 from tiermoe.actors.store.remote import RefBook
 from tiermoe.actors.store.server import StoreWorker
@@ -179,7 +179,7 @@ def test_the_front_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path,
     monkeypatch.setattr("tiermoe.actors.store.dense.PIECE_BYTES", 50)
     here = tmp_path / "here"
     here.mkdir()
-    view = fetch_front(link_to(worker), here, SETTINGS)
+    view = fetch_dense(link_to(worker), here, SETTINGS)
     assert view.layers == ()
     assert view.manifest == worker.describe().manifest
     assert sorted(path.name for path in here.iterdir()) == ["config.json", "dense.safetensors", MANIFEST_NAME]
@@ -205,28 +205,28 @@ def test_the_front_comes_from_the_next_store_where_one_ends_in_the_middle(
             return given_pieces(request)
 
         first._file = ends  # type: ignore[method-assign]
-        fetch_front(link_to(first, second), here, SETTINGS)
+        fetch_dense(link_to(first, second), here, SETTINGS)
     assert (here / "dense.safetensors").read_bytes() == (folder / "dense.safetensors").read_bytes()
 
 
 def test_an_altered_front_is_refused(folder: Path, worker: StoreWorker, tmp_path: Path) -> None:
     (folder / "config.json").write_bytes(b"[]")
     with pytest.raises(StoreError, match=r"config.json of store/0 does not match its SHA-256"):
-        fetch_front(link_to(worker), tmp_path, SETTINGS)
+        fetch_dense(link_to(worker), tmp_path, SETTINGS)
     (folder / "config.json").write_bytes(b"{} ")
     with pytest.raises(StoreError, match="3 bytes, not 2"):
-        fetch_front(link_to(worker), tmp_path, SETTINGS)
+        fetch_dense(link_to(worker), tmp_path, SETTINGS)
     data = bytearray((folder / MANIFEST_NAME).read_bytes())
     data[-10] ^= 1
     (folder / MANIFEST_NAME).write_bytes(data)
     with pytest.raises(StoreError, match="manifest of store/0"):
-        fetch_front(link_to(worker), tmp_path, SETTINGS)
+        fetch_dense(link_to(worker), tmp_path, SETTINGS)
 
 
 def test_no_store_to_give_the_front(tmp_path: Path) -> None:
     links = [StoreLink("store/0", (0,), PeerLink(LocalDirectory(), name="store/0"))]
     with pytest.raises(StoreError, match=r"manifest.json was not had from a store \(store/0: store/0 registered no"):
-        fetch_front(links, tmp_path, StoreSettings(deadline_s=0.2))
+        fetch_dense(links, tmp_path, StoreSettings(deadline_s=0.2))
 
 
 def test_objects_are_bounded_and_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *
     """Map what a policy with `on_miss: low-bit` loads.
 
     Args:
-        replicas: of the store; None where it has none. fetched: this node has the front of the store only.
+        replicas: of the store; None where it has none. fetched: this node has no files of experts.
 
     Raises:
         ConfigError: there are no replicas of that width here. StoreError: a file changed since it was verified.
@@ -103,7 +103,7 @@ def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *
             f"policy '{policy.name}' needs replicas of {bits} bits, the store {have}",
             f"run `tiermoe prepare MODEL OUT --bits {bits}`",
         )
-    shape = replicas.shape(bits)
+    shape = replicas.shapes[bits]
     dtypes = [dtype for dtype, _ in packed_shapes(shape)]
     layers = [
         LayerWeights(tuple(host_tensor(arrays[name], t) for name, t in zip(shape.tensors(), dtypes, strict=True)))

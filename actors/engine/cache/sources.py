@@ -40,15 +40,13 @@ from ....proto.peers import Reconnecting, StoreLink
 from ...settings import CopySettings, StoreSettings
 from ...store.files import LayerArrays, StoreView, open_views
 from ...store.format import Manifest
-from ...store.remote import PART_BYTES, Answer, ChannelReader, RefReader, connect_store
+from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
 from ..model.model import DTYPES
 from .device import Device, PinReport, Tensors
 from .slots import ExpertSource, LayerWeights
 
 _UNDER_WAY = 2  # requests
 _START_S = 30.0  # seconds to reach a store of each layer, which are started before the lead
-
-Reader = ChannelReader | RefReader
 
 
 def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -104,7 +102,9 @@ class RemoteLayer:
 class _Fetch:
     """One request: experts of one layer under way from one store."""
 
-    def __init__(self, holder: Reconnecting[Reader], reader: Reader, answer: Answer, experts: Sequence[int]) -> None:
+    def __init__(
+        self, holder: Reconnecting[StoreReader], reader: StoreReader, answer: Answer, experts: Sequence[int]
+    ) -> None:
         self.holder, self.reader, self._answer = holder, reader, answer
         self._experts = list(experts)
         self._arrived: dict[int, tuple[NDArray[Any], ...]] | None = None
@@ -144,7 +144,7 @@ class RemoteStores:
         self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
-        self._holders: dict[str, Reconnecting[Reader]] = {
+        self._holders: dict[str, Reconnecting[StoreReader]] = {
             link.name: Reconnecting(link.name, self._connector(link), changed=self._changed) for link in used
         }
         for holder in self._holders.values():
@@ -240,7 +240,7 @@ class RemoteStores:
         for holder in self._holders.values():
             holder.close()
 
-    def _connector(self, link: StoreLink) -> Callable[[], Reader]:
+    def _connector(self, link: StoreLink) -> Callable[[], StoreReader]:
         return lambda: connect_store(link, self._manifest, self._settings)
 
     def _ask_again(
@@ -264,7 +264,7 @@ class RemoteStores:
             self._await_one(willing, left_s)
         raise self._nobody(wanted.layer, refusals)
 
-    def _begin(self, holder: Reconnecting[Reader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
+    def _begin(self, holder: Reconnecting[StoreReader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
         """Send one request; False: that store is lost now."""
         reader = holder.current
         if reader is None:
@@ -287,7 +287,7 @@ class RemoteStores:
         self.refetches += 1
         fetch.holder.lost(fetch.reader, str(failure))
 
-    def _await_one(self, holders: Sequence[Reconnecting[Reader]], timeout_s: float) -> None:
+    def _await_one(self, holders: Sequence[Reconnecting[StoreReader]], timeout_s: float) -> None:
         """Wait until one of these stores is there."""
         with self._changed:
             self._changed.wait_for(
@@ -365,7 +365,7 @@ def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
     return Sources(weights, list(mapped.values()), remote)
 
 
-def _turned(holders: list[Reconnecting[Reader]], by: int) -> list[Reconnecting[Reader]]:
+def _turned(holders: list[Reconnecting[StoreReader]], by: int) -> list[Reconnecting[StoreReader]]:
     at = by % len(holders)
     return holders[at:] + holders[:at]
 

@@ -18,7 +18,7 @@ from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, Pref
 from ....proto.peers import StoreLink
 from ...policies.plan import LoadOnMiss
 from ...settings import EngineSettings
-from ...store.dense import front_here
+from ...store.dense import dense_folder
 from ...store.files import StoreView
 from ...store.format import ExpertShape
 from ..cache.allocate import make_cache
@@ -250,7 +250,7 @@ def open_shard(
     sources = open_sources(view, stores, settings.store)
     try:
         sources.pin(device, settings.copies)
-        with front_here(view, stores, settings.store) as folder:
+        with dense_folder(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
         return ShardEngine(settings, index, view.manifest.experts, sources, blocks, device, dtype)
     except BaseException:

@@ -108,7 +108,7 @@ def _measure(
             power += [float(y.square().mean()) for y in outputs]
             packed = open_replicas(view, [layer])
             for bits in WIDTHS:
-                replicas = unpacked(packed[bits][0], view.shape(bits))
+                replicas = unpacked(packed[bits][0], view.shapes[bits])
                 found["gptq"][bits].append(output_losses(replicas, rows, outputs, activation))
                 for name, dequantize in others.items():
                     lossy = Matrices(_each(dequantize, full.gate_up, bits), _each(dequantize, full.down, bits))

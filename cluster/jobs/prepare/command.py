@@ -1,73 +1,20 @@
-"""What `tiermoe prepare` adds to a store besides the experts.
-
-The `tiermoe prepare` command.
-"""
+"""The `tiermoe prepare` command: a store, and what is added to it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ....errors import ConfigError
-from ..profile.command import ProfileRequest, profile_request
+from ..profile.command import profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replicas import ReplicaOptions, add_replicas, parse_bits
 
 _STRIDE = 3  # layers ahead that predictors look where nothing else is said
-
-
-@dataclass(frozen=True)
-class Additions:
-    """What is asked for; None: not that.
-
-    replicas: widths, fitted to `calibration`. neuron_order, gates, sensitivity: texts to measure on. predictors: a
-    trace, and layers ahead (`stride`).
-    """
-
-    replicas: ReplicaOptions | None
-    calibration: Path | None
-    neuron_order: Path | None
-    predictors: Path | None
-    stride: int | None
-    gates: Path | None
-    sensitivity: Path | None
-    profile: ProfileRequest | None
-
-    @property
-    def nothing(self) -> bool:
-        asked = (self.replicas, self.neuron_order, self.predictors, self.gates, self.sensitivity, self.profile)
-        return all(one is None for one in asked)
-
-    def add(self, store: Path, model: Path) -> None:
-        """Make and store all of it.
-
-        Raises:
-            ConfigError, CheckpointError, StoreError, TraceError: as each of them.
-        """
-        if self.neuron_order is not None:  # before replicas, which are fitted to the order
-            from .neuron_order import order_neurons
-
-            order_neurons(store, model, self.neuron_order)
-        if self.replicas is not None and self.calibration is not None:
-            add_replicas(store, model, self.replicas, self.calibration)
-        if self.predictors is not None:
-            from .measures import add_predictors
-
-            add_predictors(store, self.predictors, _STRIDE if self.stride is None else self.stride)
-        if self.gates is not None:
-            from .measures import add_gates
-
-            add_gates(store, model, self.gates)
-        if self.sensitivity is not None:
-            from .measures import add_sensitivity
-
-            add_sensitivity(store, model, self.sensitivity)
-        if self.profile is not None:
-            self.profile.run(store, model)
 
 
 def prepare_command(
@@ -135,16 +82,37 @@ def prepare_command(
     for measured in (neuron_order, gates, sensitivity):
         if measured is not None:
             read_texts(measured)
-    additions = Additions(options, text, neuron_order, predictors, stride, gates, sensitivity, profiling)
+
+    def additions() -> Iterator[Callable[[Path], object]]:
+        if neuron_order is not None:  # before replicas, which are fitted to the order
+            from .neuron_order import order_neurons  # torch: seconds that refused options need not pay
+
+            yield lambda store: order_neurons(store, model, neuron_order)
+        if options is not None and text is not None:
+            yield lambda store: add_replicas(store, model, options, text)
+        if predictors is not None or gates is not None or sensitivity is not None:
+            from .measures import add_gates, add_predictors, add_sensitivity
+
+            if predictors is not None:
+                yield lambda store: add_predictors(store, predictors, _STRIDE if stride is None else stride)
+            if gates is not None:
+                yield lambda store: add_gates(store, model, gates)
+            if sensitivity is not None:
+                yield lambda store: add_sensitivity(store, model, sensitivity)
+        if profiling is not None:
+            yield lambda store: profiling.run(store, model)
+
     if is_store(model):
-        if additions.nothing or out is not None or cache_dir is not None or force:
+        added = next(additions(), None) is not None
+        if not added or out is not None or cache_dir is not None or force:
             adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --profile"
             remedy = f"give its checkpoint, or only what is for a store: {adding}"
             raise ConfigError(f"{model} is a store already", remedy)
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
-    additions.add(store, model)
+    for add in additions():
+        add(store)
     typer.echo(store)
 
 

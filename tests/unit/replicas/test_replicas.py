@@ -15,7 +15,7 @@ from replica_sets import TEXT, contents
 from rich.console import Console
 
 from tiermoe.actors.settings import StoreSettings
-from tiermoe.actors.store.dense import fetch_front
+from tiermoe.actors.store.dense import fetch_dense
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, read_tables
 from tiermoe.actors.store.server import StoreWorker
@@ -39,7 +39,7 @@ def test_replicas_reopen_as_the_experts_they_were(made: Path) -> None:
         assert len(arrays[bits]) == len(layers) == 2
         for layer, packed in enumerate(arrays[bits]):
             assert all(not array.flags.writeable and array.ctypes.data % 64 == 0 for array in packed.values())
-            lossy = unpacked(packed, view.shape(bits))
+            lossy = unpacked(packed, view.shapes[bits])
             exact = torch.from_numpy(layers[layer].gate_up.copy()).transpose(1, 2).flatten(1, 2)
             error[bits, layer] = float((lossy.gate_up - exact).square().mean() / exact.square().mean())
     assert all(error[4, layer] < 0.03 < error[2, layer] < 0.3 for layer in (0, 1)), error
@@ -84,7 +84,7 @@ def test_tables_count_what_the_router_chose(made: Path, checkpoint: Path, calibr
 def test_the_tables_travel_to_a_node_without_the_store(made: Path, tmp_path: Path) -> None:
     with closing(StoreWorker(str(made), verify="stamp", directory=(board := LocalDirectory()))):
         link = StoreLink("store/0", (), PeerLink(board, name="store/0"))
-        fetch_front([link], tmp_path, StoreSettings())
+        fetch_dense([link], tmp_path, StoreSettings())
     view = describe_replicas(tmp_path, tables_only=True)
     assert view is not None
     assert view.layers == {}
