@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tiermoe.actors.engine.host_view import HostViews, LayerView
-from tiermoe.actors.engine.prefetching import Prefetching
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
 
 LAYERS, EXPERTS, HIDDEN = 4, 6, 5
@@ -69,8 +69,11 @@ def blocks_of(routers: Sequence[torch.Tensor | None]) -> Any:
     return [Block(None if w is None else lambda h, w=w: h @ w.T) for w in routers]
 
 
-def prefetching(policy: PrefetchPolicy, cache: FakeCache, routers: Sequence[Any], shards: Any = None) -> Prefetching:
-    return Prefetching(policy, cache, blocks_of(routers), EXPERTS, shards)  # type: ignore[arg-type]
+def prefetching(
+    policy: PrefetchPolicy, cache: FakeCache, routers: Sequence[Any], shards: Any = None
+) -> RouterPrefetching:
+    cached: Any = cache
+    return RouterPrefetching(policy, cached, blocks_of(routers), EXPERTS, shards)
 
 
 def view_of(hidden: torch.Tensor, ids: torch.Tensor) -> LayerView:

@@ -14,7 +14,6 @@ from ..policies.baselines import Predictor
 from ..policies.buddymoe import MissRule
 from ..policies.hobbit import MixedPrecision
 from ..policies.moepic.split import Order
-from ..policies.plan import LoadOnMiss
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
@@ -23,24 +22,24 @@ from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
 from .cache.allocate import make_cache
 from .cache.device import Device, activations_of
-from .cache.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_packed_kernel
+from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .cache.virtual_link import SteppedKernel, VirtualClock
-from .dispatch import Dispatcher
+from .dispatch import DeviceBackend
 from .host_view import Asker, HostViews, fetch_from, share
-from .layer import MoeLayer
+from .layer import Hooks, MoeLayer, Placer, RerouteHook
 from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
 from .make_prefetch import gate_probes, make_policy, unasked_layers
 from .model.kernels import Kernels
 from .model.model import MoeBlock, attach, detach
 from .on_miss import make_miss_rule, meter
 from .peers.matcher import MatcherLink
-from .peers.placement import GpuPlacer, Placer, make_placer, refuse_unsuitable
+from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
 from .peers.shards import PeerCaches, Shards, owners
 from .pre_evicting import PreEvicting, last_rows
-from .prefetching import Prefetching
-from .rerouting import Rerouter, make_rerouting
+from .prefetching import RouterPrefetching
+from .rerouting import LowBits, Rerouter, make_rerouting
 from .serving.streams import SequenceRows
 from .split import Configurator, Configuring
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
@@ -109,23 +108,20 @@ class ExpertEngine:
         self.ndp: NdpPool | None = None
         self.shards: Shards | None = None
         self.matcher = matcher
-        self.prefetching: Prefetching | None = None
+        self.prefetching: RouterPrefetching | None = None
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
-        self._placer: Placer | None = None
+        self._placer = Placer(self.cache)
         self._on_miss: MissRule | None = None
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
-            planner = LoadOnMiss()
-            self._placer = self._make_placer(settings, shape, blocks, planner, shards, ndp, tables)
+            self._placer = self._make_placer(settings, shape, blocks, shards, ndp, tables)
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, artifacts)
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = self._make_configuring(settings)
-            rerouter = self._make_rerouter(policy, blocks, artifacts)
-            views = self._make_views(blocks, rerouter)
-            self._attach_layers(settings, shape, blocks, planner, rerouter, views)
+            self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -133,10 +129,10 @@ class ExpertEngine:
             raise
 
     def _make_placer(
-        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], planner: LoadOnMiss,
-        shards: Sequence[PeerLink], ndp: Sequence[PeerLink], tables: ReplicaTables | None,
-    ) -> Placer | None:  # fmt: skip
-        """Who sends experts to other processes, and with it `shards` and `ndp`; None: all of them run here."""
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], shards: Sequence[PeerLink],
+        ndp: Sequence[PeerLink], tables: ReplicaTables | None,
+    ) -> Placer:  # fmt: skip
+        """Decides which experts run on other processes, and makes `shards` and `ndp`."""
         if settings.shards.count > 1 or shards:
             self.shards = Shards(
                 settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
@@ -144,10 +140,8 @@ class ExpertEngine:
             )  # fmt: skip
         if settings.policy.uses_ndp:
             self.ndp = self._make_ndp(settings, shape, blocks, ndp)
-            return make_placer(
-                settings, self.cache, planner, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables
-            )
-        return None if self.shards is None else GpuPlacer(self.cache, planner, shape.num_experts, self.shards)
+            return make_placer(settings, self.cache, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables)
+        return self._placer if self.shards is None else GpuPlacer(self.cache, shape.num_experts, self.shards)
 
     def _make_ndp(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: Sequence[PeerLink]
@@ -165,8 +159,7 @@ class ExpertEngine:
             self.shards.start()
         if self.ndp is not None:
             self.ndp.start(_NDP_START_S)
-        if self._placer is not None:
-            self._placer.preload()
+        self._placer.preload()
 
     def follow_maps(self) -> None:
         """Look for the matcher and publish to it from now on: what ran before is no request of a user."""
@@ -182,8 +175,7 @@ class ExpertEngine:
             self.ndp.refresh()
         if self.shards is not None:
             self.shards.begin_forward()
-        if self._placer is not None:
-            self._placer.begin_forward(sequences)
+        self._placer.begin_forward(sequences)
         if self.configuring is not None:
             self.configuring.begin_forward()
         if self.prefetching is not None:
@@ -195,8 +187,7 @@ class ExpertEngine:
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
-        if self._placer is not None:
-            self._placer.end_sequence(name)
+        self._placer.end_sequence(name)
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
 
@@ -226,7 +217,8 @@ class ExpertEngine:
             askers.append(self.prefetching.asks)
         if self.pre_evicting is not None:
             askers.append(pre_evicting_asks(self.pre_evicting, blocks))
-        weighed = rerouter is not None or self._placer is not None or self.cache.low_bit is not None
+        weighing = (rerouter, self.shards, self.ndp, self.cache.low_bit)
+        weighed = any(user is not None for user in weighing)
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
 
     @staticmethod
@@ -242,33 +234,38 @@ class ExpertEngine:
         return replicas
 
     def _attach_layers(
-        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], planner: LoadOnMiss,
-        rerouter: Rerouter | None, views: HostViews,
-    ) -> None:  # fmt: skip
-        check, part, low_bits, packed = settings.integrity_checks, self.cache.low_bit, None, None
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], rerouter: Rerouter | None
+    ) -> None:
+        cache, part = self.cache, self.cache.low_bit
+        rules: list[RerouteHook] = [] if rerouter is None else [rerouter]
         if part is not None:
             low, pool = settings.policy.low_bit, cast(ReplicaPool, part.pool)
-            packed = self.packed_kernel = make_packed_kernel(
-                settings.policy, pool, shape, blocks, self.cache.pool.gate_up.dtype, settings.threads, self.notes
+            self.packed_kernel = make_packed_kernel(
+                settings.policy, pool, shape, blocks, cache.pool.gate_up.dtype, settings.threads, self.notes
             )
-            low_bits = LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), self.cache, self.experts)
-        dispatcher = Dispatcher(self.cache, self.experts, planner, self._peer, self.activations, packed)
+            rules.append(LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), cache, self.experts))
+        hooks = Hooks(
+            rules,
+            [watcher for watcher in (self.shards, self.configuring) if watcher is not None],
+            [hook for hook in (self.prefetching, self.pre_evicting) if hook is not None],
+        )
+        peer_named = self._peer if self.shards is not None or self.ndp is not None else None
+        views = self._make_views(blocks, rerouter)
+        backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
                 kernel = SteppedKernel(kernel, self._clock, self._layer_s)
             layer = MoeLayer(
-                i, self.experts, self.cache, planner, dispatcher, kernel, block.post,
-                check, self._placer, self.shards, self.prefetching, rerouter, self.pre_evicting, views, low_bits,
-            )  # fmt: skip
-            layer.configuring = self.configuring
+                i, self.experts, cache, backend, self._placer, kernel, block.post, hooks, settings.integrity_checks
+            )
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 
     def _make_prefetching(
         self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
         artifacts: PolicyArtifacts,
-    ) -> Prefetching | None:  # fmt: skip
+    ) -> RouterPrefetching | None:  # fmt: skip
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
@@ -281,7 +278,7 @@ class ExpertEngine:
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        return Prefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
+        return RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
 
     def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
         """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
@@ -315,7 +312,7 @@ class ExpertEngine:
     @property
     def hot_per_layer(self) -> int | None:
         """Experts of each layer that the placement keeps on the GPUs; None where it keeps none by number."""
-        return None if self._placer is None else self._placer.hot_per_layer
+        return self._placer.hot_per_layer
 
     def stats(self) -> EngineStats:
         """The counters so far; the record is live."""

@@ -11,6 +11,8 @@ to wait for, and a demand load need not wait for a later layer's router.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+    from .cache.device import Outgoing
     from .model.model import RouterProbe
 
 # Tensors of any shape, without gradient, in a dtype that NumPy has -> arrays of the same shapes, after at most one
@@ -54,6 +57,56 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A layer's routing, with its (token, expert) pairs sorted by expert.
+
+    experts: the distinct experts. counts: tokens that picked each. starts: where each one's pairs start in `pairs`, and
+    N at the end. pairs: pair numbers t*K + k, grouped by expert [N], on the compute device. order: the same on the
+    host.
+    """
+
+    tokens: int
+    top_k: int
+    experts: list[int]
+    counts: list[int]
+    starts: list[int]
+    pairs: torch.Tensor
+    order: NDArray[np.int64]
+
+    @staticmethod
+    def of(ids: NDArray[np.integer], device: torch.device) -> Routing:
+        """Sort the pairs of ids [T, K], for compute on `device`."""
+        tokens, top_k = ids.shape
+        if tokens == 1:
+            experts = ids[0].tolist()
+            if len(set(experts)) == top_k:
+                return Routing(1, top_k, experts, *_in_order(top_k, device))
+        flat = ids.ravel()
+        order = flat.argsort(kind="stable")
+        counts = np.bincount(flat)
+        used = counts.nonzero()[0]
+        counts = counts[used]
+        starts = [0, *counts.cumsum().tolist()]
+        return Routing(tokens, top_k, used.tolist(), counts.tolist(), starts, upload(order, device), order)
+
+    def pairs_of(self, experts: Sequence[int]) -> torch.Tensor:
+        """The pairs of some of the layer's experts, in the order given [n]."""
+        import torch
+
+        place = {expert: i for i, expert in enumerate(self.experts)}
+        spans = [(self.starts[place[e]], self.starts[place[e] + 1]) for e in experts]
+        return torch.cat([self.pairs[start:stop] for start, stop in spans])
+
+
+@cache
+def _in_order(top_k: int, device: torch.device) -> tuple[list[int], list[int], torch.Tensor, NDArray[np.int64]]:
+    """Counts, starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
+    import torch
+
+    return [1] * top_k, list(range(top_k + 1)), torch.arange(top_k, device=device), np.arange(top_k)
+
+
 class LayerView:
     """One layer of one forward, as the host sees it.
 
@@ -65,9 +118,10 @@ class LayerView:
         tokens: T.
         picked: ids as the model picked them [T, K].
         ids: as they will run; `picked` until `reroute`.
+        hidden, device_weights: [T, H] and [T, K'], on the device. outgoing: the rows, on their way to peers.
     """
 
-    __slots__ = ("_fetch", "_hidden", "_scores", "_weights", "_weights_there", "ids", "picked", "tokens")
+    __slots__ = ("_fetch", "_scores", "_weights", "device_weights", "hidden", "ids", "outgoing", "picked", "tokens")
 
     def __init__(
         self,
@@ -78,7 +132,8 @@ class LayerView:
         weighed: bool = False,
         asked: Sequence[Asked] = (),
     ) -> None:
-        self._fetch, self._hidden, self._weights_there = fetch, hidden, weights
+        self._fetch, self.hidden, self.device_weights = fetch, hidden, weights
+        self.outgoing: Outgoing | None = None
         self._weights: NDArray[np.float32] | None = None
         self._scores: dict[Asked, NDArray[np.float32]] | None = None
         if not weighed and not asked:
@@ -99,7 +154,7 @@ class LayerView:
         """Of `ids` [T, K]."""
         found = self._weights
         if found is None:
-            (found,) = self._fetch((self._weights_there.detach().float(),))
+            (found,) = self._fetch((self.device_weights.detach().float(),))
             self._weights = found
         return found
 
@@ -110,13 +165,25 @@ class LayerView:
             there = self._scores = {}
         found = there.get(asked)
         if found is None:
-            (found,) = self._fetch((scores_of(asked, self._hidden),))
+            (found,) = self._fetch((scores_of(asked, self.hidden),))
             there[asked] = found
         return found
 
-    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating]) -> None:
-        """From now on the layer is to run these [T, K']."""
-        self.ids, self._weights = ids, weights.astype(np.float32, copy=False)
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
+        """From now on the layer runs these [T, K]. A place where no token has weight is left out if pairs are dropped.
+
+        So ids and weights become [T, K'], 1 <= K' <= K.
+        """
+        if dropped:
+            used = weights.any(axis=0)  # [K]
+            if used.any() and not used.all():
+                ids, weights = np.ascontiguousarray(ids[:, used]), weights[:, used]
+        self.ids, self._weights = ids, np.ascontiguousarray(weights, np.float32)
+        self.device_weights = upload(self._weights, self.hidden.device).to(self.device_weights.dtype)
+
+    def routing(self) -> Routing:
+        """The pairs that run, by expert."""
+        return Routing.of(self.ids, self.hidden.device)
 
 
 def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
@@ -150,7 +217,7 @@ class HostViews:
         """View a layer: hidden [T, H], ids [T, K], weights [T, K].
 
         Args:
-            weighed: whether somebody reads the weights of this one.
+            weighed: whether someone reads the weights of this one.
         """
         if not self._ahead:
             return LayerView(self.fetch, hidden, ids, weights)

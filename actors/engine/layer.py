@@ -1,54 +1,168 @@
-"""One MoE layer, one page: route, view, reroute, plan, dispatch, combine, observe, prefetch."""
+"""One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
+
+Three executors run this page: the lead (`dispatch.DeviceBackend`), another shard (`peers.shard`) and the simulator
+(`cluster.simulate.executor`). What differs is the backend: where routing comes from and what computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.plan import LoadOnMiss
+from ..policies.plan import LayerPlan, LoadOnMiss
 from .cache.cache import ExpertCache
-from .dispatch import Dispatcher, Routing
-from .host_view import HostViews, upload
-from .pre_evicting import PreEvicting
-from .rerouting import Rerouter
-from .split import Configuring
 from .stats import LayerStats
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from .cache.low_bits import LowBits
-    from .peers.placement import Placer
-    from .peers.shards import Shards
-    from .prefetching import Prefetching
+    from .dispatch import RemoteTask, Routing, Spans
+    from .serving.streams import SequenceRows
 
-# (layer, ids [T, K], weights [T, K]), as the model picked them; to be copied by who keeps them
+# (layer, ids [T, K], weights [T, K]), as the model picked them; an observer that keeps them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
-_NONE: frozenset[int] = frozenset()
+NO_KEYS: frozenset[int] = frozenset()
+
+
+class View(Protocol):
+    """One layer of one forward, as the policies see it: `host_view.LayerView`, or a recorded layer.
+
+    picked: experts as the model picked them [T, K]. ids, weights: as they will run [T, K']. tokens: T.
+    """
+
+    picked: NDArray[Any]
+    ids: NDArray[Any]
+    tokens: int
+
+    @property
+    def weights(self) -> NDArray[np.float32]: ...
+
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
+        """From now on the layer runs these [T, K]. dropped: some pairs do not run; their weight is 0."""
+        ...
+
+    def routing(self) -> Routing:
+        """The pairs that run, by expert."""
+        ...
+
+
+class Backend(Protocol):
+    """What a layer runs on: a GPU or the CPU that stands in for it, a shard, a recorded trace."""
+
+    def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
+        """The `View` of the layer's inputs. weighed: someone reads the weights."""
+        ...
+
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> Sequence[RemoteTask]:
+        """Give the plan's remote experts to their peers; waits for no answer."""
+        ...
+
+    def run(
+        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any, tasks: Sequence[RemoteTask]
+    ) -> Any:
+        """Run the plan: residents, then arrivals, then the answers of peers; the layer's output.
+
+        Args:
+            spans: the pairs of each key. tasks: what `send` gave.
+        """
+        ...
+
+
+class RerouteHook(Protocol):
+    def layer(self, index: int, view: Any) -> frozenset[int]:
+        """May change the view's routing; the keys of experts that run on low-bit replicas."""
+        ...
+
+
+class Watcher(Protocol):
+    def routed(self, layer: int, routing: Routing) -> None:
+        """A layer's routing is known, as its experts will run."""
+        ...
+
+    def ran(self, layer: int) -> None:
+        """A layer's experts have run."""
+        ...
+
+
+class AheadHook(Protocol):
+    def layer(self, index: int, view: Any) -> None:
+        """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a policy adds to each layer's step; empty where it adds nothing."""
+
+    reroute: Sequence[RerouteHook] = ()
+    watch: Sequence[Watcher] = ()
+    ahead: Sequence[AheadHook] = ()
+
+
+class Placer:
+    """Decides where a layer's experts run. This one: all of them here.
+
+    Args:
+        cache: asked for residency, and told to migrate.
+
+    Attributes:
+        keep: residents that stay while any other can give way.
+        hot_per_layer: experts of each layer that the placement keeps on the GPUs; None where it keeps no fixed number.
+    """
+
+    hot_per_layer: int | None = None
+    keep: frozenset[int] = NO_KEYS
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache, self._plan_loads = cache, LoadOnMiss().plan
+
+    def preload(self) -> None:
+        """Load what is to be resident before the first request.
+
+        Raises:
+            RuntimeFailure: a copy failed, or a shard did not do it.
+        """
+        return None
+
+    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        """The next forward carries these rows."""
+        return None
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over; from any thread."""
+        return None
+
+    def displaced(self) -> None:
+        """Experts of a lost peer were loaded here; they may have taken the slots of those that belong here."""
+        return None
+
+    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: Any) -> LayerPlan:
+        """Plan one layer.
+
+        Args:
+            needed: segments of `routing.experts`. view: has the ids and weights that run.
+        """
+        cache = self._cache
+        return self._plan_loads(needed, cache.residency, cache.eviction, self.keep)
 
 
 class MoeLayer:
-    """The experts of one layer, behind transformers' experts interface.
+    """The step of one MoE layer.
 
     Args:
-        index: MoE layer, counted from 0 over layers with experts.
-        kernel: runs experts on the cache's slots. post: the module's norm after each expert, if it has one.
-        placer: sends experts to NDP workers or to other shards; None where every expert runs here.
-        shards: the other shards, told of prefetches; None where there are none.
-        prefetching: asks for later layers' experts; None where nothing does.
-        rerouter: may change the routing, which `observe` and `prefetching` see as the model picked it; None where
-            nothing does.
-        pre_evicting: frees slots for the next layer; None where nothing does.
-        views: what all of these read on the host; None: in host memory, as they come.
-        low_bits: may have experts run in low precision or not at all; None where all run in full.
+        index: MoE layer, counted from 0 over layers with experts. experts: of a layer.
+        cache: slots, loads and counters of this device.
+        kernel: runs experts on the cache's slots. post: the model's norm after each expert, if it has one.
+        check: check the cache's invariants after each pass.
 
     Attributes:
-        observe: shown the routing of every forward, for whoever records it; None: nobody.
-        configuring: told of every pass; None where the cut of the cache does not adapt.
+        observers: shown the routing of every forward.
     """
 
     def __init__(
@@ -56,93 +170,76 @@ class MoeLayer:
         index: int,
         experts: int,
         cache: ExpertCache,
-        planner: LoadOnMiss,
-        dispatcher: Dispatcher,
+        backend: Backend,
+        placer: Placer,
         kernel: ExpertKernel,
-        post: torch.nn.Module | None,
-        check: bool,
-        placer: Placer | None = None,
-        shards: Shards | None = None,
-        prefetching: Prefetching | None = None,
-        rerouter: Rerouter | None = None,
-        pre_evicting: PreEvicting | None = None,
-        views: HostViews | None = None,
-        low_bits: LowBits | None = None,
+        post: torch.nn.Module | None = None,
+        hooks: Hooks | None = None,
+        check: bool = False,
     ) -> None:
-        self.index, self._base, self._experts = index, index * experts, experts
-        self._cache, self._planner, self._dispatcher = cache, planner, dispatcher
-        self.kernel, self._post, self._check = kernel, post, check
-        self._placer, self._shards, self._prefetching, self._rerouter = placer, shards, prefetching, rerouter
-        self._pre_evicting, self._low_bits = pre_evicting, low_bits
-        self._views = HostViews() if views is None else views
-        self.observe: Observer | None = None
-        self.configuring: Configuring | None = None
+        self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
+        self.cache, self.backend, self.placer = cache, backend, placer
+        self.hooks = Hooks() if hooks is None else hooks
+        self._check = check
+        self.observers: list[Observer] = []
 
     @property
     def stats(self) -> LayerStats:
         """This layer's counters since the last reset."""
-        return self._cache.stats.layers[self.index]
+        return self.cache.stats.layers[self.index]
 
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
+    def forward(self, *inputs: Any) -> Any:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.
 
         Raises:
             RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
         """
-        cache, base = self._cache, self._base
+        index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
         cache.settle_times()
-        stats = self.stats
+        stats = cache.stats.layers[index]
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        # rows that peers may want start before the look, whose wait is then for both
-        outgoing = None if self._placer is None else self._dispatcher.begin(hidden)
-        view = self._views.look(self.index, hidden, ids, weights, self.observe is not None)  # route: done by the model
-        if self.observe is not None:
-            self.observe(self.index, view.picked, view.weights)
-        cache.poll()  # view
-        changed = self._rerouter is not None and self._rerouter.layer(self.index, view)
-        low = _NONE
-        if self._low_bits is not None:
-            low, dropped = self._low_bits.layer(self.index, view)
-            changed = changed or dropped
-        if changed:
-            weights = upload(view.weights, hidden.device).to(weights.dtype)
-        routing = Routing.of(view.ids, hidden.device)
-        keys = [base + e for e in routing.experts]
+        view = backend.look(index, bool(self.observers), *inputs)  # route (the model has done it), view
+        for observe in self.observers:
+            observe(index, view.picked, view.weights)
+        cache.poll()
+        low = NO_KEYS
+        for rule in hooks.reroute:  # reroute
+            low |= rule.layer(index, view)
+        routing = view.routing()
+        base = index * self.experts
+        keys = [base + expert for expert in routing.experts]
         needed = cache.segments(keys, low)
-        cache.drop_stale(self.index, needed)
+        cache.drop_stale(index, needed)
         cache.eviction.routed(keys, routing.counts, routing.tokens)
-        if self.configuring is not None:
-            self.configuring.routed(self.index, routing)
-        if self._shards is not None:
-            self._shards.at(self.index)
-        if self._placer is None:
-            plan = self._planner.plan(needed, cache.residency, cache.eviction)
-        else:
-            plan = self._placer.plan(self.index, needed, routing, view)
+        for watcher in hooks.watch:
+            watcher.routed(index, routing)
+        plan = self.placer.plan(index, needed, routing, view)  # plan
+        tasks: Sequence[RemoteTask] = ()
         try:
-            cache.begin(self.index, plan)
-            errands = []
-            if plan.remote and outgoing is not None:
-                errands = self._dispatcher.send(self.index, plan, routing, outgoing, view)
+            cache.begin(index, plan)  # begin
+            if plan.remote:
+                tasks = backend.send(self, plan, routing, view)  # send
             if plan.loads:
-                cache.issue([load for load in plan.loads if not load.after])
-            if self._prefetching is not None:
-                self._prefetching.layer(self.index, view)
-            if self._pre_evicting is not None:
-                self._pre_evicting.layer(self.index, view, view.picked)
-            out = self._dispatcher.run(self.index, plan, routing, hidden, weights, self.kernel, self._post, errands)
+                cache.issue(plan.first_loads)  # load
+            for hook in hooks.ahead:
+                hook.layer(index, view)  # prefetch
+            spans = dict(zip(keys, pairwise(routing.starts), strict=True))
+            out = backend.run(self, plan, spans, routing, view, tasks)  # run, combine
         except BaseException:
             cache.abandon()
             raise
-        if self._placer is not None and any(e.recomputed for e in errands):
-            self._placer.displaced()
-        io_s, link_s = stats.blocked_io_s - blocked_s, stats.link_s - busy_s  # of the GPU with most of it
-        for errand in errands:
-            io_s, link_s = max(io_s, errand.blocked_s), max(link_s, errand.link_s)
+        self._observe(stats, stats.blocked_io_s - blocked_s, stats.link_s - busy_s, tasks)  # observe
+        return out
+
+    def _observe(self, stats: LayerStats, io_s: float, link_s: float, tasks: Sequence[RemoteTask]) -> None:
+        """Count the seconds on the forward's way: those of the GPU that waited longest, or whose link was busy most."""
+        for task in tasks:
+            io_s, link_s = max(io_s, task.blocked_s), max(link_s, task.link_s)
+            if task.recomputed:
+                self.placer.displaced()
         stats.io_path_s += io_s
         stats.link_path_s += link_s
-        if self.configuring is not None:
-            self.configuring.ran(self.index)
+        for watcher in self.hooks.watch:
+            watcher.ran(self.index)
         if self._check:
-            cache.check_integrity()
-        return out
+            self.cache.check_integrity()

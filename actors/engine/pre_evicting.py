@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
-from ..policies.residency import State
 from .cache.cache import ExpertCache
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
@@ -28,8 +27,8 @@ class PreEvicting:
     Args:
         decide: the release target.
         layers, experts: L and E.
-        score: (layer, hidden) -> logits [T, E] of that layer's router on what `layer` was given for the hidden states
-            [T, H], or None where it cannot be asked; then nothing is freed.
+        score: (layer, view) -> logits [T, E] of that layer's router on the viewed layer's input, or None where it
+            cannot be asked; then nothing is freed.
     """
 
     def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
@@ -47,14 +46,14 @@ class PreEvicting:
         following = [index + 1] if index + 1 < self._layers else []
         return [0, *following] if index == 0 else following
 
-    def layer(self, index: int, hidden: Any, ids: NDArray[np.integer]) -> None:
-        """A layer's routing is known and its loads are queued: hidden as `score` takes it, ids [T, K]. Free slots."""
+    def layer(self, index: int, view: Any) -> None:
+        """A layer's routing is known and its loads are queued: free slots."""
         if self._importance is not None:
-            self._importance.saw(index, ids)
+            self._importance.saw(index, view.picked)
         if index == 0:
-            self._remember(self._score(0, hidden))
+            self._remember(self._score(0, view))
         if index + 1 < self._layers:
-            self._release(index + 1, self._score(index + 1, hidden))
+            self._release(index + 1, self._score(index + 1, view))
         else:
             self._release(0, self._first)
 
@@ -72,8 +71,7 @@ class PreEvicting:
         predicted = predicted_distribution(logits)
         if self._importance is not None:
             self._importance.expect(layer, predicted)
-        state = cache.residency.state
-        held = np.array([state(key) != State.ABSENT for key in range(first, first + self._experts)])
+        held = cache.residency.occupied(first, first + self._experts)
         target = self._decide.target(logits, predicted, held)
         slots = min(target.slots, self._experts - int(np.count_nonzero(held)))
         if slots > cache.residency.free_slots:

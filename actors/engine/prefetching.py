@@ -1,6 +1,6 @@
 """Prefetch carried out: shows a policy what the forward sees, and queues what it wants.
 
-    begin_forward (whose rows) -> [embeddings -> policy.begin_forward] -> layer: policy.observed -> queue, tell shards
+    begin (whose rows) -> layer: policy.observed -> queue, tell shards
 
 All but `end_sequence` runs on the forward's thread. The policy decides what and in which order; the cache whether there
 is room, the governor whether prefetch pays at all.
@@ -10,42 +10,120 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
-from .model.model import MoeBlock, RouterProbe
-from .peers.shards import Shards
 from .serving.streams import SequenceRows
+
+if TYPE_CHECKING:  # torch: the simulator uses this module without it
+    import torch
+
+    from .model.model import MoeBlock, RouterProbe
+    from .peers.shards import Shards
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
+See = Callable[[int, Sequence[Span], Any], LayerSeen]  # layer, spans and its view -> what the policy is shown
 
 
 class Prefetching:
-    """One policy on one engine.
+    """One policy on one cache, on any executor.
 
     Args:
         policy: what to ask for.
-        cache: of the lead.
-        blocks: the model's MoE layers, whose routers are asked.
-        experts: of a layer.
+        cache: of the lead. layers, experts: L and E.
+        see: makes of a layer's view what the policy is shown.
         shards: told what belongs to them; None where there are none. What is asked for past the last layer, of the next
             forward, is not sent to them: they count forwards by what reaches them.
-        gates: of layers 0..L-2, which answer `lookahead(1)` where the policy `needs_gates`.
-        fetch: brings the embeddings' means to the host, once per forward, where the policy needs them.
 
     Attributes:
         on_predicted: shown, as each layer's routing is known, the scores by which the policy foresaw the next layer:
             (next layer, scores). Scores are [T, E], one row per row of this forward; for layer 0, which is foreseen at
             the last layer for the forward to come, [S, E], one row per sequence of this forward in the order of
-            `begin_forward`, and only from policies that wrap. Not called where the policy had no scores. The arrays
-            are the policy's own: do not write to them. Setting it has the policy asked while prefetch rests, too. None:
-            nobody is shown.
+            `begin`, and only from policies that wrap. Not called where the policy had no scores. The arrays
+            are the policy's own: do not write to them. If it is set, the policy is asked while prefetch rests, too.
+    """
+
+    def __init__(
+        self, policy: PrefetchPolicy, cache: ExpertCache, layers: int, experts: int, see: See,
+        shards: Shards | None = None,
+    ) -> None:  # fmt: skip
+        self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
+        self._last = layers - 1
+        self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
+        self._spans: Sequence[Span] = ()
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        """The next forward carries these rows."""
+        self._spans = spans
+        self._ask(0, self.policy.begin_forward(spans), not self._cache.governor.resting)
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over."""
+        self.policy.end(name)
+
+    def layer(self, index: int, view: Any) -> None:
+        """A layer's routing is known and its loads are queued: queue those of later layers.
+
+        A policy that keeps no state is not asked while prefetch rests, unless other shards, whose own governors decide,
+        could use what it says.
+        """
+        policy, allowed = self.policy, self._cache.governor.allows()
+        if policy.stateless and not self.useful(index, allowed):
+            return
+        self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
+        if self.on_predicted is not None and policy.predicted is not None:
+            self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
+        if index == self._last:
+            self._forward_ended()
+
+    def useful(self, index: int, allowed: bool) -> bool:
+        """Whether what the policy says of this layer, without learning from it, is of any use."""
+        policy = self.policy
+        if index == self._last and policy.distance > 0 and not policy.wraps:
+            return False
+        return allowed or self._shards is not None or self.on_predicted is not None
+
+    def _forward_ended(self) -> None:
+        """The last layer was asked for."""
+
+    def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
+        """Queue loads behind the demand of `layer`, which counts what a synchronous policy waits for.
+
+        What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
+        """
+        if not wanted:
+            return
+        cache, shards = self._cache, self._shards
+        nearer: set[int] = set()
+        theirs: list[int] = []
+        for source, keys in runs(wanted, self._experts):
+            if shards is not None:
+                later = keys if keys[0] // self._experts >= layer else []
+                theirs += [key for key in later if shards.peer_of(key) is not None]
+                keys = [key for key in keys if shards.peer_of(key) is None]
+            if allowed:
+                cache.prefetch(keys, nearer, source or self.policy.name)
+            nearer.update(keys)
+        if shards is not None and theirs:
+            shards.prefetch(layer, theirs)
+        if allowed and self.policy.synchronous:
+            cache.finish_prefetch([want.key for want in wanted], layer)
+
+
+class RouterPrefetching(Prefetching):
+    """Prefetch of a live model: scores come from its routers, means of embeddings from its first layer.
+
+    Args:
+        policy, cache, experts, shards: as `Prefetching`.
+        blocks: the model's MoE layers, whose routers are asked.
+        gates: of layers 0..L-2, which answer `lookahead(1)` where the policy `needs_gates`.
+        fetch: brings the embeddings' means to the host, once per forward, where the policy needs them.
     """
 
     def __init__(
@@ -58,12 +136,9 @@ class Prefetching:
         gates: Sequence[RouterProbe] | None = None,
         fetch: Fetch = share,
     ) -> None:
-        self.policy, self._cache, self._experts, self._shards = policy, cache, experts, shards
+        super().__init__(policy, cache, len(blocks), experts, self._seen, shards)
         self._routers, self._gates, self._fetch = [block.router for block in blocks], gates, fetch
-        self._last = len(blocks) - 1
-        self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._rows: Sequence[SequenceRows] = ()
-        self._spans: list[Span] = []
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
         self._ended: deque[str] = deque()
@@ -75,10 +150,11 @@ class Prefetching:
 
     def begin_forward(self, rows: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""
-        self._forget_ended()
+        while self._ended:
+            self.policy.end(self._ended.popleft())
         self._rows, self._embedded, self._running = rows, None, False
         if not self.policy.needs_embeddings:
-            self._begin(None)
+            self._begin_rows(None)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -87,45 +163,25 @@ class Prefetching:
     def asks(self, layer: int, tokens: int) -> list[Asked]:
         """The scores that `layer` will look at, as far as it can be known (`host_view.Asker`)."""
         policy = self.policy
-        if self._in_vain(layer, not self._cache.governor.resting):
+        if policy.stateless and not self.useful(layer, not self._cache.governor.resting):
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:
             found.append(self._own(layer))
         return [asked for asked in found if asked is not None]
 
-    def layer(self, index: int, view: LayerView) -> None:
-        """A layer's routing is known and its loads are queued: queue those of later layers.
-
-        A policy that keeps no state is not asked while prefetch rests, unless other shards, whose own governors decide,
-        could use what it says.
-        """
-        policy, tokens = self.policy, view.tokens
-        allowed = self._cache.governor.allows()
-        if self._in_vain(index, allowed):
-            return
-        by_spans = policy.wraps or (index == 0 and not policy.stateless)
-        if by_spans and not self._announced(tokens):
-            self._begin_unannounced(tokens)
-        self._ask(index, policy.observed(self._seen(index, view)), allowed)
-        if self.on_predicted is not None and policy.predicted is not None:
-            self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
-        if index == self._last:
-            self._rows, self._running = (), False
-
-    def _in_vain(self, index: int, allowed: bool) -> bool:
-        """Whether what the policy would say of this layer is of no use, and it learns nothing either."""
-        policy = self.policy
-        if not policy.stateless:
-            return False
-        nothing_later = index == self._last and policy.distance > 0 and not policy.wraps
-        return nothing_later or (not allowed and self._shards is None and self.on_predicted is None)
+    def _forward_ended(self) -> None:
+        self._rows, self._running = (), False
 
     def _announced(self, tokens: int) -> bool:
         return self._running and self._spans[-1].stop == tokens
 
-    def _seen(self, index: int, view: LayerView) -> LayerSeen:
+    def _seen(self, index: int, spans: Sequence[Span], view: LayerView) -> LayerSeen:
         policy, probabilities = self.policy, None
+        by_spans = policy.wraps or (index == 0 and not policy.stateless)
+        if by_spans and not self._announced(view.tokens):
+            self._begin_unannounced(view.tokens)
+            spans = self._spans
 
         def lookahead(distance: int) -> NDArray[np.floating] | None:
             asked = self._lookahead(index, distance, view.tokens)
@@ -134,8 +190,7 @@ class Prefetching:
         if policy.needs_probabilities:
             own = self._own(index)
             probabilities = None if own is None else view.scores(own)
-        picked = view.picked if policy.needs_ids else _NO_IDS
-        return LayerSeen(index, self._spans, picked, probabilities, lookahead)
+        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead)
 
     def _own(self, index: int) -> Asked | None:
         """The probabilities of a layer's own router."""
@@ -160,30 +215,7 @@ class Prefetching:
             return (tokens - 1,) if tokens > 1 else ()
         return tuple([span.stop - 1 for span in self._spans]) if len(self._spans) != tokens else ()
 
-    def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
-        """Queue loads behind the demand of `layer`, which counts what a synchronous policy waits for.
-
-        What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
-        """
-        if not wanted:
-            return
-        cache, shards = self._cache, self._shards
-        held: set[int] = set()
-        theirs: list[int] = []
-        for source, keys in runs(wanted, self._experts):
-            if shards is not None:
-                later = keys if keys[0] // self._experts >= layer else []
-                theirs += [key for key in later if shards.peer_of(key) is not None]
-                keys = [key for key in keys if shards.peer_of(key) is None]
-            if allowed:
-                cache.prefetch(keys, held, source or self.policy.name)
-            held.update(keys)
-        if shards is not None and theirs:
-            shards.prefetch(layer, theirs)
-        if allowed and self.policy.synchronous:
-            cache.finish_prefetch([want.key for want in wanted], layer)
-
-    def _begin(self, embedded: torch.Tensor | None) -> None:
+    def _begin_rows(self, embedded: torch.Tensor | None) -> None:
         """Tell the policy of the forward; embedded [T, H] are its rows' input embeddings."""
         rows = self._rows
         means = None if embedded is None else self._fetch((_span_means(embedded, rows),))[0]
@@ -193,27 +225,25 @@ class Prefetching:
         ]
         self._running = bool(rows)
         if rows:
-            self._ask(0, self.policy.begin_forward(self._spans), not self._cache.governor.resting)
+            self.begin(self._spans)
 
     def _begin_unannounced(self, tokens: int) -> None:
-        """A forward that somebody runs on the model itself: one sequence, which ends with it."""
+        """A forward that someone runs on the model itself: one sequence, which ends with it."""
         self._rows = (SequenceRows(_UNANNOUNCED, 0, tokens, decode=False),)
         embedded = self._embedded
-        self._begin(embedded if embedded is not None and len(embedded) == tokens else None)
+        self._begin_rows(embedded if embedded is not None and len(embedded) == tokens else None)
         self._ended.append(_UNANNOUNCED)
 
     def _see_embeddings(self, module: torch.nn.Module, args: tuple[object, ...], output: torch.Tensor) -> None:
         self._embedded = output.detach().reshape(-1, output.shape[-1])  # [T, H]
         if not self._running and self._rows and self._rows[-1].stop == len(self._embedded):
-            self._begin(self._embedded)
-
-    def _forget_ended(self) -> None:
-        while self._ended:
-            self.policy.end(self._ended.popleft())
+            self._begin_rows(self._embedded)
 
 
 def _span_means(embedded: torch.Tensor, rows: Sequence[SequenceRows]) -> torch.Tensor:
     """The mean of each sequence's rows [S, H] of embedded [T, H]."""
+    import torch
+
     if len(rows) != rows[-1].stop:
         embedded = torch.stack([embedded[row.start : row.stop].float().mean(dim=0) for row in rows])
     return embedded.float()

@@ -1,7 +1,4 @@
-"""What a rerouting rule is told of one layer, on every executor.
-
-Rerouting carried out: shows a rule the routing and the cache, and hands the layer what it answers.
-"""
+"""Rules that change what a layer runs, carried out: rerouting, and low-bit replicas in place of missing experts."""
 
 from __future__ import annotations
 
@@ -13,26 +10,26 @@ import numpy as np
 from ...errors import ConfigError
 from ..policies.activeevict import BudgetAwareTopK
 from ..policies.adapmoe import AdaptiveGating
+from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
 from ..policy_settings import PolicySettings
 from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
-from .host_view import Asked, LayerView
+from .host_view import Asked
+from .layer import NO_KEYS, View
 
 if TYPE_CHECKING:
     from .model.model import MoeBlock
     from .peers.shards import PeerCaches
 
+_NOWHERE = np.zeros(0, np.bool_)
+
+
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """Of a layer, as things stand."""
-    states, slots = cache.standing(layer)
-    available = np.array([state != State.ABSENT for state in states])
-    free = slots - int(np.count_nonzero(available))
-    return RerouteView(available, free, top_k, cache.vacant(layer))
-
-
-_NOWHERE = np.zeros(0, np.bool_)
+    available, slots = cache.standing(layer)
+    return RerouteView(available, slots - int(np.count_nonzero(available)), top_k, cache.vacant(layer))
 
 
 class Rerouter:
@@ -72,32 +69,56 @@ class Rerouter:
         asked = self._asked[layer]
         return [] if asked is None else [asked]
 
-    def layer(self, index: int, view: LayerView) -> bool:
-        """Let the view have the routing to carry out for what the model picked; False: it stays the model's.
-
-        A place that no token uses any more is left out, so ids and weights may become [T, K'], 1 <= K' <= K.
-        """
-        rule, asked = self.rule, self._asked[index]
-        probabilities = None if asked is None else view.scores(asked)
+    def layer(self, index: int, view: View) -> frozenset[int]:
+        """Give the view the routing that the rule makes of what the model picked."""
+        rule, asked = self.rule, self._asked[index] if self.rule.needs_probabilities else None
+        probabilities = None if asked is None else view.scores(asked)  # type: ignore[attr-defined]  # of a `LayerView`
         found = rule.reroute(index, view.picked, view.weights, probabilities, self._view(index))
-        if not found.substituted and not found.dropped:
-            return False
-        stats = self._cache.stats
-        stats.substitutions += found.substituted
-        stats.dropped += found.dropped
-        new_ids, new_weights = found.ids, found.weights
-        if found.dropped:
-            used = new_weights.any(axis=0)  # [K]
-            if used.any() and not used.all():
-                new_ids, new_weights = new_ids[:, used], new_weights[:, used]
-        view.reroute(np.ascontiguousarray(new_ids), np.ascontiguousarray(new_weights))
-        return True
+        if found.substituted or found.dropped:
+            stats = self._cache.stats
+            stats.substitutions += found.substituted
+            stats.dropped += found.dropped
+            view.reroute(found.ids, found.weights, dropped=found.dropped > 0)
+        return NO_KEYS
 
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
             return RerouteView(_NOWHERE, 0, self._top_k)
         own = reroute_view(self._cache, layer, self._top_k)
         return own if self._peers is None else self._peers.join(layer, own)
+
+
+class LowBits:
+    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
+
+    Args:
+        rule: decides. cache: has a `LowBitPart`; its counters are filled. experts: of a layer.
+    """
+
+    def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
+        self.rule, self._cache, self._experts = rule, cache, experts
+        self._keys = len(cache.uses)
+
+    def layer(self, index: int, view: View) -> frozenset[int]:
+        """The keys of experts that run on a replica; pairs of experts that run not at all leave the view's routing."""
+        residency, base, keys = self._cache.residency, index * self._experts, self._keys
+
+        def full(expert: int) -> bool:
+            return residency.state(base + expert) != State.ABSENT
+
+        picked = view.ids
+        if all(map(full, set(picked.ravel().tolist()))):
+            return NO_KEYS
+        found = self.rule.decide(
+            picked, view.weights, full, lambda e: residency.state(keys + base + e) != State.ABSENT
+        )  # fmt: skip
+        if found.low:
+            pairs = int(np.isin(found.ids, list(found.low)).sum())
+            self._cache.stats.layers[index].low_bit_pairs += pairs
+        if found.dropped:
+            self._cache.stats.dropped += found.dropped
+            view.reroute(found.ids, found.weights, dropped=True)
+        return frozenset([base + expert for expert in found.low])
 
 
 def make_rerouting(

@@ -1,9 +1,9 @@
-"""What the cache configurator knows and decides: steps in, a better cut out; without threads, for any executor.
-
-The cache configurator at work: records what forwards do, and cuts the cache anew when that is expected to gain.
+"""The cache configurator: records what forwards do, and splits the cache anew when that is expected to gain (MoEpic).
 
     forward's thread: routed, predicted, ran (appending) ... begin_forward (apply)
     own thread:       batches of steps -> statistics -> every tau tokens a configuration -> a cut to apply
+
+The simulator decides on the forward's thread, where it takes no time (`threaded=False`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Order, Picks, Priorities, observe
 from ..policy_settings import SplitSettings
 from .cache.cache import ExpertCache
+from .host_view import Routing
 from .stats import ConfiguratorStats
 
 _TIMES = 4096  # forwards whose times are remembered
@@ -162,20 +162,6 @@ def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
     return Picks(counts, np.array([step.tokens for step in steps]), scores)
 
 
-_BATCH = 128  # forwards that are handed over together: what is held of their scores stays small
-
-
-class Routed(Protocol):
-    """What is recorded of a layer's routing (`engine.routing.Routing`)."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def experts(self) -> list[int]: ...
-
-    @property
-    def starts(self) -> list[int]: ...
 
 
 class Recorder:
@@ -192,7 +178,7 @@ class Recorder:
         self._follows = False  # on a decode that ended
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
 
-    def routed(self, layer: int, routing: Routed) -> None:
+    def routed(self, layer: int, routing: Routing) -> None:
         """A layer's routing is known, as its experts will run."""
         now_s = self._entered_s = self._clock()
         if layer == 0:
@@ -235,24 +221,32 @@ class _Ask:
 
 
 class Configuring:
-    """A configurator beside a live engine: fed by its forwards, computing in a thread, applied between forwards.
+    """A configurator beside an engine: fed by its forwards, applied between them.
 
     Args:
         configurator: of the engine's cache, which nobody else uses.
         cache: of the engine. tau: tokens between configurations.
+        clock: seconds, by which layers are timed.
+        threaded: compute in a thread; False: on the forward's, at once.
+        batch: forwards that are handed over together: what is kept of their scores stays small.
     """
 
-    def __init__(self, configurator: Configurator, cache: ExpertCache, tau: int) -> None:
-        self._configurator, self._tau = configurator, tau
-        self._recorder = Recorder(cache, configurator.layers)
+    def __init__(
+        self, configurator: Configurator, cache: ExpertCache, tau: int,
+        clock: Callable[[], float] = time.perf_counter, threaded: bool = True, batch: int = 128,
+    ) -> None:  # fmt: skip
+        self._configurator, self._tau, self._batch = configurator, tau, batch
+        self._clock, self._recorder = clock, Recorder(cache, configurator.layers, clock)
         self.predicted = self._recorder.predicted
         self._lock = Lock()  # of `_steps`, which are handed over by the forward's thread or by who asks
         self._steps: list[Step] = []
         self._tokens = 0  # of these
         self._found: Configured | None = None
         self._queue: SimpleQueue[list[Step] | _Ask | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="configurator", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None
+        if threaded:
+            self._thread = Thread(target=self._work, name="configurator", daemon=True)
+            self._thread.start()
 
     # -- on the forward's thread ---------------------------------------------------------------------------
 
@@ -263,23 +257,23 @@ class Configuring:
             self._configurator.apply(found)
             self._found = None
 
-    def routed(self, layer: int, routing: Routed) -> None:
+    def routed(self, layer: int, routing: Routing) -> None:
         """A layer's routing is known, as its experts will run."""
-        start_s = time.perf_counter()
+        start_s = self._clock()
         self._recorder.routed(layer, routing)
-        self._configurator.stats.record_s += time.perf_counter() - start_s
+        self._configurator.stats.record_s += self._clock() - start_s
 
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
-        start_s = time.perf_counter()
+        start_s = self._clock()
         step = self._recorder.ran(layer)
         if step is not None:
             with self._lock:
                 self._steps.append(step)
                 self._tokens += step.tokens
-                if len(self._steps) >= _BATCH or self._tokens >= self._tau:
+                if len(self._steps) >= self._batch or self._tokens >= self._tau:
                     self._hand_over()
-        self._configurator.stats.record_s += time.perf_counter() - start_s
+        self._configurator.stats.record_s += self._clock() - start_s
 
     # -- from any thread -------------------------------------------------------------------------------------
 
@@ -297,26 +291,32 @@ class Configuring:
     def close(self) -> None:
         """Stop. Safe to call twice."""
         self._queue.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _hand_over(self) -> None:
-        if self._steps:
-            self._queue.put(self._steps)
-            self._steps, self._tokens = [], 0
+        steps, self._steps, self._tokens = self._steps, [], 0
+        if self._thread is None:
+            self._decide(steps, asked=False)
+        elif steps:
+            self._queue.put(steps)
+
+    def _decide(self, steps: Sequence[Step], asked: bool) -> None:
+        """Count these forwards, and configure if it is time or asked for."""
+        if steps:
+            self._configurator.add(steps)
+        if (asked or self._configurator.due) and self._found is None:
+            self._found = self._configurator.configure()
 
     # -- on the own thread -------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        configurator = self._configurator
         while (item := self._queue.get()) is not None:
             start_s = time.perf_counter()
             try:
-                if not isinstance(item, _Ask):
-                    configurator.add(item)
-                if (isinstance(item, _Ask) or configurator.due) and self._found is None:
-                    self._found = configurator.configure()
+                self._decide(() if isinstance(item, _Ask) else item, isinstance(item, _Ask))
             except Exception as error:  # serving goes on with the cut that it has, and the summary says so
-                configurator.stats.problem = f"{type(error).__name__}: {error}"
-            configurator.stats.configure_s += time.perf_counter() - start_s
+                self._configurator.stats.problem = f"{type(error).__name__}: {error}"
+            self._configurator.stats.configure_s += time.perf_counter() - start_s
             if isinstance(item, _Ask):
                 item.done.set()

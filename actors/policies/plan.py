@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 
 from .eviction import EvictionPolicy
-from .residency import Residency, State
+from .residency import Residency
 
 
 class PlanError(ValueError):
@@ -60,6 +59,11 @@ class LayerPlan:
     remote: tuple[Remote, ...] = ()
 
     @property
+    def first_loads(self) -> list[Load]:
+        """Those that are issued before anything runs."""
+        return [load for load in self.loads if not load.after]
+
+    @property
     def waves(self) -> int:
         """Passes over the layer: 1, plus one for each later point at which loads are issued."""
         return 1 + len({load.after for load in self.loads if load.after})
@@ -93,12 +97,9 @@ class LoadOnMiss:
         Raises:
             PlanError: no slot can be had for a missing expert.
         """
-        state = residency.state
-        resident = [k for k in needed if state(k) == State.RESIDENT]
+        resident, arriving, missing = residency.by_state(needed)
         if len(resident) == len(needed):
             return LayerPlan(tuple(needed), len(needed), 0, ())
-        arriving = [k for k in needed if state(k) == State.LOADING]
-        missing = [k for k in needed if state(k) == State.ABSENT]
         run = (*resident, *arriving, *missing)
         if len(residency.class_slots) == 1:
             loads = self._loads(0, run, missing, residency, eviction, keep)
@@ -160,11 +161,11 @@ class LoadOnMiss:
 
 def _victims(count: int, kept: AbstractSet[int], residency: Residency, eviction: EvictionPolicy) -> list[int]:
     """At most `count` experts to evict, residents first: copies on their way to other layers are disturbed last."""
-    found: list[int] = []
-    for state in (State.RESIDENT, State.LOADING):
-        found += eviction.victims(count - len(found), partial(_may_go, residency, state, kept))
+    if count <= 0:
+        return []
+    found = eviction.victims(count, residency.evictable(kept))
+    if len(found) < count:
+        _, loading, _ = residency.by_state(residency.held())
+        free_to_go = {key for key in loading if key not in kept and not residency.pinned(key)}
+        found += eviction.victims(count - len(found), free_to_go.__contains__)
     return found
-
-
-def _may_go(residency: Residency, state: State, kept: AbstractSet[int], key: int) -> bool:
-    return key not in kept and residency.state(key) == state and not residency.pinned(key)

@@ -5,7 +5,7 @@ Where experts are cut in two, what is said of experts here holds for their segme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -83,6 +83,7 @@ class Residency:
         self._class_of = class_of
         self._state = [State.ABSENT] * self.keys
         self._occupies = bytearray(self.keys)  # 1: LOADING or RESIDENT
+        self._evictable = bytearray(self.keys)  # 1: RESIDENT and not pinned
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
         self._free: list[list[int]] = [[] for _ in slots]  # by class, the lowest slot last
         for slot in range(self.slots - 1, -1, -1):
@@ -92,17 +93,36 @@ class Residency:
     def state(self, key: int) -> State:
         return self._state[key]
 
+    def by_state(self, keys: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
+        """These keys in the order given: those that are RESIDENT, LOADING and ABSENT."""
+        found: tuple[list[int], list[int], list[int]] = ([], [], [])
+        states = self._state
+        for key in keys:
+            found[2 - states[key]].append(key)
+        return found
+
+    def evictable(self, keep: Iterable[int] = ()) -> Callable[[int], bool]:
+        """Which keys may be evicted now: RESIDENT, not pinned and not in `keep`. One look for all keys."""
+        mask = self._evictable.copy()
+        for key in keep:
+            mask[key] = 0
+        return mask.__getitem__  # type: ignore[return-value]  # 0 or 1
+
     def states(self) -> list[State]:
         """Of all keys, at one moment; from any thread."""
         return self._state.copy()
 
-    def occupied(self) -> NDArray[np.bool_]:
-        """Which keys are LOADING or RESIDENT [keys], at one moment, for the price of a copy."""
-        return np.frombuffer(self._occupies, np.bool_).copy()
+    def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
+        """Which keys from `first` to `stop` are LOADING or RESIDENT, at one moment, for the price of a copy."""
+        return np.frombuffer(self._occupies, np.bool_)[first:stop].copy()
 
     def slot(self, key: int) -> int:
         """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
         return self._slot[key]
+
+    def slots_of(self, keys: Iterable[int]) -> list[int]:
+        """`slot` of each."""
+        return list(map(self._slot.__getitem__, keys))
 
     def class_of(self, key: int) -> int:
         """The class of slots that an expert can have."""
@@ -158,7 +178,9 @@ class Residency:
     def publish(self, reservation: Reservation) -> None:
         """LOADING -> RESIDENT, once the bytes are in the slot."""
         self._check_current(reservation)
-        self._state[reservation.key] = State.RESIDENT
+        key = reservation.key
+        self._state[key] = State.RESIDENT
+        self._evictable[key] = key not in self._pins
 
     def release(self, reservation: Reservation) -> None:
         """LOADING -> ABSENT: the load was cancelled; the slot is free again."""
@@ -171,23 +193,31 @@ class Residency:
             raise ResidencyError(f"expert {key} is {self._state[key].name}, not RESIDENT")
         self._drop(key)
 
-    def pin(self, key: int) -> None:
-        """Keep a LOADING or RESIDENT expert in its slot until as many `unpin` calls."""
-        if self._state[key] == State.ABSENT:
-            raise ResidencyError(f"expert {key} is ABSENT and cannot be pinned")
-        self._pins[key] = self._pins.get(key, 0) + 1
+    def pin(self, *keys: int) -> None:
+        """Keep LOADING or RESIDENT experts in their slots until as many `unpin` calls."""
+        states, pins, evictable = self._state, self._pins, self._evictable
+        for key in keys:
+            if states[key] == State.ABSENT:
+                raise ResidencyError(f"expert {key} is ABSENT and cannot be pinned")
+        for key in keys:
+            pins[key] = pins.get(key, 0) + 1
+            evictable[key] = 0
 
-    def unpin(self, key: int) -> None:
-        count = self._pins.get(key, 0)
-        if count == 0:
-            raise ResidencyError(f"expert {key} is not pinned")
-        if count == 1:
-            del self._pins[key]
-        else:
-            self._pins[key] = count - 1
+    def unpin(self, *keys: int) -> None:
+        states, pins, evictable = self._state, self._pins, self._evictable
+        for key in keys:
+            if key not in pins:
+                raise ResidencyError(f"expert {key} is not pinned")
+        for key in keys:
+            pins[key] -= 1
+            if not pins[key]:
+                del pins[key]
+                evictable[key] = states[key] == State.RESIDENT
 
     def unpin_all(self) -> None:
         """Drop every pin: the forward that held them failed."""
+        for key in self._pins:
+            self._evictable[key] = self._state[key] == State.RESIDENT
         self._pins.clear()
 
     def check_integrity(self) -> None:
@@ -205,6 +235,8 @@ class Residency:
         for key in range(self.keys):
             if (self._state[key] == State.ABSENT) == (key in self._slot) or self._occupies[key] != (key in self._slot):
                 raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
+            if self._evictable[key] != (self._state[key] == State.RESIDENT and key not in self._pins):
+                raise ResidencyError(f"expert {key} is {self._state[key].name} and marked as evictable, or the reverse")
         for key, count in self._pins.items():
             if count < 1 or self._state[key] == State.ABSENT:
                 raise ResidencyError(f"expert {key} has {count} pins while {self._state[key].name}")
@@ -221,4 +253,4 @@ class Residency:
             raise ResidencyError(f"expert {key} is pinned")
         self._free[self._class_of[key]].append(self._slot.pop(key))
         self._state[key] = State.ABSENT
-        self._occupies[key] = 0
+        self._occupies[key] = self._evictable[key] = 0

@@ -1,22 +1,15 @@
-"""The machine that a replay runs on: what computing and copying take.
+"""The simulated executor: the engine's own cache, step and policies on a virtual clock and a recorded routing.
 
-Split experts in the simulated executor: the cut that a preset begins with, and how it adapts on a virtual clock.
-
-The simulated executor: the engine's own cache, planner and policies, on a virtual clock and a recorded routing.
-
-What is not the engine's: copies (`VirtualLoader`), kernels (time passes by the machine's costs), and the model (a
-trace). Everything that decides or counts is the code that serves.
-
-The simulated engine of a preset: everything that the preset decides, on a recorded trace.
+It is a backend of `engine.layer.MoeLayer`: the trace gives routing and scores, `VirtualLoader` copies, and kernels let
+the time pass that the machine's costs say. Everything that decides or counts is the code that serves.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +18,23 @@ from pydantic import Field, ValidationError
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.cache.virtual_link import VirtualClock, VirtualLoader
-from ...actors.engine.dispatch import ExpertRunner
+from ...actors.engine.dispatch import ExpertRunner, Spans
+from ...actors.engine.host_view import Routing
+from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
-from ...actors.engine.rerouting import reroute_view
-from ...actors.engine.split import Configurator, Recorder, Step
+from ...actors.engine.prefetching import Prefetching
+from ...actors.engine.rerouting import LowBits, Rerouter
+from ...actors.engine.split import Configurator, Configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import BudgetAwareTopK, PreEviction
 from ...actors.policies.cost import Link
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.hobbit import MixedPrecision
-from ...actors.policies.moepic.configure import Configured
 from ...actors.policies.moepic.split import CacheCut, Order, buffer_for
-from ...actors.policies.plan import LoadOnMiss
-from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span, Wanted, runs
+from ...actors.policies.plan import LayerPlan
+from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span
 from ...actors.policies.registry import LAYER_EVICTION, make_eviction
-from ...actors.policies.residency import Residency, State
+from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import LowBitSettings, PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
@@ -47,6 +42,9 @@ from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
 from ..yaml_file import explain, read_yaml
 from .trace import Costs, Iteration, TraceHeader
+
+_BATCH = 64  # forwards that the configurator counts together
+Parts = Sequence[tuple[str, Iteration]]  # the iterations of a forward, with the names of their sequences
 
 
 class Machine(Costs):
@@ -97,18 +95,6 @@ def load_machine(
         raise explain(error, Machine, "the trace", link) from error
 
 
-_BATCH = 64  # forwards that are counted together
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A layer's routing: see `engine.routing.Routing`."""
-
-    tokens: int
-    experts: list[int]
-    starts: list[int]
-
-
 def neurons_of(header: TraceHeader) -> int:
     """I of a trace's experts: a slot holds three numbers for each neuron and hidden dimension.
 
@@ -137,51 +123,6 @@ def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) 
         return CacheCut.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
     except ValueError as error:
         raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give more") from error
-
-
-class SimulatedConfiguring:
-    """`engine.configuring.Configuring` without a thread: deciding takes no time, the next forward has the new cut."""
-
-    def __init__(
-        self, header: TraceHeader, policy: PolicySettings, cache: ExpertCache, clock: Callable[[], float]
-    ) -> None:
-        ahead = policy.prefetch
-        guesses = 0 if ahead.kind == "none" else header.top_k if ahead.top is None else ahead.top
-        order = cast(Order, policy.eviction)
-        self._configurator = Configurator(
-            cache, policy.split, order, header.experts, header.top_k, guesses, header.slot_bytes
-        )
-        self._recorder = Recorder(cache, header.layers, clock)
-        self._layers, self._tau = header.layers, policy.split.tau
-        self._steps: list[Step] = []
-        self._found: Configured | None = None
-
-    def begin_forward(self) -> None:
-        """Change to the cut that was found since."""
-        found, self._found = self._found, None
-        if found is not None:
-            self._configurator.apply(found)
-
-    def routed(self, layer: int, routing: Routed) -> None:
-        """A layer's routing is known."""
-        self._recorder.routed(layer, routing)
-
-    def observed(self, layer: int, scores: NDArray[np.floating] | None) -> None:
-        """The prefetch policy has seen a layer, and foreseen the next one by these scores."""
-        if scores is not None:
-            self._recorder.predicted((layer + 1) % self._layers, scores)
-
-    def ran(self, layer: int) -> None:
-        """A layer's experts have run."""
-        step = self._recorder.ran(layer)
-        if step is None:
-            return
-        self._steps.append(step)
-        if len(self._steps) >= _BATCH or sum(s.tokens for s in self._steps) >= self._tau:
-            self._configurator.add(self._steps)
-            self._steps = []
-            if self._configurator.due:
-                self._found = self._configurator.configure()
 
 
 @dataclass(frozen=True)
@@ -244,6 +185,68 @@ class _TimedReplicas:
         self._clock.advance(self._machine.experts(len(groups), sum(stop - start for start, stop, _ in groups)))
 
 
+class RecordedLayer:
+    """One layer of a trace's forward, as policies see it (`engine.layer.View`).
+
+    Args:
+        parts: the forward.
+    """
+
+    def __init__(self, index: int, parts: Parts) -> None:
+        self.index, self.parts = index, parts
+        self.picked = self.ids = _joined([part.ids[:, index] for _, part in parts]).astype(np.int64)
+        self.tokens = len(self.ids)
+        self._weights: NDArray[np.float32] | None = None
+        self._runs: NDArray[np.bool_] | None = None  # [T, K], the pairs that run; None: all
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """Of `ids` [T, K]."""
+        if self._weights is None:
+            self._weights = _joined([part.weights[:, self.index] for _, part in self.parts]).astype(np.float32)
+        return self._weights
+
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
+        """From now on the layer runs these; pairs whose weight became 0 do not run."""
+        runs = (weights != 0) | (self.weights == 0)
+        self._runs = runs if self._runs is None else runs & self._runs
+        self.ids, self._weights = ids, weights.astype(np.float32)
+
+    def routing(self) -> Routing:
+        """The pairs that run, by expert; nothing computes them."""
+        ids, runs, nowhere = self.ids, self._runs, cast(Any, None)
+        if len(ids) == 1:
+            experts = (ids[0] if runs is None else ids[0][runs[0]]).tolist()
+            counts = [1] * len(experts)
+            return Routing(1, ids.shape[1], experts, counts, list(range(len(experts) + 1)), nowhere, nowhere)
+        found = np.bincount(ids.ravel() if runs is None else ids[runs])
+        used = found.nonzero()[0]
+        starts = [0, *found[used].cumsum().tolist()]
+        return Routing(len(ids), ids.shape[1], used.tolist(), found[used].tolist(), starts, nowhere, nowhere)
+
+
+class _RecordedBackend:
+    """Shows layers of a trace, and runs plans on the virtual clock (`engine.layer.Backend`)."""
+
+    def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner) -> None:
+        self._clock, self._machine, self._runner = clock, machine, runner
+
+    def look(self, layer: int, weighed: bool, parts: Parts) -> RecordedLayer:
+        view = RecordedLayer(layer, parts)
+        self._clock.advance(self._machine.dense(view.tokens))
+        return view
+
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: RecordedLayer) -> list[Any]:
+        raise AssertionError("a trace is replayed on one device")
+
+    def run(
+        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: RecordedLayer,
+        tasks: Sequence[Any],
+    ) -> None:  # fmt: skip
+        nothing = cast(Any, None)
+        self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
+
+
 class SimulatedEngine:
     """The expert engine of one device without a device.
 
@@ -291,7 +294,6 @@ class SimulatedEngine:
             slots, low = mixed_slots(held, slot_bytes, packed, low_bit.share, keys)
             nowhere = _NoPool(low * packed)
             replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
-        self._mixed = None if low_bit is None else MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
         self.header, self.machine, self.clock = header, machine, VirtualClock()
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=held, slots=slots, experts=keys,
@@ -302,130 +304,74 @@ class SimulatedEngine:
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            VirtualLoader(self.clock, machine.link, self._bytes_of), self.clock, cut, writeback,
+            VirtualLoader(self.clock, machine.link, lambda key: self.cache.bytes_of(key)), self.clock, cut, writeback,
             replicas,
         )  # fmt: skip
-        self._planner, self._prefetch, self._check = LoadOnMiss(), prefetch, check
-        self._configuring = (
-            None if adaptive is None else SimulatedConfiguring(header, adaptive, self.cache, self.clock)
-        )
-        self._rerouting = rerouting
-        self._pre_evicting = (
-            None
-            if pre_evict is None
-            else PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
-        )
-        self._kernel = cast(Any, _TimedKernel(self.clock, machine, neurons))
-        packed_kernel = None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine))
-        self._runner = ExpertRunner(self.cache, self._planner, packed_kernel)
+        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine)))
+        self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
+        hooks = self._hooks(rerouting, low_bit)
+        kernel, backend = _TimedKernel(self.clock, machine, neurons), _RecordedBackend(self.clock, machine, runner)
+        self.layers = [
+            MoeLayer(
+                i, header.experts, self.cache, backend, Placer(self.cache), cast(Any, kernel), None, hooks, check
+            )
+            for i in range(header.layers)
+        ]
 
-    def _bytes_of(self, segment: int) -> int:
-        return self.cache.bytes_of(segment)
+    def _make_ahead(
+        self, prefetch: PrefetchPolicy | None, pre_evict: PreEviction | None, adaptive: PolicySettings | None
+    ) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
+        """What follows the forwards: prefetch, pre-eviction and the configurator; None for what the policy has not."""
+        header, prefetching, pre_evicting, configuring = self.header, None, None, None
+        if prefetch is not None:
+            prefetching = Prefetching(prefetch, self.cache, header.layers, header.experts, _see)
+        if pre_evict is not None:
+            pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
+        if adaptive is not None:
+            ahead, order = adaptive.prefetch, cast(Order, adaptive.eviction)
+            most = 0 if ahead.kind == "none" else header.top_k if ahead.top is None else ahead.top
+            configurator = Configurator(
+                self.cache, adaptive.split, order, header.experts, header.top_k, most, header.slot_bytes
+            )
+            configuring = Configuring(configurator, self.cache, adaptive.split.tau, self.clock, False, _BATCH)
+            if prefetching is not None:
+                prefetching.on_predicted = configuring.predicted
+        return prefetching, pre_evicting, configuring
 
-    def forward(self, parts: Sequence[tuple[str, Iteration]]) -> None:
+    def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitSettings | None) -> Hooks:
+        rules: list[Any] = []
+        if rerouting is not None:
+            rules.append(Rerouter(rerouting, self.cache, (), self.header.top_k))
+        if low_bit is not None:
+            mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
+            rules.append(LowBits(mixed, self.cache, self.header.experts))
+        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
+        return Hooks(rules, [] if self._configuring is None else [self._configuring], ahead)
+
+    def forward(self, parts: Parts) -> None:
         """One forward pass that carries these iterations of these sequences; the clock moves on."""
         spans = spans_of(parts)
         self.cache.decode_only = all(part.decode for _, part in parts)
         if self._configuring is not None:
             self._configuring.begin_forward()
-        if self._prefetch is not None:
-            self._fetch(0, self._prefetch.begin_forward(spans), not self.cache.governor.resting)
+        if self._prefetching is not None:
+            self._prefetching.begin(spans)
         if self._pre_evicting is not None:
             self._pre_evicting.begin_forward(last_rows(spans))
         self.clock.advance(self.machine.forward_s)
-        for layer in range(self.header.layers):
-            self._layer(layer, spans, parts)
+        for layer in self.layers:
+            layer.forward(parts)
+
+    def end_sequence(self, name: str) -> None:
+        """A sequence is over."""
+        if self._prefetching is not None:
+            self._prefetching.end_sequence(name)
 
     def reset_stats(self) -> None:
         """Zero the counters; residency and the clock stay."""
         self.stats.layers[:] = [LayerStats() for _ in self.stats.layers]
         self.stats.prefetch_sources = {}
         self.stats.substitutions = self.stats.dropped = 0
-
-    def end_sequence(self, name: str) -> None:
-        """A sequence is over."""
-        if self._prefetch is not None:
-            self._prefetch.end(name)
-
-    def _layer(self, layer: int, spans: Sequence[Span], parts: Sequence[tuple[str, Iteration]]) -> None:
-        """`MoeLayer.forward`, step by step."""
-        cache, base = self.cache, layer * self.header.experts
-        self.clock.advance(self.machine.dense(spans[-1].stop))
-        picked = ids = _joined([part.ids[:, layer] for _, part in parts])
-        stats = self.stats.layers[layer]
-        blocked_s, busy_s = stats.blocked_io_s, stats.link_s
-        cache.poll()
-        low: frozenset[int] = frozenset()
-        if self._mixed is not None:
-            experts, starts, low = self._in_two_widths(self._mixed, layer, ids, parts)
-        else:
-            experts, starts = _grouped(ids) if self._rerouting is None else self._rerouted(layer, ids, parts)
-        keys = [base + e for e in experts]
-        needed = cache.segments(keys, low)
-        cache.drop_stale(layer, needed)
-        counts = [stop - start for start, stop in itertools.pairwise(starts)]
-        cache.eviction.routed(keys, counts, len(ids))
-        configuring = self._configuring
-        if configuring is not None:
-            configuring.routed(layer, Routed(len(ids), experts, starts))
-        plan = self._planner.plan(needed, cache.residency, cache.eviction)
-        cache.begin(layer, plan)
-        if plan.loads:
-            cache.issue([load for load in plan.loads if not load.after])
-        if self._prefetch is not None:
-            seen = layer_seen(layer, spans, picked, parts)
-            self._fetch(layer, self._prefetch.observed(seen), cache.governor.allows())
-            if configuring is not None:
-                configuring.observed(layer, self._prefetch.predicted)
-        if self._pre_evicting is not None:
-            self._pre_evicting.layer(layer, _Recorded(layer, parts), picked)
-        places = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
-        nothing = cast(Any, None)
-        self._runner.run(layer, plan, places, nothing, nothing, self.header.top_k, self._kernel, nothing)
-        stats.io_path_s += stats.blocked_io_s - blocked_s
-        stats.link_path_s += stats.link_s - busy_s
-        if configuring is not None:
-            configuring.ran(layer)
-        if self._check:
-            cache.check_integrity()
-
-    def _rerouted(
-        self, layer: int, ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
-    ) -> tuple[list[int], list[int]]:
-        """`_grouped`, of the pairs that the rule leaves."""
-        assert self._rerouting is not None  # the caller looked
-        weights = _joined([part.weights[:, layer] for _, part in parts]).astype(np.float32)
-        view = reroute_view(self.cache, layer, self.header.top_k)
-        found = self._rerouting.reroute(layer, ids.astype(np.int64), weights, None, view)
-        self.stats.substitutions += found.substituted
-        self.stats.dropped += found.dropped
-        return _grouped(found.ids, (found.weights != 0) | (weights == 0))
-
-    def _in_two_widths(
-        self, rule: MixedPrecision, layer: int, ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
-    ) -> tuple[list[int], list[int], frozenset[int]]:
-        """`_grouped`, of the pairs that run, and the keys of the experts that run on replicas."""
-        weights = _joined([part.weights[:, layer] for _, part in parts]).astype(np.float32)
-        base, residency, all_keys = layer * self.header.experts, self.cache.residency, self.stats.experts
-        found = rule.decide(
-            ids.astype(np.int64), weights, lambda e: residency.state(base + e) != State.ABSENT,
-            lambda e: residency.state(all_keys + base + e) != State.ABSENT,
-        )  # fmt: skip
-        self.stats.dropped += found.dropped
-        kept = (found.weights != 0) | (weights == 0)
-        self.stats.layers[layer].low_bit_pairs += int(np.isin(found.ids[kept], list(found.low)).sum())
-        return *_grouped(found.ids, kept), frozenset(base + e for e in found.low)
-
-    def _fetch(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
-        """As `engine.prefetching` does it."""
-        if not allowed or not wanted or self._prefetch is None:
-            return
-        held: set[int] = set()
-        for source, keys in runs(wanted, self.header.experts):
-            self.cache.prefetch(keys, held, source or self._prefetch.name)
-            held.update(keys)
-        if self._prefetch.synchronous:
-            self.cache.finish_prefetch([want.key for want in wanted], layer)
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:
@@ -435,7 +381,7 @@ def replica_bytes(header: TraceHeader, bits: int) -> int:
     return PackedShape(header.hidden, neurons, bits, 64).nbytes()
 
 
-def spans_of(parts: Sequence[tuple[str, Iteration]]) -> list[Span]:
+def spans_of(parts: Parts) -> list[Span]:
     """Whose rows a forward of these iterations carries."""
     spans, row = [], 0
     for name, part in parts:
@@ -444,9 +390,7 @@ def spans_of(parts: Sequence[tuple[str, Iteration]]) -> list[Span]:
     return spans
 
 
-def layer_seen(
-    layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Sequence[tuple[str, Iteration]]
-) -> LayerSeen:
+def layer_seen(layer: int, spans: Sequence[Span], ids: NDArray[Any], parts: Parts) -> LayerSeen:
     """A recorded layer as a prefetch policy sees it."""
 
     def lookahead(distance: int) -> NDArray[np.floating] | None:
@@ -459,20 +403,17 @@ def layer_seen(
     return LayerSeen(layer, spans, ids, _joined([part.probabilities[:, layer] for _, part in parts]), lookahead)
 
 
-class _Recorded(NamedTuple):
-    """What a trace says of a layer in place of its hidden states."""
-
-    layer: int
-    parts: Sequence[tuple[str, Iteration]]
+def _see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
+    return layer_seen(layer, spans, view.picked, view.parts)
 
 
-def _recorded_logits(layer: int, hidden: _Recorded) -> NDArray[np.floating] | None:
+def _recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:
     """Logits [T, E] of a layer's router on an earlier layer's input, or its own; None where they were not recorded."""
-    parts = [part for _, part in hidden.parts]
-    if layer == hidden.layer:
+    parts = [part for _, part in view.parts]
+    if layer == view.index:
         found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
     else:
-        scores = [part.lookahead(hidden.layer, layer - hidden.layer) for part in parts]
+        scores = [part.lookahead(view.index, layer - view.index) for part in parts]
         if scores[0] is None:
             return None
         found = _joined([s for s in scores if s is not None])
@@ -486,19 +427,6 @@ def _recorded_logits(layer: int, hidden: _Recorded) -> NDArray[np.floating] | No
 
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _grouped(ids: NDArray[Any], kept: NDArray[np.bool_] | None = None) -> tuple[list[int], list[int]]:
-    """The distinct experts of ids [T, K] and where each one's pairs start, in the order of `engine.routing.Routing`.
-
-    kept: [T, K], the pairs that run; None: all.
-    """
-    if len(ids) == 1:
-        experts = (ids[0] if kept is None else ids[0][kept[0]]).tolist()
-        return experts, list(range(len(experts) + 1))
-    counts = np.bincount(ids.ravel() if kept is None else ids[kept])
-    used = counts.nonzero()[0]
-    return used.tolist(), [0, *counts[used].cumsum().tolist()]
 
 
 def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:

@@ -50,7 +50,7 @@ def test_adaptive_gating(store: ExpertStore) -> None:
     for threshold in (0.0, 0.01, 0.05, 100.0):
         with serving(store, settings(0.25, kv=KV, policy=_policy(threshold))) as worker:
             seen: list[np.ndarray] = []
-            worker.engine.layers[1].observe = lambda layer, ids, weights, seen=seen: seen.append(ids.copy())
+            worker.engine.layers[1].observers.append(lambda layer, ids, weights, seen=seen: seen.append(ids.copy()))
             tokens = greedy(worker, prompts[:1], TOKENS)
             stats = worker.stats()
             total = stats.total()

@@ -255,7 +255,7 @@ def test_span_names_are_built_only_for_a_timeline(make: Make, monkeypatch: pytes
     fixture = make(2)
     timeline = Timeline(False)
     monkeypatch.setattr(timeline, "span", lambda *args: pytest.fail("a span although tracing is off"))
-    fixture.cache.ledger.timeline = timeline
+    fixture.cache.counters.timeline = timeline
     fixture.device.held = True
     fixture.cache.issue([Load(5, None, 0)])
     fixture.release_when_awaited(5)

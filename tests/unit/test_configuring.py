@@ -18,7 +18,7 @@ from tiermoe.actors.policies.registry import LAYER_EVICTION, PrefetchOptions
 from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy
 from tiermoe.cluster.report.status import configurator_rows
-from tiermoe.cluster.simulate.executor import Machine, Routed, SimulatedEngine, first_cut, neurons_of
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, first_cut, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError, TraceError
@@ -34,6 +34,10 @@ class Clock:
         return self.now_s
 
 
+def routed(tokens: int, experts: list[int], starts: list[int]) -> Any:
+    return SimpleNamespace(tokens=tokens, experts=experts, starts=starts)
+
+
 def fake_cache(layers: int) -> Any:
     return SimpleNamespace(decode_only=False, stats=SimpleNamespace(layers=[LayerStats() for _ in range(layers)]))
 
@@ -44,7 +48,7 @@ def forward(recorder: Recorder, cache: Any, clock: Clock, decode: bool, waits_s:
     step = None
     for layer in range(2):
         clock.now_s += 1
-        recorder.routed(layer, Routed(1, [layer, 2], [0, 1, 2]))
+        recorder.routed(layer, routed(1, [layer, 2], [0, 1, 2]))
         cache.stats.layers[layer].blocked_io_s += waits_s
         clock.now_s += 3 + waits_s
         step = recorder.ran(layer)
@@ -72,10 +76,10 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder, wrapped, later = Recorder(cache, 2, clock), np.ones((1, 3)), np.zeros((1, 3))
         recorder.predicted(0, wrapped)
-        recorder.routed(0, Routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [0, 1]))
         recorder.predicted(1, later)
         recorder.ran(0)
-        recorder.routed(1, Routed(1, [0], [0, 1]))
+        recorder.routed(1, routed(1, [0], [0, 1]))
         step = recorder.ran(1)
         assert step is not None
         assert step.scores[0] is wrapped
@@ -87,7 +91,7 @@ class TestRecorder:
     def test_a_forward_that_broke_off_is_no_step(self) -> None:
         cache, clock = fake_cache(2), Clock()
         recorder = Recorder(cache, 2, clock)
-        recorder.routed(0, Routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [0, 1]))
         assert recorder.ran(1) is None
         assert forward(recorder, cache, clock, decode=True) is not None
 
@@ -95,11 +99,11 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder = Recorder(cache, 2, clock)
         cache.stats.layers[0].blocked_io_s = 9.0
-        recorder.routed(0, Routed(1, [0], [0, 1]))
+        recorder.routed(0, routed(1, [0], [0, 1]))
         cache.stats.layers[0] = LayerStats()
         clock.now_s += 2
         recorder.ran(0)
-        recorder.routed(1, Routed(1, [0], [0, 1]))
+        recorder.routed(1, routed(1, [0], [0, 1]))
         step = recorder.ran(1)
         assert step is not None
         assert step.moe_s == 2
@@ -179,7 +183,7 @@ class TestConfiguring:
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
     cache.decode_only = True
     for layer in range(2):
-        configuring.routed(layer, Routed(1, [layer], [0, 1]))
+        configuring.routed(layer, routed(1, [layer], [0, 1]))
         configuring.ran(layer)
 
 

@@ -14,10 +14,11 @@ import traces
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.link_queue import copy_queue
-from tiermoe.actors.engine.cache.low_bits import LowBits, ReplicaPool, ReplicaWeights, make_part
+from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import ExpertRunner
 from tiermoe.actors.engine.host_view import LayerView, share
+from tiermoe.actors.engine.rerouting import LowBits
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoWidths
 from tiermoe.actors.policies.hobbit import MixedPrecision
@@ -79,7 +80,7 @@ class Mixed:
         assert isinstance(part.pool, ReplicaPool)
         self.packed = TorchPackedKernel(part.pool.tensors, PACKED, "silu")
         self.kernel = TorchKernel(Operands(pool.gate_up, pool.down, None, None), _gate)
-        self.runner = ExpertRunner(self.cache, LoadOnMiss(), self.packed)
+        self.runner = ExpertRunner(self.cache, self.packed)
 
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
@@ -197,13 +198,13 @@ def test_who_runs_on_a_replica(mixed: Mixed) -> None:
     low_bits = LowBits(MixedPrecision(0.6, 0.9, renormalise=True), mixed.cache, EXPERTS)
     ids, weights = torch.tensor([[3, 0, 5, 2]]), torch.tensor([[0.5, 0.25, 0.2, 0.05]])
     view = LayerView(share, torch.zeros(1, 1), ids, weights)
-    assert low_bits.layer(1, view) == ({EXPERTS + 5}, True)
+    assert low_bits.layer(1, view) == {EXPERTS + 5}
     assert view.ids.tolist() == [[3, 0, 5]]
     np.testing.assert_allclose(view.weights, weights[:, :3] / 0.95, rtol=1e-6)
     assert (mixed.stats.dropped, mixed.stats.layers[1].low_bit_pairs) == (1, 1)
     mixed.forward(1, [3, 0, 5], [])
     view = LayerView(share, torch.zeros(1, 1), ids[:, :3], weights[:, :3])
-    assert low_bits.layer(1, view) == (set(), False)
+    assert low_bits.layer(1, view) == set()
     assert mixed.stats.layers[1].low_bit_pairs == 1
 
 

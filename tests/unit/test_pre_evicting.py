@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,11 @@ def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
     cache.check_integrity()
 
 
+def seen(ids: NDArray[Any]) -> Any:
+    """A layer's view, as far as pre-eviction reads it."""
+    return SimpleNamespace(picked=ids)
+
+
 def scores(*rows: Sequence[float]) -> Callable[[int, Any], NDArray[np.floating]]:
     return lambda layer, hidden: np.array(rows)
 
@@ -111,7 +117,7 @@ class TestPreEvicting:
         forward(cache, 1, 2, 3)
         pre = PreEvicting(PreEviction(2, 0.0, 2), cache, LAYERS, EXPERTS, scores([5.0, 4.0, 0.0, 0.0]))
         eviction.saw(0, np.array([[0, 1], [0, 1]]))
-        pre.layer(0, None, np.array([[0, 1]]))
+        pre.layer(0, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 2  # experts 0 and 1 of layer 1 are predicted, and not there
         assert set(cache.residency.held()) == {0, 1}
         forward(cache, 1, 0, 1)
@@ -122,7 +128,7 @@ class TestPreEvicting:
         forward(cache, 0, 0, 1, 2, 3)
         forward(cache, 1, 0, 1, 2, 3)
         pre = PreEvicting(PreEviction(2, 1.0, 8), cache, LAYERS, EXPERTS, scores([1.0, 1.0, 1.0, 1.0]))
-        pre.layer(0, None, np.array([[0, 1]]))
+        pre.layer(0, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 0
         assert cache.stats.total().vacated == 0
 
@@ -138,9 +144,9 @@ class TestPreEvicting:
         forward(cache, 1, 0, 1)
         pre = PreEvicting(PreEviction(2, 0.0, 0), cache, LAYERS, EXPERTS, score)
         pre.begin_forward(last_rows([Span("a", 0, 2, decode=False)]))
-        pre.layer(0, None, np.array([[0, 1], [2, 3]]))
+        pre.layer(0, seen(np.array([[0, 1], [2, 3]])))
         freed = cache.residency.free_slots
-        pre.layer(1, None, np.array([[0, 1], [2, 3]]))
+        pre.layer(1, seen(np.array([[0, 1], [2, 3]])))
         assert asked == [0, 1]
         assert freed == 2  # of layer 1 all four are predicted, two are there
         assert cache.residency.free_slots == 2  # of layer 0 the last row's 2 and 3, which are not there
@@ -150,7 +156,7 @@ class TestPreEvicting:
         forward(cache, 0, 0, 1)
         pre = PreEvicting(PreEviction(2), cache, LAYERS, EXPERTS, lambda layer, hidden: None)
         for layer in range(LAYERS):
-            pre.layer(layer, None, np.array([[0, 1]]))
+            pre.layer(layer, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 0
 
 

@@ -22,7 +22,7 @@ from fake_prefetching import (
     view_of,
 )
 
-from tiermoe.actors.engine.prefetching import Prefetching
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.prefetch import (
     LayerSeen,
@@ -193,7 +193,7 @@ def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torc
         raise AssertionError("a router was asked in vain")
 
     blocks: Any = [Block(refuse)] * LAYERS
-    plain = Prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, blocks, EXPERTS)  # type: ignore[arg-type]
+    plain = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, blocks, EXPERTS)  # type: ignore[arg-type]
     plain.layer(0, view_of(hidden_rows(1), torch.tensor([[1, 2]])))
     assert cache.asked == []
 

@@ -46,7 +46,7 @@ class _Watched:
     def __init__(self, group: Group) -> None:
         self.moves: list[tuple[int, int]] = []  # shard of the replaced expert, and of its buddy
         engine = group.lead.engine
-        rule = engine.layers[0]._rerouter.rule
+        rule = engine.layers[0].hooks.reroute[0].rule
         owner = np.array(owners(len(engine.layers), engine.experts, group.settings.shards))
         decide = rule.reroute
 

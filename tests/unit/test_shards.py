@@ -275,7 +275,7 @@ def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
             0, np.array([1, 3], np.int32), np.zeros(2, np.uint8), np.array([0, 2, 4], np.int32),
             np.array([0, 2, 1, 2], np.int32), np.array([0.5, 0.25, 1.0, 2.0], np.float32), hidden.numpy(),
         )  # fmt: skip
-        worker.engine._posts[0] = torch.nn.LayerNorm(32)
+        worker.engine._layers[0].post = torch.nn.LayerNorm(32)
         found = torch.tensor(worker.engine.run(batch).partial)
         gate_up, down = worker.engine.cache._map._weights[0].tensors
         expected = torch.zeros(3, 32)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tiermoe.actors.engine.make_prefetch import gate_probes
-from tiermoe.actors.engine.prefetching import Prefetching
+from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
@@ -188,7 +188,7 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
     policy = PolicySettings(name="test", lossless=True, prefetch=PrefetchSettings(kind="pre-gated"))
     probes = gate_probes(policy, PolicyArtifacts(gates=gates), LAYERS, torch.device("cpu"))
     cache, made = FakeCache(), PreGatedPrefetch(LAYERS, EXPERTS, 2)
-    tested = Prefetching(made, cache, blocks_of([None] * LAYERS), EXPERTS, None, probes)  # type: ignore[arg-type]
+    tested = RouterPrefetching(made, cache, blocks_of([None] * LAYERS), EXPERTS, None, probes)  # type: ignore[arg-type]
     hidden = hidden_rows(2)
     for layer in range(LAYERS):
         tested.layer(layer, view_of(hidden.to(torch.bfloat16), torch.zeros((2, 2), dtype=torch.int64)))

@@ -15,7 +15,7 @@ from run_layer import run_layer
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.slots import LayerWeights, Promise, PromisedSegment, Shared, SlotPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, SplitEviction
 from tiermoe.actors.policies.moepic.split import CacheCut
@@ -193,10 +193,10 @@ class Whole:
 
 def test_both_segments_of_a_promised_expert_are_fetched_once() -> None:
     one, other = Whole(), Whole()
-    shared = Shared(one)
-    top, bottom = PromisedSegment(shared, 0, 1), PromisedSegment(shared, 1, 4)
-    later = PromisedSegment(Shared(other), 0, 4)
-    assert isinstance(top, Promise)
+    shared = SharedPending(one)
+    top, bottom = PendingSegment(shared, 0, 1), PendingSegment(shared, 1, 4)
+    later = PendingSegment(SharedPending(other), 0, 4)
+    assert isinstance(top, PendingExpert)
     top.ask([bottom, later])
     assert one.asked == [[other]]
     assert [t.flatten().tolist() for t in top.tensors()] == [[0, 1], [0]]

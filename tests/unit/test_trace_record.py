@@ -78,7 +78,7 @@ def test_recorded_routing_is_the_model_s_own(recorded: tuple[Path, Path, dict]) 
     with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
         blocks = list(worker.engine.layers)
         for layer in blocks:
-            layer.observe = None
+            layer.observers.clear()
             plain = layer.forward
 
             def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, plain=plain) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -1,5 +1,5 @@
-"""The expert cache: residency, slot tensors and loads, joined. Their life cycle is in `loads`, what became of them in
-`ledger`.
+"""The expert cache: residency, slot tensors and loads, joined. The life cycle of a load is in `loads`, its counters in
+`counting`.
 
 An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
 one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
@@ -22,7 +22,7 @@ from ...policies.plan import LayerPlan, Load
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
 from ..stats import EngineStats, Timeline
-from .counting import CacheLedger
+from .counting import CacheCounters
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
 from .slots import LowBitPart, SlotMap
@@ -73,15 +73,15 @@ class ExpertCache:
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)
-        self._layer_of, self.bytes_of = self._map.layer_of, self._map.bytes_of
+        self._layer_of, self.bytes_of, self.whole_slots = self._map.layer_of, self._map.bytes_of, self._map.whole_slots
         self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
         self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so
-        self.ledger = CacheLedger(stats, governor, timeline, self._map, self.divided, low_bit is not None)
-        self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.ledger.uses
+        self.counters = CacheCounters(stats, governor, timeline, self._map, self.divided, low_bit is not None)
+        self.stats, self.governor, self.timeline, self.uses = stats, governor, timeline, self.counters.uses
         self._queue: CopyQueue = Loader(device) if loader is None else loader
-        self.loads = Loads(self._queue, device, residency, eviction, self._map, self.ledger, clock, writeback)
+        self.loads = Loads(self._queue, device, residency, eviction, self._map, self.counters, clock, writeback)
         self._under_way = self.loads.under_way
         if cut is not None:
             self._map.divide(cut)
@@ -100,7 +100,7 @@ class ExpertCache:
 
     def replica_slot(self, segment: int, layer: int) -> int:
         """As `await_expert` of a pinned replica: its slot among those of replicas."""
-        return self.await_expert(segment, layer) - self._map.whole_slots
+        return self.await_expert(segment, layer) - self.whole_slots
 
     def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
@@ -135,35 +135,42 @@ class ExpertCache:
             self.loads.land_ended()
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
-        """The routing of `layer` is known: forget its queued prefetches that guessed wrong."""
-        if self._under_way:
-            jobs = self._under_way.items()
-            self.loads.drop([k for k, job in jobs if job.layer == layer and job.prefetch and k not in needed])
+        """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
+        stale = []
+        for key, job in self._under_way.items():
+            if job.layer == layer and job.cause == "prefetch" and key not in needed:
+                stale.append(key)
+        if stale:
+            self.loads.drop(stale)
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
         """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
-        self.ledger.begin(layer, plan)
-        for key in plan.run[: plan.resident + plan.arriving]:
-            self.residency.pin(key)
+        self.counters.begin(layer, plan)
+        here = plan.resident + plan.arriving
+        self.residency.pin(*plan.run[:here])
         if not plan.arriving:
             return
-        arriving = plan.run[plan.resident : plan.resident + plan.arriving]
-        self.ledger.arriving(layer, arriving, self._under_way)
+        arriving = plan.run[plan.resident : here]
+        self.counters.arriving(layer, arriving, self._under_way)
         for key in arriving:
             job = self._under_way[key]
-            if job.prefetch or (self.divided and job.cause == "migration"):  # a new cut's loads come after demand, too
+            # a recut's loads come after demand, too
+            if job.cause == "prefetch" or (self.divided and job.cause == "migration"):
                 self._queue.promote(job)
 
     def issue(self, loads: Sequence[Load]) -> None:
-        """Evict, reserve and queue these demand loads; each key is pinned."""
+        """Evict, reserve and queue these demand loads of one layer; each key is pinned."""
+        if not loads:
+            return
+        layer, keys = self._layer_of(loads[0].key), []
         for load in loads:
+            keys.append(load.key)
             if load.evict is not None:
-                self.loads.evict(load.evict, self._layer_of(load.key))
-        jobs = self.loads.reserve([load.key for load in loads], "demand")
-        for load in loads:
-            self.residency.pin(load.key)
-        if self.decode_only and loads:
-            self.ledger.demanded(loads)
+                self.loads.evict(load.evict, layer)
+        jobs = self.loads.reserve(keys, "demand")
+        self.residency.pin(*keys)
+        if self.decode_only:
+            self.counters.demanded(layer, loads)
         self._queue.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
@@ -173,48 +180,50 @@ class ExpertCache:
             RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
             StoreError: no node has the expert now.
         """
-        job = self._under_way.get(key)
-        if job is not None:
-            self.loads.land_needed(job, layer)
-        return self.residency.slot(key)
+        return self.await_experts((key,), layer)[0]
+
+    def await_experts(self, keys: Sequence[int], layer: int) -> list[int]:
+        """`await_expert` of each, in this order."""
+        under_way = self._under_way
+        if under_way:
+            for key in keys:
+                if key in under_way:
+                    self.loads.land_needed(under_way[key], layer)
+        return self.residency.slots_of(keys)
 
     def ran(self, keys: Sequence[int]) -> None:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""
-        for key in keys:
-            self.residency.unpin(key)
-        self.ledger.ran(self._map.experts_of(keys))
+        self.residency.unpin(*keys)
+        self.counters.ran(keys)
         self.eviction.used(keys)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
         """Queue loads of absent experts, most wanted first; the number queued. A replica's key stands for the replica
-        (`LowBitPart`), which is not wanted where its expert is there in full.
+        (`LowBitPart`), which is not loaded where its expert is there in full.
 
         Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
-        (what nearer layers want), so a pool as small as the working set is left to demand. `source` says whose guess
-        they are, for the counters.
+        (what nearer layers want), so a pool as small as the working set is left to demand. `source` names the policy
+        that asks, for the counters.
         """
         residency, experts = self.residency, self._map.keys
         if self.low_bit is not None:
             keys = [k for k in keys if k < experts or residency.state(k - experts) == State.ABSENT]
-        absent = [k for k in self.segments(keys) if residency.state(k) == State.ABSENT]
+        _, _, absent = residency.by_state(self.segments(keys))
         if not absent:
             return 0
-        keep = keep | set(keys)
-
-        def may_go(k: int) -> bool:
-            if k % experts in keep or k in keep:
-                return False
-            return residency.state(k) == State.RESIDENT and not residency.pinned(k)
-
-        absent = self.loads.make_room(absent, may_go)
-        self.ledger.guessed(absent, source)
-        self._queue.submit(self.loads.reserve(absent, "prefetch"), PREFETCH)
-        return len(absent)
+        kept = [*keys, *keep]
+        if residency.keys > experts:  # with an expert its bottom, or its replica, stays
+            kept += [key + experts for key in kept if key < experts]
+        fit = self.loads.make_room(absent, residency.evictable(kept))
+        self.counters.prefetched(fit, source)
+        if fit:
+            self._queue.submit(self.loads.reserve(fit, "prefetch"), PREFETCH)
+        return len(fit)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
         """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
         for segment in self.segments(keys):
-            self.loads.land_guess(segment, layer)
+            self.loads.land_prefetch(segment, layer)
 
     def vacate(self, slots: int, layer: int) -> None:
         """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
@@ -222,12 +231,10 @@ class ExpertCache:
         For a cache of whole experts, whose slots serve all layers.
         """
         residency = self.residency
-        victims = self.eviction.victims(
-            slots - residency.free_slots, lambda k: residency.state(k) == State.RESIDENT and not residency.pinned(k)
-        )
+        victims = self.eviction.victims(slots - residency.free_slots, residency.evictable())
         for victim in victims:
             self.loads.evict(victim, layer)
-        self.ledger.vacated(layer, victims)
+        self.counters.vacated(layer, victims)
 
     # -- around forwards ---------------------------------------------------------------------------------
 
@@ -242,18 +249,18 @@ class ExpertCache:
         wanted = set(segments)
         absent = [k for k in segments if residency.state(k) == State.ABSENT]
 
-        def may_go(k: int) -> bool:
+        def evictable(k: int) -> bool:
             return k not in wanted and not residency.pinned(k)
 
         if not keep_others:
-            for victim in self.eviction.victims(residency.slots, may_go):
+            for victim in self.eviction.victims(residency.slots, evictable):
                 self.loads.evict(victim, self._layer_of(victim))
-        self._queue.submit(self.loads.reserve(self.loads.make_room(absent, may_go), "migration"), DEMAND)
+        self._queue.submit(self.loads.reserve(self.loads.make_room(absent, evictable), "migration"), DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
         """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
         fit = self.loads.make_room(self.segments(keys), lambda k: False)
-        self.ledger.preloaded(self.loads.preload(fit))
+        self.counters.preloaded(self.loads.preload(fit))
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
@@ -267,7 +274,7 @@ class ExpertCache:
 
         Not between a layer's two looks at its counters: what comes late is counted for the forward's way here.
         """
-        self._queue.tell(self.ledger)
+        self._queue.tell(self.counters)
 
     def abandon(self) -> None:
         """The forward under way failed: what it pinned may go. Its loads still arrive."""
@@ -281,7 +288,7 @@ class ExpertCache:
         held = set(residency.held())
         if held != set(self.eviction.victims(residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
-        self.ledger.check_integrity(held)
+        self.counters.check_integrity(held)
 
     @property
     def loads_in_flight(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ....errors import RuntimeFailure
 from ...policies.residency import Reservation
-from .slots import Promise
+from .slots import PendingExpert
 
 if TYPE_CHECKING:
     from .device import Copied, Device, Tensors
@@ -37,7 +37,7 @@ class LoadJob:
 
     reservation: Reservation
     dst: Tensors
-    src: Tensors | Promise
+    src: Tensors | PendingExpert
     after: Any
     layer: int
     cause: Cause  # why it was asked for; stays so when demand overtakes it
@@ -54,14 +54,14 @@ class LoadJob:
         return self.cause == "prefetch"
 
 
-class Books(Protocol):
+class CopyTimes(Protocol):
     """Who is told what copies took, where that is known only after their experts are in use."""
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         """A copy has ended, whose expert may be long evicted."""
         ...
 
-    def held(self, layer: int, start_s: float, end_s: float) -> None:
+    def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
         """The compute of `layer` waited for a copy, on the device."""
         ...
 
@@ -94,7 +94,7 @@ class CopyQueue(Protocol):
         """A layer begins: go on with what waits, and follow the compute to the stream that it is on now."""
         ...
 
-    def tell(self, books: Books) -> None:
+    def tell(self, times: CopyTimes) -> None:
         """Say what copies and waits took that have ended by now, each once."""
         ...
 
@@ -116,7 +116,7 @@ class HostWaits:
     def poll(self) -> None:
         return None
 
-    def tell(self, books: Books) -> None:
+    def tell(self, times: CopyTimes) -> None:
         return None
 
 
@@ -126,7 +126,7 @@ class Loader(HostWaits):
     Order: demand before prefetch, then first come first served. A copy that has started is never
     interrupted. `close` drops what is queued and joins the thread.
 
-    A source may be a promise (`Promise`): this thread asks for its bytes, and for those of the promises behind it,
+    A source may be a `PendingExpert`: this thread asks for its bytes, and for those of the pending ones behind it,
     before it waits for them and again before it copies them, so that some travel while others are copied.
     """
 
@@ -199,10 +199,10 @@ class Loader(HostWaits):
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                src = self._fetch(job.src) if isinstance(job.src, Promise) else job.src
+                src = self._fetch(job.src) if isinstance(job.src, PendingExpert) else job.src
                 written = self._write_back(job) if job.writeback else None
                 job.copied = _joined(written, self._device.copy(job.dst, src, job.after))
-            except BaseException as error:  # handed to the cache, which drops a guess and fails a forward that waits
+            except BaseException as error:  # handed to the cache, which drops a prefetch and fails a forward that waits
                 job.error = error
             job.done.set()
 
@@ -212,18 +212,18 @@ class Loader(HostWaits):
             self._scratch = tuple(t.cpu().clone() for t in job.dst)
         return self._device.copy(self._scratch, job.dst, job.after)
 
-    def _fetch(self, promise: Promise) -> Tensors:
-        promise.ask(self._promises())
-        tensors = promise.tensors()
-        if behind := self._promises():
+    def _fetch(self, source: PendingExpert) -> Tensors:
+        source.ask(self._pending())
+        tensors = source.tensors()
+        if behind := self._pending():
             behind[0].ask(behind[1:])
         return tensors
 
-    def _promises(self) -> list[Promise]:
+    def _pending(self) -> list[PendingExpert]:
         """Those queued, in the order in which they will be copied."""
         with self._wake:
             jobs = [job for _, _, job in heapq.nsmallest(_LOOK_AHEAD, self._heap)]
-        return [job.src for job in jobs if isinstance(job.src, Promise)]
+        return [job.src for job in jobs if isinstance(job.src, PendingExpert)]
 
     def _next(self) -> LoadJob | None:
         with self._wake:

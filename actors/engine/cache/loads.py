@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ....errors import RuntimeFailure, StoreError
 from ...policies.eviction import EvictionPolicy
 from ...policies.residency import Reservation, Residency, ResidencyError, State
-from .counting import CacheLedger
+from .counting import CacheCounters
 from .loader import DEMAND, Cause, CopyQueue, LoadJob
 from .slots import SlotMap
 
 if TYPE_CHECKING:
     from .device import Copied, Device
 
-class _NoBooks:
+class _NotCounted:
     """For what a preload took, which no layer waited for."""
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         return None
 
-    def held(self, layer: int, start_s: float, end_s: float) -> None:
+    def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
         return None
 
 
@@ -41,7 +41,7 @@ class Loads:
         device: marks when slots were last used.
         residency, eviction: states and slots, and the order of leaving.
         slot_map: where a copy goes, and where from.
-        ledger: told of every event.
+        counters: told of every event.
         clock: seconds, of which the queue's copies tell the same.
         writeback: copy an evicted expert back to the host before its slot is used again.
 
@@ -51,10 +51,10 @@ class Loads:
 
     def __init__(
         self, queue: CopyQueue, device: Device, residency: Residency, eviction: EvictionPolicy, slot_map: SlotMap,
-        ledger: CacheLedger, clock: Callable[[], float], writeback: bool,
+        counters: CacheCounters, clock: Callable[[], float], writeback: bool,
     ) -> None:  # fmt: skip
         self.queue, self._device, self._residency, self._eviction = queue, device, residency, eviction
-        self._map, self._ledger, self._clock = slot_map, ledger, clock
+        self._map, self._counters, self._clock = slot_map, counters, clock
         self.under_way: dict[int, LoadJob] = {}
         self._unwritten: set[int] | None = set() if writeback else None  # slots whose last expert is not copied back
 
@@ -62,10 +62,13 @@ class Loads:
 
     def reserve(self, keys: Sequence[int], cause: Cause) -> list[LoadJob]:
         """Slots for absent experts and their jobs. Whatever ran in these slots is before one mark for all of them."""
-        after, jobs = self._device.mark_use() if keys else None, list[LoadJob]()
+        if not keys:
+            return []
+        after, jobs = self._device.mark_use(), list[LoadJob]()
+        reserve, admitted = self._residency.reserve, self._eviction.admitted
         for key in keys:
-            reservation = self._residency.reserve(key)
-            self._eviction.admitted(key)
+            reservation = reserve(key)
+            admitted(key)
             jobs.append(self.new_job(reservation, cause, after))
         return jobs
 
@@ -73,49 +76,44 @@ class Loads:
         """The job of a reserved slot, which is not queued yet. after: its slot's last use, a mark of the device."""
         key = reservation.key
         dst, src = self._map.copy_of(reservation)
-        job = self.under_way[key] = LoadJob(
-            reservation=reservation,
-            dst=dst,
-            src=src,
-            after=after,
-            layer=self._map.layer_of(key),
-            cause=cause,
-            done=self.queue.event(),
-            writeback=self._unwritten is not None and reservation.slot in self._unwritten,
-        )
-        if job.writeback and self._unwritten is not None:
+        layer, done = self._map.layer_of(key), self.queue.event()
+        job = self.under_way[key] = LoadJob(reservation, dst, src, after, layer, cause, done)
+        if self._unwritten is not None and reservation.slot in self._unwritten:
             self._unwritten.remove(reservation.slot)
+            job.writeback = True
         return job
 
     def land_ended(self) -> None:
         """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
-        for key in [k for k, job in self.under_way.items() if job.done.is_set()]:
-            self._land(key)
+        for key, job in list(self.under_way.items()):
+            if job.done.is_set():
+                self._land(key, job)
 
     def land_needed(self, job: LoadJob, layer: int) -> None:
         """Wait for a copy that `layer` cannot do without, and make it resident.
 
         Raises:
-            RuntimeFailure: it failed (a guess is first loaded again) or the queue was closed. StoreError: no node has
-                the expert now.
+            RuntimeFailure: it failed (a prefetch is first loaded again) or the queue was closed. StoreError: no node
+                has the expert now.
         """
         self._wait(job, layer)
         if job.copied is None:
             self._load_again(job, layer)
-        self._land(job.reservation.key)
+        key = job.reservation.key
+        self._land(key, self.under_way[key])  # the second try's job, where there was one
 
-    def land_guess(self, key: int, layer: int) -> None:
+    def land_prefetch(self, key: int, layer: int) -> None:
         """Wait for its copy, if it is under way, at the cost of `layer`, which can do without."""
         job = self.under_way.get(key)
         if job is not None:
             self._wait(job, layer)
-            self._land(key)
+            self._land(key, job)
 
     def land_all(self) -> None:
         """Have the host wait for every copy under way; in no layer's books."""
-        for key in list(self.under_way):
-            self.under_way[key].done.wait()
-            self._land(key)
+        for key, job in list(self.under_way.items()):
+            job.done.wait()
+            self._land(key, job)
 
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
         """Load these into free slots and wait for them, in no layer's books; their jobs, which are over."""
@@ -125,8 +123,9 @@ class Loads:
             job.done.wait()
             if job.copied is None:
                 self._fail(job)
-            self._publish(job)
-        self.queue.tell(_NoBooks())
+            self._residency.publish(job.reservation)
+            del self.under_way[job.reservation.key]
+        self.queue.tell(_NotCounted())
         return jobs
 
     # -- out ---------------------------------------------------------------------------------------------
@@ -137,14 +136,16 @@ class Loads:
             if self.queue.cancel(self.under_way[key]):
                 self._release(key)
 
-    def make_room(self, absent: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+    def make_room(self, absent: Sequence[int], evictable: Callable[[int], bool]) -> list[int]:
         """Evict for these absent ones; those of them that have room now, in the same order."""
         residency, fit = self._residency, list[int]()
         for slot_class, keys in residency.by_class(absent).items():
-            short = len(keys) - residency.free_of(slot_class)
-            for victim in self._eviction.of_class(slot_class).victims(short, may_go):
-                self.evict(victim, self._map.layer_of(victim))
-            fit += keys[: residency.free_of(slot_class)]
+            free = residency.free_of(slot_class)
+            if free < len(keys):
+                for victim in self._eviction.of_class(slot_class).victims(len(keys) - free, evictable):
+                    self.evict(victim, self._map.layer_of(victim))
+                free = residency.free_of(slot_class)
+            fit += keys[:free]
         if len(residency.class_slots) == 1:
             return fit
         found = set(fit)
@@ -158,13 +159,13 @@ class Loads:
                 self._release(key)
                 return
             self._overtake(job, layer)
-            if not self._land(key):
+            if not self._land(key, job):
                 return
         if self._unwritten is not None and key < self._map.keys:  # replicas are no working copies
             self._unwritten.add(self._residency.slot(key))
         self._residency.evict(key)
         self._eviction.removed(key)
-        self._ledger.evicted(key)
+        self._counters.evicted(key)
 
     def check_integrity(self) -> None:
         """Raise ResidencyError unless the loads under way are those of the slots that are LOADING."""
@@ -175,26 +176,22 @@ class Loads:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _land(self, key: int) -> bool:
+    def _land(self, key: int, job: LoadJob) -> bool:
         """Make a finished copy resident. False if it failed: then its slot is free."""
-        job = self.under_way[key]
         copied = job.copied
         if copied is None:
             self._drop_failed(job)
             return False
-        self._publish(job)
-        self._ledger.landed(job, copied)
-        return True
-
-    def _publish(self, job: LoadJob) -> None:
         self._residency.publish(job.reservation)
-        del self.under_way[job.reservation.key]
+        del self.under_way[key]
+        self._counters.landed(job, copied)
+        return True
 
     def _load_again(self, job: LoadJob, layer: int) -> None:
         """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
         if job.cause != "demand" and job.error is not None:
-            self._ledger.failed(job)
-            self._ledger.forget(job.reservation.key)
+            self._counters.failed(job)
+            self._counters.forget(job.reservation.key)
             job = self.new_job(job.reservation, "demand", job.after)
             self.queue.submit([job], DEMAND)
             self._wait(job, layer)
@@ -205,7 +202,7 @@ class Loads:
         """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
         if job.error is None:
             self._fail(job)
-        self._ledger.failed(job)
+        self._counters.failed(job)
         self._release(job.reservation.key)
 
     def _fail(self, job: LoadJob) -> NoReturn:
@@ -223,7 +220,7 @@ class Loads:
     def _release(self, key: int) -> None:
         """Undo the reservation of a load that was cancelled or failed."""
         job = self.under_way[key]
-        self._ledger.cancelled(key, job.moved_share)
+        self._counters.cancelled(key, job.moved_share)
         self._forget(job)
 
     def _forget(self, job: LoadJob) -> None:
@@ -231,7 +228,7 @@ class Loads:
         if job.writeback and job.cancelled and self._unwritten is not None:
             self._unwritten.add(job.reservation.slot)
         del self.under_way[key]
-        self._ledger.forget(key)
+        self._counters.forget(key)
         self._residency.release(job.reservation)
         self._eviction.removed(key)
 
@@ -241,7 +238,7 @@ class Loads:
             return
         start_s = self._clock()
         if self.queue.join(job, layer):
-            self._ledger.waited(layer, start_s, self._clock())
+            self._counters.waited(layer, start_s, self._clock())
 
     def _overtake(self, job: LoadJob, layer: int) -> None:
         """Have the slot of a copy under way given to another one; where that takes time it is `layer`'s."""
@@ -249,4 +246,4 @@ class Loads:
             return
         start_s = self._clock()
         if self.queue.overtake(job):
-            self._ledger.waited(layer, start_s, self._clock())
+            self._counters.waited(layer, start_s, self._clock())

@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from ....errors import ConfigError
 from ....kernels.pack import PackedShape
 from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes, try_out
-from ...policies.hobbit import MixedPrecision
-from ...policies.residency import State
 from ...policy_settings import PolicySettings
 from ...settings import CopySettings
 from ...store.format import ExpertShape
 from ...store.replicas import ReplicaView, open_replicas
-from ..host_view import LayerView
 from ..model.model import MoeBlock
-from .cache import ExpertCache
 from .device import Device, PinReport
 from .slots import LayerWeights, LowBitPart
 from .sources import host_tensor
@@ -148,42 +143,3 @@ def make_packed_kernel(
         notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])
         return TorchPackedKernel(pool.tensors, pool.shape, activation)
     return kernel
-
-
-class LowBits:
-    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
-
-    Args:
-        rule: decides. cache: has a `LowBitPart`; its counters are filled. experts: of a layer.
-    """
-
-    def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
-        self.rule, self._cache, self._experts = rule, cache, experts
-        self._keys = len(cache.uses)
-
-    def layer(self, index: int, view: LayerView) -> tuple[frozenset[int], bool]:
-        """The keys of experts that run on a replica, and whether the view has another routing now.
-
-        A place that no token uses any more is left out, so ids and weights may become [T, K'], 1 <= K' <= K.
-        """
-        residency, base, keys = self._cache.residency, index * self._experts, self._keys
-
-        def full(expert: int) -> bool:
-            return residency.state(base + expert) != State.ABSENT
-
-        picked = view.ids
-        if all(map(full, set(picked.ravel().tolist()))):
-            return frozenset(), False
-        found = self.rule.decide(
-            picked, view.weights, full, lambda e: residency.state(keys + base + e) != State.ABSENT
-        )  # fmt: skip
-        if found.low:
-            pairs = int(sum((found.ids == expert).sum() for expert in found.low))
-            self._cache.stats.layers[index].low_bit_pairs += pairs
-        low = frozenset(base + expert for expert in found.low)
-        if not found.dropped:
-            return low, False
-        self._cache.stats.dropped += found.dropped
-        used = (found.weights != 0).any(axis=0).nonzero()[0]  # places; one at least, since weight was dropped by share
-        view.reroute(np.ascontiguousarray(found.ids[:, used]), np.ascontiguousarray(found.weights[:, used]))
-        return low, True

@@ -1,21 +1,19 @@
-"""What stands for an expert whose bytes are not here yet; apart from the pool, so that the loader needs no torch.
+"""Where experts lie: sources, the slot pool, slots for low-bit replicas, and which segment lies where.
 
-A promise is of a whole expert. Where a segment is to be loaded, it is cut from what the promise gives.
-
-The slot pool: the tensors that experts are copied into, and that kernels read in place.
-
-The part of a cache's memory that holds low-bit replicas, beside the slots for experts in full.
-
-Where experts lie in the pool, whole or cut in two, which bytes go there, and which are there now.
+An expert whose bytes are not on this node yet is a `PendingExpert`. It is of a whole expert; where a segment is loaded,
+it is cut from what the pending expert gives. Nothing here imports torch before it allocates: the simulator uses it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...policies.moepic.split import CacheCut, Segments
 from ...policies.residency import Reservation, Residency, State
@@ -27,11 +25,11 @@ if TYPE_CHECKING:
     from .device import Tensors
 
 @runtime_checkable
-class Promise(Protocol):
+class PendingExpert(Protocol):
     """An expert that is not in this node's memory yet; used by the loader's thread only."""
 
     def ask(self, behind: Sequence[Any]) -> None:
-        """Ask for its bytes, and for those of the promises behind it in the queue; returns at once."""
+        """Ask for its bytes, and for those of the pending ones behind it in the queue; returns at once."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -43,12 +41,12 @@ class Promise(Protocol):
         ...
 
 
-class Shared:
-    """One promised expert for the copies of both its segments: it is fetched once, and kept until both have it."""
+class SharedPending:
+    """One pending expert for the copies of both its segments: it is fetched once, and kept until both have it."""
 
     __slots__ = ("__weakref__", "_tensors", "whole")
 
-    def __init__(self, whole: Promise) -> None:
+    def __init__(self, whole: PendingExpert) -> None:
         self.whole = whole
         self._tensors: tuple[torch.Tensor, ...] | None = None
 
@@ -62,16 +60,16 @@ class Shared:
         return self._tensors
 
 
-class PromisedSegment:
-    """A `Promise` of the neurons [begin, end) of an expert; those of one expert ask for it once."""
+class PendingSegment:
+    """A `PendingExpert` of the neurons [begin, end) of an expert; those of one expert ask for it once."""
 
     __slots__ = ("_begin", "_end", "_shared")
 
-    def __init__(self, shared: Shared, begin: int, end: int) -> None:
+    def __init__(self, shared: SharedPending, begin: int, end: int) -> None:
         self._shared, self._begin, self._end = shared, begin, end
 
     def ask(self, behind: Sequence[Any]) -> None:
-        """As `Promise.ask`; those behind are segments, too."""
+        """As `PendingExpert.ask`; those behind are segments, too."""
         wanted = dict.fromkeys(segment._shared for segment in (self, *behind) if not segment._shared.fetched)
         if wanted:
             first, *others = [shared.whole for shared in wanted]
@@ -146,8 +144,8 @@ class SlotPool:
 class ExpertSource(Protocol):
     """Where the experts of one MoE layer come from."""
 
-    def expert(self, index: int) -> tuple[torch.Tensor, ...] | Promise:
-        """One expert: what a device copies, or a promise of it. Returns at once."""
+    def expert(self, index: int) -> tuple[torch.Tensor, ...] | PendingExpert:
+        """One expert: what a device copies, or its `PendingExpert`. Returns at once."""
         ...
 
 
@@ -209,7 +207,7 @@ class SlotMap:
         self._segments: Segments | None = None
         self._low_bit: LowBitPart | None = None
         self.whole_slots = residency.slots  # before those of replicas
-        self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
+        self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
 
     @property
     def cut(self) -> CacheCut | None:
@@ -249,20 +247,12 @@ class SlotMap:
 
     def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
         """The segments of these experts, each expert's together; of those in `low` their replicas."""
-        if low:
-            return [key + self.keys if key in low else key for key in keys]
-        return keys if self._segments is None else self._segments.of(keys)
+        if self._segments is None:
+            return [key + self.keys if key in low else key for key in keys] if low else keys
+        return self._segments.of(keys)
 
     def layer_of(self, segment: int) -> int:
         return segment % self.keys // self.experts
-
-    def experts_of(self, segments: Sequence[int]) -> Iterable[int]:
-        """The experts of which all or, under a cut, the segment that stands for them is among these."""
-        keys = self.keys
-        if self._segments is None:
-            return segments if self._low_bit is None else [segment % keys for segment in segments]
-        shown = self._segments.shown
-        return [segment % keys for segment in segments if shown[segment % keys] == segment]
 
     def shown(self) -> Sequence[int] | None:
         """The segment that stands for each expert; None where each stands for itself."""
@@ -273,12 +263,14 @@ class SlotMap:
         shown, states = self.shown(), self._residency.states()
         return states[: self.keys] if shown is None else [states[segment] for segment in shown]
 
-    def standing(self, layer: int) -> tuple[list[State], int]:
-        """Of each expert of a layer as in `states`, and how many there may be at once, were no other layer's there."""
+    def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
+        """Which experts of a layer are resident or on their way [E], of split ones their tops; and how many there may
+        be at once, were no other layer's there."""
         shown, residency, base = self.shown(), self._residency, layer * self.experts
-        keys = range(base, base + self.experts)
-        segments = keys if shown is None else shown[base : base + self.experts]
-        return [residency.state(s) for s in segments], residency.class_slots[residency.class_of(segments[0])]
+        slots = residency.class_slots[residency.class_of(base if shown is None else shown[base])]
+        if shown is None:
+            return residency.occupied(base, base + self.experts), slots
+        return residency.occupied()[list(shown[base : base + self.experts])], slots
 
     def vacant(self, layer: int) -> int:
         """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
@@ -298,7 +290,7 @@ class SlotMap:
             return slot * self._neurons, self._neurons
         return self._segments.first[slot], self._segments.neurons[segment]
 
-    def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | Promise]:
+    def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | PendingExpert]:
         """Where a load goes, and where from."""
         segments, segment = self._segments, reservation.key
         key = segment % self.keys
@@ -311,9 +303,9 @@ class SlotMap:
             return self.pool.slot(reservation.slot), whole
         begin, count = segments.begins[segment], segments.neurons[segment]
         dst = self.pool.neuron_range(segments.first[reservation.slot], count)
-        if isinstance(whole, tuple):  # asking whether it is a `Promise` takes longer than the rest
+        if isinstance(whole, tuple):  # asking whether it is a `PendingExpert` takes longer than the rest
             return dst, neuron_slice(whole, begin, begin + count)
         shared = self._shared.get(key)
         if shared is None:
-            shared = self._shared[key] = Shared(whole)
-        return dst, PromisedSegment(shared, begin, begin + count)
+            shared = self._shared[key] = SharedPending(whole)
+        return dst, PendingSegment(shared, begin, begin + count)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from ....errors import RuntimeFailure
 from ...policies.cost import Link, load_s
 from .loader import HostWaits, LoadJob
-from .slots import Promise
+from .slots import PendingExpert
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class VirtualLoader(HostWaits):
 def copy_now(job: LoadJob) -> None:
     """Move a job's bytes between tensors of this host, for `VirtualLoader`."""
     src = job.src
-    if isinstance(src, Promise):
+    if isinstance(src, PendingExpert):
         src.ask(())
         src = src.tensors()
     for target, source in zip(job.dst, src, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 
 from ....errors import RuntimeFailure
 from ..cache.device import Copied
-from ..cache.loader import DEMAND, Books, Loader, LoadJob
+from ..cache.loader import DEMAND, CopyTimes, Loader, LoadJob
 from .device import CudaDevice
 from .lane import Lane, Part, Pieces, StreamCopy
 from .runtime import EventClock
@@ -182,7 +182,7 @@ class StreamQueue:
         self._prefetch.settle()
         self._feed()
 
-    def tell(self, books: Books) -> None:
+    def tell(self, times: CopyTimes) -> None:
         """Read the events that are done, without waiting for any."""
         self._demand.settle()
         self._prefetch.settle()
@@ -191,11 +191,11 @@ class StreamQueue:
         for job, copied in told:
             start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
             self._link_free_s = max(self._link_free_s, copied.end_s)
-            books.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s))
+            times.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s))
         holds, clock = self._holds, self._clock
         while holds and self._runtime.query(holds[0][2]):
             layer, before, after = holds.popleft()
-            books.held(layer, clock.read(before), clock.read(after))
+            times.device_waited(layer, clock.read(before), clock.read(after))
 
     @property
     def pending(self) -> int:

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import DeviceType
 
 from ....kernels.expert_ffn import ExpertKernel, Group
+from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
+from ..layer import MoeLayer
+from ..prefetching import RouterPrefetching
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +86,10 @@ def _timed_forward(index: int, forward, timed: _TimedKernel, passes: list[LayerP
     return run
 
 
-# part -> methods of a layer's own things, as (attribute of the layer, method), where there are such
-_PARTS = {
-    "read": [("_views", "look")],
-    "wait": [("_views.fetch", "wait")],  # for the device to have computed what is read
-    "reroute": [("_rerouter", "layer")],
-    "plan": [("_planner", "plan"), ("_placer", "plan")],
-    "begin": [("_cache", "begin")],
-    "issue": [("_cache", "issue")],
-    "await": [("_cache", "await_expert")],
-    "send": [("_dispatcher", "send")],
-    "prefetch": [("_prefetching", "layer")],
-    "pre_evict": [("_pre_evicting", "layer")],
-    "run": [("_dispatcher", "run")],
-    "kernels": [("kernel", "run"), ("_dispatcher._runner._low_bit", "run")],
-    "combine": [("kernel", "combine")],
-    "other": [],  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
-}
-PARTS = tuple(_PARTS)
+PARTS = (
+    "read", "wait", "reroute", "plan", "begin", "issue", "await", "send", "prefetch", "pre_evict", "run", "kernels",
+    "combine", "other",  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
+)  # fmt: skip
 _LAYER = "tiermoe.layer"
 
 _LAUNCHES = (
@@ -188,15 +176,30 @@ def host_passes(engine: ExpertEngine) -> Iterator[list[HostPass]]:
     clock, replaced, wrapped = _Clock(), _Replaced(), set[tuple[int, str]]()
     with replaced:
         for layer in engine.layers:
-            for part, methods in _PARTS.items():
-                for attribute, method in methods:
-                    owner = attrgetter(attribute)(layer)
-                    if not hasattr(owner, method) or (id(owner), method) in wrapped:
-                        continue
+            for part, owner, method in _parts_of(layer):
+                if hasattr(owner, method) and (id(owner), method) not in wrapped:
                     wrapped.add((id(owner), method))
                     replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
             replaced.set(layer, "forward", _timed_pass(clock, layer.index, layer.forward, passes))
         yield passes
+
+
+def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
+    """The methods of a layer's step by part, as (part, owner, method); an owner may lack the method."""
+    cache, backend, kernel = layer.cache, cast(DeviceBackend, layer.backend), layer.kernel
+    yield "read", backend.views, "look"
+    yield "wait", backend.views.fetch, "wait"  # for the device to have computed what is read
+    for rule in layer.hooks.reroute:
+        yield "reroute", rule, "layer"
+    yield "plan", layer.placer, "plan"
+    yield "begin", cache, "begin"
+    yield "issue", cache, "issue"
+    yield "await", cache, "await_experts"
+    yield "send", backend, "send"
+    for hook in layer.hooks.ahead:
+        yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
+    yield "run", backend, "run"
+    yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 
 def device_calls(engine: ExpertEngine, serve: Callable[[], object], tokens: int, skip: int = 8) -> DeviceCalls:

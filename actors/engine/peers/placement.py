@@ -14,7 +14,6 @@ Builds the placer that a policy asks for.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,15 +26,15 @@ from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
 from ...policies.context_ndp import HotSet, Places, RoutingCounts, monde_split, prefix_split, static_hot, uniform
 from ...policies.cost import FULL_BITS, SplitCosts, Work, split_costs
-from ...policies.plan import LayerPlan, LoadOnMiss, Remote
+from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
 from ...policy_settings import PolicySettings, PrecisionSettings
 from ...settings import EngineSettings
 from ...store.format import ExpertShape
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
-from ..dispatch import Routing
-from ..host_view import LayerView
+from ..host_view import LayerView, Routing
+from ..layer import Placer
 from ..model.kernels import expert_seconds, link_seconds
 from ..model.model import MoeBlock
 from ..serving.streams import SequenceRows
@@ -43,52 +42,18 @@ from .remote import NdpPool
 from .shards import Shards, owners
 
 
-class Placer(ABC):
+class PeerPlacer(Placer):
     """Decides per layer which of the needed experts run elsewhere, and where.
 
     Args:
         cache: asked for residency and told to migrate.
-        planner: plans what runs here.
         experts: per layer.
         shards: the other GPUs; None where there are none.
-
-    Attributes:
-        hot_per_layer: experts of each layer that the placement keeps on the GPUs; None where it keeps none by number.
     """
 
-    hot_per_layer: int | None = None
-
-    def __init__(self, cache: ExpertCache, planner: LoadOnMiss, experts: int, shards: Shards | None) -> None:
-        self._cache, self._planner, self._experts, self._shards = cache, planner, experts, shards
-
-    def preload(self) -> None:
-        """Load what is to be there before the first request; for placements that have such a set.
-
-        Raises:
-            RuntimeFailure: a copy failed, or a shard did not do it.
-        """
-        return None
-
-    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
-        """The next forward carries these rows; a placer that follows sequences overrides it."""
-        return None
-
-    def end_sequence(self, name: str) -> None:
-        """A sequence is over; from any thread."""
-        return None
-
-    def displaced(self) -> None:
-        """Experts of a lost peer were loaded here; they may have taken the slots of those that belong here."""
-        return None
-
-    @abstractmethod
-    def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
-        """Plan one layer.
-
-        Args:
-            needed: keys of `routing.experts`.
-            view: the ids and weights that run.
-        """
+    def __init__(self, cache: ExpertCache, experts: int, shards: Shards | None) -> None:
+        super().__init__(cache)
+        self._experts, self._shards = experts, shards
 
     def _gpu_of(self, key: int) -> str | None:
         """The other GPU that computes an expert if a GPU does; None: this one, as owner or because that one is lost."""
@@ -103,18 +68,18 @@ class Placer(ABC):
     def _split(self, needed: Sequence[int], remote: Sequence[Remote], keep: frozenset[int] = frozenset()) -> LayerPlan:
         cache, away = self._cache, {r.key for r in remote}
         here = [key for key in needed if key not in away] if away else needed
-        plan = self._planner.plan(here, cache.residency, cache.eviction, keep)
+        plan = self._plan_loads(here, cache.residency, cache.eviction, keep)
         return replace(plan, remote=tuple(remote)) if remote else plan
 
 
-class GpuPlacer(Placer):
+class GpuPlacer(PeerPlacer):
     """Every expert to the GPU that owns it; those of a lost one to the lead, until it is back."""
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         return self._on_gpus(needed)
 
 
-class HotPlacer(Placer):
+class HotPlacer(PeerPlacer):
     """Placements with a hot set: hot experts on their GPUs, the others near data, where nothing has to be loaded.
 
     An expert of this GPU runs here if it is resident or on its way; whether one of another GPU is, is taken from
@@ -128,12 +93,11 @@ class HotPlacer(Placer):
     """
 
     def __init__(
-        self, cache: ExpertCache, planner: LoadOnMiss, experts: int, shards: Shards | None, pool: NdpPool, widest: int
+        self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool, widest: int
     ) -> None:
-        super().__init__(cache, planner, experts, shards)
+        super().__init__(cache, experts, shards)
         self._pool, self._widest = pool, widest
-        self._hot_keys: frozenset[int] = frozenset()  # of all GPUs
-        self._keep: frozenset[int] = frozenset()  # of this one
+        self._hot_keys: frozenset[int] = frozenset()  # of all GPUs; those of this one are `keep`
         self._displaced = False
 
     def displaced(self) -> None:
@@ -160,9 +124,9 @@ class HotPlacer(Placer):
         workers = self._pool.choose(cold) if cold else []
         if workers is None:
             self._displaced = True
-            return self._on_gpus(needed, self._keep)
+            return self._on_gpus(needed, self.keep)
         remote += [Remote(k, bits.get(k - base, self._widest), w) for k, w in zip(cold, workers, strict=True)]
-        return self._split(needed, remote, self._keep)
+        return self._split(needed, remote, self.keep)
 
     def _hold(self, keys: Sequence[int], *, keep_others: bool) -> None:
         """Have every GPU load its hot experts, most urgent first."""
@@ -177,7 +141,7 @@ class HotPlacer(Placer):
     def _take(self, keys: Sequence[int]) -> list[int]:
         """From now on these are hot; those of this GPU."""
         mine = [key for key in keys if self._shards is None or self._shards.owner_of(key) == 0]
-        self._hot_keys, self._keep = frozenset(keys), frozenset(mine)
+        self._hot_keys, self.keep = frozenset(keys), frozenset(mine)
         return mine
 
 
@@ -190,7 +154,6 @@ class StaticPlacer(HotPlacer):
     def __init__(
         self,
         cache: ExpertCache,
-        planner: LoadOnMiss,
         experts: int,
         shards: Shards | None,
         pool: NdpPool,
@@ -198,7 +161,7 @@ class StaticPlacer(HotPlacer):
         hot: Sequence[int],
         bits: Sequence[Mapping[int, int]],
     ) -> None:
-        super().__init__(cache, planner, experts, shards, pool, widest)
+        super().__init__(cache, experts, shards, pool, widest)
         self._hot, self._bits = tuple(hot), bits
         self.hot_per_layer = len(self._hot) // len(bits)
 
@@ -218,7 +181,7 @@ class StaticPlacer(HotPlacer):
         return self._plan_hot(layer, needed, self._bits[layer])
 
 
-class MondePlacer(Placer):
+class MondePlacer(PeerPlacer):
     """MoNDE on one GPU: in every layer the experts with the most tokens are moved there, as far as that pays.
 
     choose: token rows and residency of each needed expert, and the NDP workers that are there -> whether each expert
@@ -228,13 +191,12 @@ class MondePlacer(Placer):
     def __init__(
         self,
         cache: ExpertCache,
-        planner: LoadOnMiss,
         experts: int,
         pool: NdpPool,
         choose: Callable[[Sequence[int], Sequence[bool], int], list[bool]],
         bits: int,
     ) -> None:
-        super().__init__(cache, planner, experts, None)
+        super().__init__(cache, experts, None)
         self._pool, self._choose, self._bits = pool, choose, bits
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
@@ -273,7 +235,6 @@ class ContextPlacer(HotPlacer):
     def __init__(
         self,
         cache: ExpertCache,
-        planner: LoadOnMiss,
         experts: int,
         shards: Shards | None,
         pool: NdpPool,
@@ -282,7 +243,7 @@ class ContextPlacer(HotPlacer):
         bits: Bits,
         migrated: Callable[[], Any],
     ) -> None:
-        super().__init__(cache, planner, experts, shards, pool, widest)
+        super().__init__(cache, experts, shards, pool, widest)
         self._hot, self._choose_bits, self._migrated = hot, bits, migrated
         self.hot_per_layer = hot.places.per_layer
         self._layers = len(cache.stats.layers)
@@ -325,7 +286,7 @@ class ContextPlacer(HotPlacer):
         if prompts:
             warm = self._count(layer, prompts, view)
         if len(prompts) == len(self._rows):
-            return self._on_gpus(needed, self._keep)
+            return self._on_gpus(needed, self.keep)
         return self._plan_hot(layer, needed, self._bits[layer], warm)
 
     def _count(self, layer: int, prompts: list[SequenceRows], view: LayerView) -> set[int]:
@@ -386,7 +347,6 @@ def refuse_unsuitable(policy: PolicySettings, shape: ExpertShape, blocks: Sequen
 def make_placer(
     settings: EngineSettings,
     cache: ExpertCache,
-    planner: LoadOnMiss,
     shape: ExpertShape,
     shards: Shards | None,
     pool: NdpPool,
@@ -408,7 +368,7 @@ def make_placer(
     placement = policy.placement
     bits, widest = _bits(policy.precision, policy.name, tables)
     if placement.kind == "monde":
-        return MondePlacer(cache, planner, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
+        return MondePlacer(cache, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
     places = _places(settings, cache, experts)
     if placement.kind == "context":
         stats = cache.stats
@@ -417,7 +377,7 @@ def make_placer(
             stats.migrations += 1
 
         hot_set = HotSet(places, placement.alpha)
-        return ContextPlacer(cache, planner, experts, shards, pool, widest, hot_set, bits, migrated)
+        return ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated)
     counts = _tables(tables, policy.name, "the popularity of experts").counts
     hot = static_hot(counts, places)
     keys = [layer * experts + e for layer in range(places.layers) for e in sorted(hot[layer])]
@@ -425,7 +385,7 @@ def make_placer(
     for layer in range(places.layers):
         order = np.argsort(-counts[layer], kind="stable").tolist()
         cold.append(bits(layer, [e for e in order if e not in hot[layer]]))
-    return StaticPlacer(cache, planner, experts, shards, pool, widest, keys, cold)
+    return StaticPlacer(cache, experts, shards, pool, widest, keys, cold)
 
 
 def _places(settings: EngineSettings, cache: ExpertCache, experts: int) -> Places:

@@ -5,26 +5,29 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from ....errors import StoreError
-from ....kernels.expert_ffn import ExpertKernel
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
 from ....proto.peers import StoreLink
-from ...policies.plan import LoadOnMiss
+from ...policies.plan import LayerPlan
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
 from ...store.format import ExpertShape
 from ..cache.allocate import make_cache
+from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, activations_of, make_device
 from ..cache.sources import Sources, open_sources
-from ..dispatch import ExpertRunner
+from ..dispatch import ExpertRunner, RemoteTask, Spans
+from ..host_view import Routing
+from ..layer import MoeLayer, Placer
 from ..model.kernels import Kernels
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
@@ -65,22 +68,26 @@ class ShardEngine:
         self.sources, weights = sources, sources.weights
         mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
                 if owner == index]  # fmt: skip
-        self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, dtype
-        self._check = settings.integrity_checks
+        self._experts, self._hidden = shape.num_experts, shape.hidden
         self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
         self.activations: Activations = activations_of(device.torch_device)
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
-        self._kernels: list[ExpertKernel] = []
-        self._posts = [block.post for block in blocks]
-        self._runner = ExpertRunner(self.cache, LoadOnMiss())
+        self._placer = Placer(self.cache)  # whose `keep` the lead's placement gives
+        self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
         self._iteration, self._layer = -1, -1  # the newest iteration heard of, and the last layer that ran in it
-        self._keep: frozenset[int] = frozenset()  # what the lead's placement holds here
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
         try:
             kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)
-            self._kernels += [kernels.of(block) for block in blocks]
+            backend = _BatchBackend(self.cache, self.activations, dtype)
+            self._layers += [
+                MoeLayer(
+                    i, self._experts, self.cache, backend, self._placer, kernels.of(block), block.post,
+                    check=settings.integrity_checks,
+                )
+                for i, block in enumerate(blocks)
+            ]  # fmt: skip
             if settings.policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -103,14 +110,13 @@ class ShardEngine:
             start_s = time.perf_counter()
             stats = self.cache.stats.layers[batch.layer]
             blocked_s, busy_s = stats.blocked_io_s, stats.link_s
+            self._pass_to(batch.layer)
             try:
-                partial = self.activations.deliver(self._sum(batch))
+                partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
                 self.cache.settle_times()  # by now all has ended
             except BaseException:
                 self.cache.abandon()
                 raise
-            if self._check:
-                self.cache.check_integrity()
             self.batches += 1
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
@@ -157,7 +163,7 @@ class ShardEngine:
             if max(keys, default=0) >= cache.residency.keys:
                 raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
             cache.device.enter()
-            self._keep = frozenset(keys)
+            self._placer.keep = frozenset(keys)
             cache.poll()
             if command.preload:
                 cache.flush()  # of what another lead may have left
@@ -183,34 +189,8 @@ class ShardEngine:
         self.cache.close()
         self.cache.device.close()
 
-    def _sum(self, batch: ExpertBatch) -> torch.Tensor:
-        cache, layer, base = self.cache, batch.layer, batch.layer * self._experts
-        device = cache.pool.gate_up.device
-        cache.poll()
-        self._pass_to(layer)
-        experts, starts = batch.experts.tolist(), batch.starts.tolist()
-        keys = [base + e for e in experts]
-        cache.drop_stale(layer, keys)
-        counts = [stop - start for start, stop in itertools.pairwise(starts)]
-        cache.eviction.routed(keys, counts, len(batch.hidden))  # of the forward's rows, those with an expert here
-        plan = self._runner.start(layer, keys, self._keep)
-        receive = self.activations.receive
-        hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
-        weights = receive(batch.weights)  # [P]
-        rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
-        x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]: each pair is a token of its own
-        y = hidden.new_empty((len(weights), hidden.shape[1]))
-        spans = {key: (starts[i], starts[i + 1]) for i, key in enumerate(keys)}
-        pairs = torch.arange(len(weights), device=device)
-        self._runner.run(layer, plan, spans, x, pairs, 1, self._kernels[layer], y)
-        post = self._posts[layer]
-        if post is not None:
-            y = post(y)
-        y = y.float()
-        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, len(hidden))
-
     def _pass_to(self, layer: int) -> None:
-        """The forward is at this layer: guesses for the ones that it went past without this shard are stale."""
+        """The forward is at this layer: prefetches for the ones that it went past without this shard are stale."""
         if layer <= self._layer:  # layers rise within a forward, so a new one has begun
             self._iteration, self._layer = self._iteration + 1, -1
         for passed in range(self._layer + 1, layer):
@@ -218,7 +198,7 @@ class ShardEngine:
         self._layer = layer
 
     def _refuse_foreign(self, batch: ExpertBatch) -> None:
-        layers = len(self._kernels)
+        layers = len(self._layers)
         if batch.layer >= layers or max(batch.experts.tolist(), default=0) >= self._experts:
             raise StoreError(
                 f"the batch is for layer {batch.layer}, the store has {layers} of {self._experts} experts",
@@ -229,6 +209,51 @@ class ShardEngine:
             raise StoreError(f"rows are {width} wide, the experts {self._hidden}", "use the lead's store")
         if any(batch.bits.tolist()):
             raise StoreError("a shard computes in full precision only", "send 0 bits")
+
+
+@dataclass(frozen=True)
+class _BatchView:
+    """A batch of the lead's rows, as a layer's view (`layer.View`). Each (row, expert) pair is a token of its own."""
+
+    batch: ExpertBatch
+    device: torch.device
+
+    def routing(self) -> Routing:
+        batch, starts = self.batch, self.batch.starts.tolist()
+        counts = [stop - start for start, stop in pairwise(starts)]
+        pairs = torch.arange(starts[-1], device=self.device)
+        # tokens: of the forward's rows, those with an expert here
+        return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, batch.rows)
+
+
+class _BatchBackend:
+    """Runs the batches of a lead on this shard's device (`layer.Backend`): their weighted sums, in float32."""
+
+    def __init__(self, cache: ExpertCache, activations: Activations, dtype: torch.dtype) -> None:
+        self._device, self._activations, self._dtype = cache.pool.gate_up.device, activations, dtype
+        self._runner = ExpertRunner(cache)
+
+    def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
+        return _BatchView(batch, self._device)
+
+    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: _BatchView) -> list[RemoteTask]:
+        raise AssertionError("a shard sends nothing on")
+
+    def run(
+        self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: _BatchView,
+        tasks: Sequence[RemoteTask],
+    ) -> torch.Tensor:  # fmt: skip
+        batch, receive = view.batch, self._activations.receive
+        hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
+        weights = receive(batch.weights)  # [P]
+        rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
+        x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]
+        y = hidden.new_empty((len(weights), hidden.shape[1]))
+        self._runner.run(step.index, plan, spans, x, routing.pairs, 1, step.kernel, y)
+        if step.post is not None:
+            y = step.post(y)
+        y = y.float()
+        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, len(hidden))
 
 
 def open_shard(

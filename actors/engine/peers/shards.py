@@ -39,6 +39,7 @@ from ...policies.residency import Residency
 from ...policies.routing import RerouteView
 from ...policies.sharding import shard_of
 from ...settings import ShardSettings
+from ..host_view import Routing
 from ..stats import EngineStats
 from .remote import RemoteExperts
 
@@ -171,11 +172,14 @@ class Shards:
         if self._layer >= 0:
             self._iteration, self._layer = self._iteration + 1, -1
 
-    def at(self, layer: int) -> None:
+    def routed(self, layer: int, routing: Routing) -> None:
         """The forward is at this layer; layers rise within a forward, so a lower one begins the next iteration."""
         if layer <= self._layer:
             self._iteration += 1
         self._layer = layer
+
+    def ran(self, layer: int) -> None:
+        """As a `layer.Watcher`; the shards learn nothing of it."""
 
     def owner_of(self, key: int) -> int:
         """The shard that owns an expert, 0 for the lead, there or not."""

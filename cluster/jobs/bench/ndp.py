@@ -186,7 +186,7 @@ def _similarity(
         shown = windows if progress is None else progress.track(windows, description="prefill and decode activations")
         for number, window in enumerate(shown):
             for layer in engine.layers:
-                layer.observe = _counter(counts[:, number], engine)
+                layer.observers[:] = [_counter(counts[:, number], engine)]
             score_with(worker, window.ids, evaluation.options.prefix)
     prefill, decode = counts
     return activation_similarity(prefill, decode), activation_similarity(prefill, np.roll(decode, 1, axis=0))
