@@ -1,16 +1,9 @@
-"""A runtime that belongs to a Serve application: `tiermoe up` in a process of its own, beside this replica.
-
-A runtime needs a driver of its own in Ray, which a replica is not; so the replica keeps one. It ends with the replica,
-and Serve starts a new one, with a new runtime, when it has died.
-
-The server as a Ray Serve application: `tiermoe.cluster.api.app:build`.
+"""The server as a Ray Serve application, `tiermoe.cluster.api.app:build`, and its start by `tiermoe serve`.
 
     serve run tiermoe.cluster.api.app:build config=FILE        (or the import_path of a Serve YAML, or of a RayService)
     RuntimeProcess (one replica, where a runtime is to be started)  <-  ApiServer (FastAPI)  ->  the runtime's lead
 
 A replica of the server that finds its lead dead is unhealthy: Serve starts it again, and it looks for the lead anew.
-
-Serve started and ended by this process: `tiermoe serve`.
 """
 
 from __future__ import annotations
@@ -49,12 +42,21 @@ from .service import Service, model_name_of
 from .settings import ApiSettings, read_key
 from .text import load_chat_template
 
+SERVER, RUNTIME = "ApiServer", "Runtime"
+APPLICATION = "tiermoe"
+_MANY = 4096  # requests of one replica at a time: the server's own queue refuses long before, and says so
+_LEAD_DEADLINE_S = 30.0
+_DRAIN_S = 120.0
+_COMMAND_DRAIN_S = 20.0  # of `tiermoe serve`
 _POLL_S = 0.2
 _END_DEADLINE_S = 60.0
 
 
 class RuntimeProcess:
-    """Serve deployment of one replica: starts a runtime in this Ray, and keeps it.
+    """Serve deployment of one replica: the application's own runtime, `tiermoe up` in a process beside the replica.
+
+    A runtime needs a driver of its own in Ray, which a replica is not. The process ends with the replica. Serve
+    starts a new one, with a new runtime, when it has died.
 
     Args:
         config: run configuration, as `tiermoe up --config`; None: the defaults. Whatever Ray it names, the runtime
@@ -107,29 +109,16 @@ class RuntimeProcess:
         registry = Registry()
         while self._process.poll() is None:
             for entry in registry.entries():
-                if entry.pid == self._process.pid and _serves(entry.deployment):
-                    return entry.deployment
+                if entry.pid == self._process.pid:
+                    with contextlib.suppress(TierMoeError):  # such as: there is no such actor yet
+                        lead_of(entry.deployment).ask("plan")
+                        return entry.deployment
             time.sleep(_POLL_S)
         raise RuntimeFailure(f"the runtime did not start: {self._last_line()}", "try it with `tiermoe up`")
 
     def _last_line(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1].removeprefix("error: ") if lines else "it said nothing"
-
-
-def _serves(deployment: str) -> bool:
-    """Whether a deployment's lead has started."""
-    try:
-        lead_of(deployment).ask("plan")
-    except TierMoeError:  # such as: there is no such actor yet
-        return False
-    return True
-
-
-_LEAD_DEADLINE_S = 30.0
-_MANY = 4096  # requests of one replica at a time: the server's own queue refuses long before, and says so
-_DRAIN_S = 120.0
-SERVER, RUNTIME = "ApiServer", "Runtime"
 
 
 class ApiServer:
@@ -253,10 +242,6 @@ def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
     return folder
 
 
-APPLICATION = "tiermoe"
-_DRAIN_S_SERVER = 20.0
-
-
 class PortReservation:
     """A port that is ours from here on: nobody else gets it before Serve's proxy binds it.
 
@@ -353,7 +338,8 @@ class HttpServer:
         self._port.close()
 
     def _start(self) -> None:
-        if serve_runs():
+        named = ray.util.list_named_actors(all_namespaces=True)
+        if any(entry["name"] == "SERVE_CONTROLLER_ACTOR" for entry in named):
             raise RuntimeFailure(
                 "Ray Serve runs there already, and its address cannot be changed",
                 "deploy the import path tiermoe.cluster.api.app:build to it, with `serve deploy`",
@@ -369,7 +355,7 @@ class HttpServer:
         )
         # beside this process: key, template and tokenizer are files of this machine
         here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-        app: Any = application(self._settings, drain_s=_DRAIN_S_SERVER, resources=here)
+        app: Any = application(self._settings, drain_s=_COMMAND_DRAIN_S, resources=here)
         try:
             serve.run(app, name=APPLICATION, route_prefix="/", logging_config=quiet)
         except RuntimeError as error:
@@ -377,14 +363,9 @@ class HttpServer:
 
 
 def _refusal() -> str:
-    """Why a replica did not start: Serve keeps it as the text of a traceback, whose last line says it."""
+    """Why a replica did not start: Serve has it as the text of a traceback, whose last line says it."""
     state = serve.status().applications.get(APPLICATION)
     messages = [] if state is None else [found.message for found in state.deployments.values() if found.message]
     lines = [line for message in messages for line in message.strip().splitlines()]
     return re.sub(r"^[\w.]+: ", "", lines[-1].strip())[:300] if lines else "Serve does not say why"
 
-
-def serve_runs() -> bool:
-    """Whether somebody's Serve runs in this Ray."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return any(entry["name"] == "SERVE_CONTROLLER_ACTOR" for entry in named)
