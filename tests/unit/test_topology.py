@@ -1,4 +1,4 @@
-"""The topology planner: ownership, exact plans on tiny clusters, balance."""
+"""The topology planner: ownership, exact plans on tiny clusters, balance, refusals, and predicted seconds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from topology_cases import ALL, NDP, a_node, places_of, plan
+from topology_cases import ALL, FACTS, NDP, PROFILE, SPEC, a_node, places_of, plan
 
+from tiermoe.actors.policies.cost import Work, batch_cost
 from tiermoe.actors.policies.sharding import owned_experts, shard_of, spread_by_bytes
-from tiermoe.cluster.topology.spec import NODE_ID_LABEL, PlannedBytes
-from tiermoe.errors import ConfigError
+from tiermoe.cluster.config import HardwareConfig, engine_settings, load_run_config
+from tiermoe.cluster.topology.estimate import Hardware, Prediction, predict, resolve_hardware
+from tiermoe.cluster.topology.planner import plan_topology
+from tiermoe.cluster.topology.spec import NODE_ID_LABEL, LowBitSpec, NodeInfo, PlannedBytes, cluster_spec
+from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.kernels.pack import PackedShape
 
 # ownership
 
@@ -244,3 +250,177 @@ def test_a_matcher_is_beside_the_lead_and_found_through_the_directory() -> None:
     assert (matcher.node, dict(matcher.resources), matcher.group) == (topology.lead.node, {}, None)
     assert [actor.node for actor in topology.having("directory")] == [topology.lead.node]
     assert plan(nodes).having("matcher", "directory") == ()
+
+
+_LOW_BIT = LowBitSpec(replica_bytes=40, share=0.25)
+
+
+def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
+    """Guards against plans that left the replicas out of what the lead's node must hold."""
+    topology = plan([a_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT)
+    # a quarter of 768 bytes holds 4 replicas, the rest 3 experts in full; 32 replicas lie in host memory
+    assert topology.lead.nbytes == PlannedBytes(dense=400, kv=64, slots=3 * 192, low_bit=4 * 40, replicas=32 * 40)
+    (load,) = topology.loads
+    assert (load.host_bytes, load.device_bytes) == (3072 + 1280, 464 + 576 + 160)
+    assert load.kinds == PlannedBytes(400, 64, 576, 3072, 1280, 160)
+    (stand_in,) = plan([a_node("a", CPU=3)], low_bit=_LOW_BIT, gpu=False).loads
+    assert stand_in.host_bytes == 3072 + 1280 + 1200
+
+
+def test_low_bit_replicas_that_host_memory_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1279)], low_bit=_LOW_BIT)
+    assert "needs 4.25 KiB with what is there already (1.25 KiB of it replicas)" in str(refused.value)
+    assert "short of 1 B" in str(refused.value)
+    assert "choose a policy without on_miss low-bit" in str(refused.value)
+    assert plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
+    with pytest.raises(BudgetError, match="does not hold an expert in full"):
+        plan([a_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT, budget_bytes=200)
+
+
+def test_low_bit_replicas_are_read_from_the_lead_s_own_node() -> None:
+    nodes = [a_node("a", CPU=2, GPU=1), a_node("m", CPU=1, store=1)]
+    with pytest.raises(ConfigError, match="loads replicas, which the lead maps from its own node's store; node a"):
+        plan(nodes, store_nodes="marked", low_bit=_LOW_BIT)
+
+
+@pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
+def test_low_bit_presets_count_the_bytes_that_the_files_have(policy: str) -> None:
+    config = load_run_config(None, {"policy": policy, "device": "cpu", "threads": 1, "budget": "0.5"})
+    spec = cluster_spec(config, engine_settings(config), FACTS, [])
+    assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
+
+
+_SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "says"),
+    [
+        ([_ROOMY], {"shards": 2},
+         r"shard 1 fits on no node: node a \(GPU: needs 1, has 0 free of 1, short of 1\)"),
+        ([a_node("a", CPU=2, GPU=1), a_node("b", CPU=8)], {},
+         r"the lead .* node a \(CPU: needs 3, has 2 free of 2, short of 1\), node b \(GPU: .* short of 1\)"),
+        ([a_node("a", CPU=3, GPU=1, memory=3000)], {},
+         r"node a \(host memory: needs 3.00 KiB .* has 2.93 KiB, short of 72 B\)"),
+        ([a_node("a", CPU=3, memory=4000)], {"gpu": False},
+         r"host memory: needs 4.20 KiB .* short of 304 B"),
+        ([_SNUG], {"store_nodes": "marked"},
+         r"no node has the resource store: short of 1"),
+        ([_SNUG, a_node("s", store=1)], {"store_nodes": "marked"},
+         r"store 0 fits on no node: node s \(CPU: needs 1, has 0"),
+        ([_SNUG, a_node("s", CPU=1, store=1, memory=3071)], {"store_nodes": "marked"},
+         r"node s \(host memory: .* short of 1 B"),
+        ([_ROOMY], {"ndp": NDP},
+         r"needs 1 of the resource ndp, the nodes have none: short of 1"),
+        ([a_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(NDP, workers=3)},
+         r"needs 3 of the resource ndp, the nodes have 1 \(a\): short of 2"),
+        ([_ROOMY, a_node("m", CPU=1, ndp=1)], {"ndp": NDP},
+         r"NDP worker 0 fits on no node: node m \(CPU: needs 2"),
+        ([_ROOMY, a_node("m", CPU=2, ndp=1, memory=1000)], {"ndp": NDP},
+         r"node m \(host memory: .* short of 280 B"),
+        ([a_node("a", CPU=9, GPU=1, ndp=1)], {"ndp": replace(NDP, capacity_bytes=1000)},
+         r"NDP worker 0 holds 1.25 KiB .* short of 280 B"),
+        ([_SNUG], {"lead": "z"},
+         r"cluster.lead is 'z', which is no living node; give one of a at"),
+        ([a_node("a", CPU=2, GPU=1), a_node("b", CPU=9, GPU=9)], {"lead": "a"},
+         r"the lead fits on no node: node a \(CPU: needs 3, has 2 free of 2, short of 1\);"),
+        ([_SNUG], {"store_layout": "sliced", "store_copies": 2},
+         r"store.copies is 2, but only 1 node holds a store: short of 1"),
+        ([a_node("a", CPU=3, GPU=1, memory=3000)], {"store_layout": "sliced"},
+         r"store 0 fits on no node: node a \(host memory"),
+        ([a_node("a", CPU=3, GPU=1, alive=False)], {}, r"none of 1 nodes is alive"),
+        ([_SNUG, _SNUG], {}, r"two nodes have the id 'a'"),
+        ([a_node("a", CPU=99, GPU=64)], {"shards": 9, "ownership": "expert"},
+         r"gives a shard none by the rule 'expert'; lower cluster.shards to 8"),
+    ],
+)  # fmt: skip
+def test_it_says_what_is_short_where_and_by_how_much(
+    nodes: list[NodeInfo], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(nodes, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpu_memory_bytes": 1000}, "the lead needs 1.20 KiB of GPU memory .*: short of 232 B"),
+        ({"preload": True}, "keeps all experts resident: 32 of 192 B on the fullest of 1 GPUs"),
+        ({"ndp": replace(NDP, hot_per_layer=2)}, "keeps 2 experts in each of 4 layers, the budgets hold 4"),
+    ],
+)
+def test_a_budget_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BudgetError, match=says):
+        plan([a_node("a", CPU=9, GPU=1, ndp=1)], **changes)
+
+
+def test_all_resident_needs_each_gpus_share_only() -> None:
+    nodes = [a_node("a", CPU=9, GPU=4)]
+    assert plan(nodes, shards=4, preload=True, budget_bytes=8 * 192).lead.nbytes.slots == 8 * 192
+    with pytest.raises(BudgetError, match="8 of 192 B on the fullest of 4 GPUs"):
+        plan(nodes, shards=4, preload=True, budget_bytes=8 * 192 - 1)
+
+
+_HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a microsecond everywhere
+
+
+def _predict(nodes: list[NodeInfo], hardware: Hardware = _HARDWARE, **changes: Any) -> Prediction:
+    spec = replace(SPEC, **changes)
+    return predict(plan_topology(spec, FACTS, nodes), spec, FACTS, hardware)
+
+
+def test_prediction_without_prefetch() -> None:
+    got = _predict([a_node("a", CPU=3, GPU=1)])  # 4 of 32 experts are resident: an eighth
+    assert got.hit_share == 0.125
+    parts = {"dense_s": 100e-6, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
+    assert got.parts_s == pytest.approx(parts)
+    assert got.layer_s == pytest.approx((100 + 168 + 336) * 1e-6)
+    assert got.tokens_per_s == pytest.approx(1 / (4 * 604e-6))
+    assert got.bytes_loaded_per_token == 4 * 1.75 * 96
+    assert got.bound_by == "miss"
+    assert got.as_dict()["label"] == "predicted"
+
+
+def test_prefetch_overlaps_the_dense_part() -> None:
+    got = _predict([a_node("a", CPU=3, GPU=1)], prefetch=True)
+    assert got.layer_s == pytest.approx((max(100, 84) + max(48, 84) + 336) * 1e-6)
+
+
+def test_two_shards_halve_loads_and_experts() -> None:
+    one, two = (_predict([a_node("a", CPU=9, GPU=2)], shards=shards, budget_bytes=192) for shards in (1, 2))
+    assert two.hit_share == 2 * one.hit_share
+    assert two.parts_s["load_s"] == pytest.approx(one.parts_s["load_s"] / 2 * (1 - 2 / 32) / (1 - 1 / 32))
+    assert two.parts_s["shard_s"] == 0.0
+    away = _predict(
+        [a_node("a", CPU=3, GPU=1), a_node("b", CPU=3, GPU=1)], replace(_HARDWARE, network_latency_us=7.0), shards=2
+    )
+    assert away.parts_s["shard_s"] == pytest.approx(2 * (7 + 16) * 1e-6)
+
+
+def test_layers_on_another_node_come_over_the_network() -> None:
+    nodes = [a_node("a", CPU=3, GPU=1), a_node("s", CPU=1, store=1)]
+    slow = replace(_HARDWARE, network_gbps=0.5e-3, network_latency_us=10.0)
+    far, near = _predict(nodes, slow, store_nodes="marked"), _predict(nodes, slow)
+    assert far.parts_s["load_s"] == pytest.approx(2 * near.parts_s["load_s"] + 1.75 * 10e-6)
+
+
+def test_ndp_works_beside_the_gpu() -> None:
+    nodes = [a_node("a", CPU=3, GPU=1), a_node("m", CPU=2, ndp=1)]
+    got = _predict(nodes, ndp=replace(NDP, hot_per_layer=1))
+    profile, row = PROFILE, 16
+    ndp_s = batch_cost(profile, [Work(4, 4, rows=1, bits=4, group=64)] * 2, row, row).total_s
+    assert got.parts_s["ndp_s"] == pytest.approx(ndp_s + 2 * 16e-6)  # it is on another node
+    assert got.layer_s == pytest.approx(100e-6 + max(48e-6, ndp_s + 32e-6))
+    assert (got.bytes_loaded_per_token, got.ndp_hardware) == (0.0, "ndp")
+    near = _predict([a_node("a", CPU=5, GPU=1, ndp=1)], ndp=replace(NDP, hot_per_layer=1))
+    assert near.parts_s["ndp_s"] == ndp_s
+
+
+def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:
+    gpu = resolve_hardware(HardwareConfig(), True, 16.0, 10.0)
+    assert (gpu.name, gpu.memory_gbps, gpu.link_gbps) == ("H100-class, assumed", 3350.0, 55.0)
+    stand_in = resolve_hardware(HardwareConfig(), False, 16.0, 10.0)
+    assert (stand_in.name, stand_in.link_gbps, stand_in.link_latency_us) == ("CPU stand-in, assumed", 16.0, 10.0)
+    given_all = HardwareConfig(memory_gbps=1, link_gbps=2, link_latency_us=0)
+    assert resolve_hardware(given_all, True, None, 0.0) == Hardware("as configured", 1, 2, 0, 3.0, 50.0, 0.5)

@@ -1,0 +1,338 @@
+"""Parts of the server: what it is started with, the lead as it reaches it, and text that comes in tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_backend import EOS, byte_tokenizer, score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.cluster.api.backend import LeadBackend
+from tiermoe.cluster.api.settings import read_key
+from tiermoe.cluster.api.text import ChoiceText, StopMatcher, TokenBytes, load_chat_template
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.prompt import IncrementalText, load_tokenizer
+from tiermoe.errors import ConfigError, DeadlinePassed, RequestError, RuntimeFailure
+
+
+def test_the_plain_template_that_ships() -> None:
+    template = load_chat_template(default_model_dir(), configs_dir() / "serve" / "plain-chat.jinja")
+    assert template is not None
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert template.render(messages) == "system: Be brief.\nuser: hi\nassistant:"
+
+
+def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path, None) is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "{{ bos_token }}D"}]
+    settings = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_chat_template(tmp_path, None)
+    assert found is not None
+    assert found.render([]) == "<s>D"
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert load_chat_template(tmp_path, None).render([]) == "own file"  # type: ignore[union-attr]
+    (tmp_path / "bad").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        load_chat_template(tmp_path, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two words", "naïve"])
+def test_key_files_that_hold_no_key(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="key file"):
+        read_key(str(tmp_path / "key"))
+
+
+def test_a_key_file() -> None:
+    assert read_key(None) is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key("/nowhere/key")
+
+
+def test_applications_are_checked_before_anything_starts() -> None:
+    build = pytest.importorskip("tiermoe.cluster.api.app").build
+    for args in ({"colour": "red"}, {"limits": {"waiting": -1}}, {"deployment": "abcdef", "config": "laptop"}):
+        with pytest.raises(ConfigError):
+            build(args)
+
+
+def test_a_port_is_ours_alone() -> None:
+    server = pytest.importorskip("tiermoe.cluster.api.app")
+    held = server.PortReservation("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match="choose another --port"):
+            server.PortReservation("127.0.0.1", held.port)
+        with socket.socket() as proxy:  # as Serve binds it
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            proxy.bind(("127.0.0.1", held.port))
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-key-file", "/nowhere/key"], "cannot be read"),
+        (["--chat-template", "/nowhere/template"], "cannot be read"),
+        (["--deployment", "abcdef"], "--attach"),
+        (["--attach", "127.0.0.1:1", "--budget", "25%"], "--budget"),
+        (["--policy", "nothing"], "no policy"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_before_it_starts_anything(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--device", "cpu", *options])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+_REQUEST = GenerationRequest("r", (1, 2))
+_WAIT_S = 20.0
+
+
+class _Method:
+    """An actor's method: `.options(...).remote(...)`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def options(self, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._call)
+
+
+class FakeLead:
+    """Streams what it is given, each as an awaitable; the end is held until the request is cancelled."""
+
+    def __init__(self, items: Sequence[TokenEvent | Exception], *, known_after: int = 0) -> None:
+        self._known_after = known_after  # cancellations that find nothing, as before the request has begun
+        self.cancelled: list[str] = []
+        self.over = asyncio.Event()
+        self.generate, self.cancel = _Method(lambda request: _Stream(self, items)), _Method(self._cancel)
+        self.health = _Method(lambda: _answer({"state": "serving"}))
+
+    async def _cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        if len(self.cancelled) > self._known_after:
+            self.over.set()
+            return True
+        return False
+
+
+class _Stream:
+    """As Ray's: a wait that is given up leaves it as it was."""
+
+    def __init__(self, lead: FakeLead, items: Sequence[TokenEvent | Exception]) -> None:
+        self._lead, self._items = lead, list(items)
+
+    async def __anext__(self) -> Any:
+        if self._items:
+            return _answer(self._items.pop(0))
+        await self._lead.over.wait()
+        return _answer(TokenEvent("r", (), "cancelled"))
+
+
+async def _answer(item: Any) -> Any:
+    if isinstance(item, Exception):
+        raise item
+    return item
+
+
+def run(call: Callable[[], Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(call(), _WAIT_S)
+
+    return asyncio.run(bounded())
+
+
+async def _reaped(backend: LeadBackend) -> None:
+    while backend._reapers:
+        await asyncio.wait(backend._reapers)
+
+
+def test_events_come_in_order_and_an_ended_request_is_not_cancelled() -> None:
+    async def call() -> None:
+        events = [TokenEvent("r", (5,)), TokenEvent("r", (6,)), TokenEvent("r", (), "length")]
+        lead = FakeLead(events)
+        backend = LeadBackend(lead, {}, 60.0)
+        assert [event async for event in backend.generate(_REQUEST)] == events
+        assert not backend._reapers
+        assert lead.cancelled == []
+        assert await backend.ask("health") == {"state": "serving"}
+
+    run(call)
+
+
+@pytest.mark.parametrize("known_after", [0, 2])
+def test_a_consumer_that_leaves_has_its_request_cancelled(known_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that the worker has not begun when the first cancellation comes."""
+    monkeypatch.setattr("tiermoe.cluster.api.backend._REAP_STEP_S", 0.01)
+
+    async def call() -> None:
+        lead = FakeLead([TokenEvent("r", (5,))], known_after=known_after)
+        backend = LeadBackend(lead, {}, 60.0)
+        events = backend.generate(_REQUEST)
+        assert (await anext(events)).token_ids == (5,)
+        await events.aclose()
+        await _reaped(backend)
+        assert lead.cancelled == ["r"] * (known_after + 1)
+
+    run(call)
+
+
+def test_a_request_past_its_deadline_is_cancelled() -> None:
+    async def call() -> None:
+        lead = FakeLead([])
+        backend = LeadBackend(lead, {}, 0.01)
+        with pytest.raises(DeadlinePassed, match="passed its deadline"):
+            await anext(backend.generate(_REQUEST))
+        await _reaped(backend)
+        assert lead.cancelled == ["r"]
+
+    run(call)
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (TokenEvent("r", (), "error", error="out of memory"), RuntimeFailure),
+        (ActorDiedError(), RuntimeFailure),
+        (RayTaskError("generate", "traceback", RequestError("the prompt is empty", "give one")), RequestError),
+    ],
+    ids=["event", "death", "refusal"],
+)
+def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
+    async def call() -> None:
+        lead = FakeLead([item])
+        backend = LeadBackend(lead, {}, 60.0)
+        with pytest.raises(kind):
+            await anext(backend.generate(_REQUEST))
+        assert not backend._reapers
+        assert lead.cancelled == []
+
+    run(call)
+
+
+_TOKENIZER = byte_tokenizer()
+_PIECES = st.lists(st.text("abc", max_size=4), max_size=12)
+_STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+
+
+def _feed(pieces: list[str], stops: list[str]) -> tuple[list[str], StopMatcher]:
+    matcher = StopMatcher(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(matcher.feed(piece))
+        if matcher.matched is not None:
+            return shown, matcher
+    return [*shown, matcher.finish()], matcher
+
+
+@settings(max_examples=300, deadline=None)
+@given(_PIECES, _STOPS)
+def test_stops_are_found_wherever_the_pieces_are_cut(pieces: list[str], stops: list[str]) -> None:
+    shown, matcher = _feed(pieces, stops)
+    text = "".join(pieces)
+    if not any(stop in text for stop in stops):
+        assert ("".join(shown), matcher.matched) == (text, None)
+        return
+    assert matcher.matched in stops
+    assert text.startswith("".join(shown) + matcher.matched)
+    assert not any(stop in "".join(shown) for stop in stops)
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nuser", "END"])
+    assert [matcher.feed(piece) for piece in ("a\n", "\nb", "E", "N", "x", "EN", "D!")] == [
+        "a", "\n\nb", "", "", "ENx", "", "",
+    ]  # fmt: skip
+    assert matcher.matched == "END"
+    assert (matcher.feed("more"), matcher.finish()) == ("", "")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=30), st.data())
+def test_characters_come_whole(text: str, data: st.DataObject) -> None:
+    tokens = list(text.encode("utf-8", errors="replace"))
+    whole = bytes(tokens).decode()
+    incremental = IncrementalText(_TOKENIZER)
+    pieces, rest = [], tokens
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        pieces.append(incremental.add(rest[:count]))
+        rest = rest[count:]
+        assert whole.startswith("".join(pieces))
+    assert "".join(pieces) + incremental.finish() == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=24))
+def test_any_bytes_give_what_decoding_all_gives(tokens: list[int]) -> None:
+    """Bytes that are no UTF-8: nothing is lost, doubled or taken back."""
+    incremental = IncrementalText(_TOKENIZER)
+    pieces = [incremental.add([token]) for token in tokens]
+    assert "".join(pieces) + incremental.finish() == _TOKENIZER.decode(tokens)
+
+
+def _events(tokens: list[int]) -> list[TokenEvent]:
+    return [TokenEvent("r", (token,), logprobs=score((token,), 0)) for token in tokens]
+
+
+def test_scores_come_with_their_text_and_stop_with_it() -> None:
+    text = ChoiceText(_TOKENIZER, ["lo!"])
+    shown, offsets = [], []
+    for event in _events([*"hé".encode(), *b"llo!", *b"more"]):
+        shown.append(text.add(event))
+        offsets.append([s.offset for s in text.take_scores(last=text.stopped)])
+        if text.stopped:
+            break
+    assert shown == ["h", "", "é", "", "l", "", ""]
+    assert offsets == [[0], [], [1, 1], [], [2], [], []]  # the stop string's tokens are not shown
+    assert text.tokens == 7
+
+
+def test_all_scores_come_at_the_end() -> None:
+    text = ChoiceText(_TOKENIZER, [])
+    for event in _events([ord("a"), 0xC3]):
+        text.add(event)
+    assert text.finish() == "\ufffd"
+    assert len(text.take_scores(last=True)) == 2
+
+
+def test_a_stop_string_below_the_minimal_length_is_text() -> None:
+    text = ChoiceText(_TOKENIZER, ["b"], min_tokens=3)
+    shown = "".join(text.add(event) for event in _events(list(b"abcdb")))
+    assert (shown, text.stopped, text.tokens) == ("abcd", True, 5)
+
+
+def test_bytes_of_tokens() -> None:
+    names = TokenBytes(_TOKENIZER)
+    assert [names.of(token) for token in range(256)] == [bytes([token]) for token in range(256)]
+    assert names.of(EOS) == b"<end>"
+    assert names.of(9999) == b""
+    assert (names.shown(ord("a")), names.shown(0xC3)) == ("a", "bytes:\\xc3")
+
+
+@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+def test_bytes_of_the_default_model() -> None:
+    tokenizer = load_tokenizer(default_model_dir())
+    names = TokenBytes(tokenizer)
+    text = "def größe(x):\n\treturn '🙂'  # 大"
+    assert b"".join(names.of(token) for token in tokenizer.encode(text).ids).decode() == text
