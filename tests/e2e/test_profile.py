@@ -19,13 +19,13 @@ from tiermoe.cluster.jobs.profile.job import profile_text
 from tiermoe.cluster.jobs.profile.trial import (
     DROP,
     at_random,
+    by_router,
+    by_table,
     drop,
-    next_best,
     own_weight,
     resident_at_random,
     rules,
     substitute,
-    substitute_likely,
     trial,
 )
 from tiermoe.errors import ConfigError
@@ -89,22 +89,23 @@ def test_the_best_resident_expert_that_the_token_does_not_use() -> None:
     scores = np.zeros((1, 5, 5))
     scores[0, 0] = [0, 0.9, 0.8, 0.2, 0.3]
     scores[0, 2] = [0, 0, 0, 0.5, 0.4]
-    ids, weights = substitute(HELD, scores)(0, IDS, WEIGHTS, CHANCE)
+    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
     assert ids.tolist() == [[4, 1], [4, 3], [1, 3]]  # 1 and 3 are in use in the first two rows
     assert weights.tolist() == WEIGHTS.tolist()
     scale = np.full((1, 5, 5), 0.5)
-    assert substitute(HELD, scores, scale)(0, IDS, WEIGHTS, CHANCE)[1].tolist() == [[0.375, 0.25], [0.25, 0.5],
-                                                                                    [0.125, 0.375]]  # fmt: skip
+    _, scaled = substitute(HELD, by_table(scores), scale)(0, IDS, WEIGHTS, CHANCE)
+    assert scaled.tolist() == [[0.375, 0.25], [0.25, 0.5], [0.125, 0.375]]
     scores[0, 2] = 0
-    ids, weights = substitute(HELD, scores)(0, IDS, WEIGHTS, CHANCE)
+    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
     assert weights.tolist() == [[0.75, 0.25], [0, 0.5], [0.25, 0]]  # no buddy: dropped
 
 
 def test_rules_that_ask_the_router() -> None:
-    assert next_best(HELD)(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [1, 3], [1, 3]]
-    likely = substitute_likely(HELD, np.where(np.arange(5) == 4, 100.0, 1.0)[None, None].repeat(5, 1))
+    assert substitute(HELD, by_router)(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [1, 3], [1, 3]]
+    alike = np.where(np.arange(5) == 4, 100.0, 1.0)[None].repeat(5, 0)
+    likely = substitute(HELD, lambda layer, wanted, chances: alike[wanted] * chances)
     assert likely(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [4, 3], [1, 3]]
-    ids, weights = own_weight(next_best(HELD))(0, IDS, WEIGHTS, CHANCE)
+    ids, weights = own_weight(substitute(HELD, by_router))(0, IDS, WEIGHTS, CHANCE)
     assert ids.tolist() == [[3, 1], [1, 3], [1, 3]]
     assert weights == pytest.approx(np.array([[0.4, 0.6], [0.2, 0.8], [0.5, 0.5]]))
 
@@ -115,7 +116,8 @@ def test_dropping() -> None:
 
 
 def test_at_random() -> None:
-    ids, weights = at_random(HELD, 0)(0, IDS.repeat(200, 0), WEIGHTS.repeat(200, 0), CHANCE.repeat(200, 0))
+    rule = substitute(HELD, at_random(5, 0))
+    ids, weights = rule(0, IDS.repeat(200, 0), WEIGHTS.repeat(200, 0), CHANCE.repeat(200, 0))
     assert set(ids[:200, 0].tolist()) == {3, 4}
     assert set(ids[200:400, 0].tolist()) == {1, 4}
     assert all(len(set(row)) == 2 for row in ids.tolist())

@@ -1,18 +1,14 @@
-"""Rules for experts that are not at hand, one for each way of choosing a substitute: what the trial compares.
-
-Plain on purpose: no gates, no limits, slot by slot. The served policy is `policies/substitution.py`; here only the
-choice of the buddy differs from row to row.
-
-What each way of choosing buddies costs in quality, with a part of each layer's experts at hand at random.
+"""What each way of choosing substitutes costs in quality, with a part of each layer's experts resident at random.
 
 Every expert is in memory and only the routing is changed, as if the absent ones were not: quality alone is measured,
-on held-out text, against the unchanged model. No gate, no limit on substitutions: the ranking is compared bare.
+on held-out text, against the unchanged model. The rules are plain on purpose: no gates, no limits, slot by slot. The
+served policy is `policies/buddymoe`; here only the choice of the substitute differs from row to row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +18,26 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from ....actors.engine.model.model import RouterProbe, find_blocks
+from ....actors.engine.layer import MoeLayer
+from ....actors.engine.model.model import RouterProbe
 from ....actors.policies.buddymoe.buddies import BuddyOptions, BuddyTable, ExpertProfile
 from ....actors.store.artifacts import read_profile
-from ....actors.store.format import Manifest, read_manifest
-from ....errors import ConfigError, UnsupportedModelError
+from ....actors.store.format import read_manifest
+from ....errors import ConfigError
 from ...config import engine_settings
 from ..bench.serving import prepared_store, run_config, start_worker
 from ..evaluate.quality import EvaluationOptions, Quality
 from ..evaluate.scoring import LOSSLESS, Evaluation
+from ..record.job import Forward, router_probes, wrapped
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
 Rule = Callable[[int, Ids, Weights, Weights], tuple[Ids, Weights]]
 """(layer, ids [T, K], weights [T, K], router probabilities [T, E]) -> ids and weights of what is run instead."""
+Scores = Callable[[int, Ids, Weights], NDArray[Any]]
+"""(layer, wanted experts [T], router probabilities [T, E]) -> how well each expert replaces the wanted one [T, E]."""
+Make = Callable[[NDArray[np.bool_], int], Rule]  # (resident [L, E], seed) -> rule
+DROP = "drop, rest renormalised"  # the better of the two ways of dropping, with which rules are compared
 
 
 def resident_at_random(layers: int, experts: int, rate: float, seed: int) -> NDArray[np.bool_]:
@@ -47,37 +49,50 @@ def resident_at_random(layers: int, experts: int, rate: float, seed: int) -> NDA
     return held
 
 
-def substitute(resident: NDArray[np.bool_], scores: NDArray[Any], scale: NDArray[Any] | None = None) -> Rule:
-    """The resident expert of the greatest score takes the place of an absent one; none above zero: it is dropped.
+def substitute(resident: NDArray[np.bool_], scores: Scores, scale: NDArray[Any] | None = None) -> Rule:
+    """Slot by slot, the resident expert of the greatest score that the token does not use takes an absent one's place.
+
+    Where no score is above zero the expert is dropped.
 
     Args:
-        resident: [L, E]. scores: [L, E, E], of j (last) for i.
+        resident: [L, E].
         scale: [L, E, E], what the slot's routing weight is multiplied by; None: it stays as it is.
     """
 
     def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        factors = None if scale is None else scale[layer]
-        return _in_turn(ids, weights, resident[layer], lambda wanted: scores[layer][wanted], factors)
+        ids, weights, rows = ids.copy(), weights.copy(), np.arange(len(ids))
+        free = np.broadcast_to(resident[layer], (len(ids), resident.shape[1])).copy()  # [T, E]
+        free[rows[:, None], ids] = False  # a token uses no expert twice
+        for slot in range(ids.shape[1]):
+            wanted = ids[:, slot]
+            absent = ~resident[layer][wanted]
+            scored = np.where(free, scores(layer, wanted, probabilities), 0.0)
+            best = scored.argmax(axis=1)
+            found = absent & (scored[rows, best] > 0)
+            if scale is not None:
+                weights[found, slot] *= scale[layer][wanted[found], best[found]].astype(np.float32)
+            weights[absent & ~found, slot] = 0.0
+            ids[found, slot] = best[found]
+            free[rows[found], best[found]] = False
+        return ids, weights
 
     return rule
 
 
-def substitute_likely(resident: NDArray[np.bool_], similarity: NDArray[Any]) -> Rule:
-    """Like `substitute`, by similarity [L, E, E] times the router's probability for this token."""
-
-    def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        return _in_turn(ids, weights, resident[layer], lambda wanted: similarity[layer][wanted] * probabilities)
-
-    return rule
+def by_table(table: NDArray[Any]) -> Scores:
+    """Of j (last) for i: table [L, E, E]."""
+    return lambda layer, wanted, probabilities: table[layer][wanted]
 
 
-def next_best(resident: NDArray[np.bool_]) -> Rule:
-    """The resident expert that the router itself would take next, of those that the token does not use yet."""
+def by_router(layer: int, wanted: Ids, probabilities: Weights) -> NDArray[Any]:
+    """What the router itself would take next."""
+    return probabilities
 
-    def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        return _in_turn(ids, weights, resident[layer], lambda wanted: probabilities)
 
-    return rule
+def at_random(experts: int, seed: int) -> Scores:
+    """A draw of its own for every token and slot."""
+    generator = np.random.default_rng(seed)
+    return lambda layer, wanted, probabilities: 1 - generator.random((len(wanted), experts))
 
 
 def own_weight(rule: Rule) -> Rule:
@@ -91,43 +106,6 @@ def own_weight(rule: Rule) -> Rule:
         return found, own * factor
 
     return reweighed
-
-
-def at_random(resident: NDArray[np.bool_], seed: int) -> Rule:
-    """Any resident expert that the token does not use yet; a draw of its own for every slot."""
-    generator = np.random.default_rng(seed)
-
-    def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        experts = resident.shape[1]
-        return _in_turn(ids, weights, resident[layer], lambda wanted: 1 - generator.random((len(wanted), experts)))
-
-    return rule
-
-
-def _in_turn(
-    ids: Ids,
-    weights: Weights,
-    resident: NDArray[np.bool_],
-    scores_of: Callable[[Ids], NDArray[Any]],
-    scale: NDArray[Any] | None = None,
-) -> tuple[Ids, Weights]:
-    """Slot by slot: the best of `scores_of` the wanted experts [T] -> [T, E]."""
-    ids, weights = ids.copy(), weights.copy()
-    rows = np.arange(len(ids))
-    free = np.broadcast_to(resident, (len(ids), len(resident))).copy()  # [T, E]
-    free[rows[:, None], ids] = False  # a token uses no expert twice
-    for slot in range(ids.shape[1]):
-        wanted = ids[:, slot]
-        absent = ~resident[wanted]
-        held = np.where(free, scores_of(wanted), 0.0)
-        best = held.argmax(axis=1)
-        found = absent & (held[rows, best] > 0)
-        if scale is not None:
-            weights[found, slot] *= scale[wanted[found], best[found]].astype(np.float32)
-        weights[absent & ~found, slot] = 0.0
-        ids[found, slot] = best[found]
-        free[rows[found], best[found]] = False
-    return ids, weights
 
 
 def drop(resident: NDArray[np.bool_], renormalise: bool) -> Rule:
@@ -144,70 +122,61 @@ def drop(resident: NDArray[np.bool_], renormalise: bool) -> Rule:
     return rule
 
 
-DROP = "drop, rest renormalised"  # the better of the two ways of dropping, with which rules are compared
-Make = Callable[[NDArray[np.bool_], int], Rule]  # (resident [L, E], seed) -> rule
-
-
 def rules(profile: ExpertProfile) -> dict[str, Make]:
     """The rows of the table.
 
     Raises:
         ConfigError: the profile has no output similarity.
     """
-    outputs = profile.outputs
+    outputs, experts = profile.outputs, profile.experts
     if outputs is None:
         what = "the store's profile has no output similarity"
         raise ConfigError(what, "profile it on text: `tiermoe prepare MODEL --profile TEXT`")
 
+    def made(scores: Scores, scale: NDArray[Any] | None = None) -> Make:
+        return lambda resident, seed: substitute(resident, scores, scale)
+
     def ranked(options: BuddyOptions) -> Make:
-        scores = _scores(profile.buddies(options), profile.experts)
-        return lambda resident, seed: substitute(resident, scores)
+        return made(by_table(_scores(profile.buddies(options), experts)))
 
     def own(make: Make) -> Make:
         return lambda resident, seed: own_weight(make(resident, seed))
 
-    every = BuddyOptions(alpha=1.0, max_buddies=profile.experts)
+    every = BuddyOptions(alpha=1.0, max_buddies=experts)
     alike, nearness = np.maximum(outputs.cosine(), 0.0), 1 / (outputs.error() + 1e-6)
     slot: dict[str, Make] = {  # the slot's weight stays with the slot
-        "random": at_random,
+        "random": lambda resident, seed: substitute(resident, at_random(experts, seed)),
         "coactivation": ranked(every),
         "coactivation, weighted": ranked(replace(every, weighted=True)),
         "output": ranked(replace(every, by="output")),
-        "output, least error": lambda resident, seed: substitute(resident, nearness),
+        "output, least error": made(by_table(nearness)),
         "blend": ranked(replace(every, by="blend")),
-        "router's next best": lambda resident, seed: next_best(resident),
-        "output and router": lambda resident, seed: substitute_likely(resident, alike),
+        "router's next best": made(by_router),
+        "output and router": made(lambda layer, wanted, probabilities: alike[layer][wanted] * probabilities),
     }
     return {
         **slot,
         "coactivation, CFT 0.95, 16 at most": ranked(BuddyOptions()),
         "output, CFT 0.95, 16 at most": ranked(BuddyOptions(by="output")),
-        "output, weight scaled": lambda resident, seed: substitute(resident, alike, outputs.scale()),
+        "output, weight scaled": made(by_table(alike), outputs.scale()),
         **{f"{name}, own weight": own(make) for name, make in slot.items()},
         "drop": lambda resident, seed: drop(resident, renormalise=False),
         DROP: lambda resident, seed: drop(resident, renormalise=True),
     }
 
 
-@contextmanager
-def rerouted(layers: Sequence[Any], routers: Sequence[RouterProbe], rule: Rule) -> Iterator[None]:
-    """Change the routing of an engine's layers while no request is in flight; they are as before when it ends."""
+def _rerouted(layers: Sequence[MoeLayer], routers: Sequence[RouterProbe], rule: Rule) -> AbstractContextManager[None]:
+    """Change the routing of an engine's layers while no request is in flight."""
 
-    def changed(index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def changed(layer: MoeLayer, forward: Forward) -> Forward:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            probabilities = torch.softmax(routers[index](hidden).float(), dim=-1).numpy()
-            found, shares = rule(index, ids.numpy(), weights.float().numpy(), probabilities)
+            probabilities = torch.softmax(routers[layer.index](hidden).float(), dim=-1).numpy()
+            found, shares = rule(layer.index, ids.numpy(), weights.float().numpy(), probabilities)
             return forward(hidden, torch.from_numpy(found), torch.from_numpy(shares).to(weights.dtype))
 
         return run
 
-    for layer in layers:
-        layer.forward = changed(layer.index, layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the class's own again
+    return wrapped(layers, changed)
 
 
 def trial(
@@ -242,26 +211,18 @@ def trial(
          "top1_agreement": 1.0}
     ]  # fmt: skip
     with closing(start_worker(config)) as worker:
-        routers = _routers(worker.model, read_manifest(folder))
+        routers = router_probes(worker.model, read_manifest(folder), "compare on")
         for rate in rates:
             found = {}
             for name in chosen:
                 measured = []
                 for seed in seeds:
                     resident = resident_at_random(profile.layers, profile.experts, rate, seed)
-                    with rerouted(worker.engine.layers, routers, made[name](resident, seed)):
+                    with _rerouted(worker.engine.layers, routers, made[name](resident, seed)):
                         measured.append(evaluation.measure(worker, progress))
                 found[name] = _pooled(name, measured)
             rows += [{"rule": name, "rate": rate, **_figures(found, name)} for name in chosen]
     return rows
-
-
-def _routers(model: Any, manifest: Manifest) -> list[RouterProbe]:
-    found = [block.router for block in find_blocks(model, manifest)]
-    routers = [router for router in found if router is not None]
-    if len(routers) != len(found):
-        raise UnsupportedModelError("a layer exposes no router logits", "compare on a model whose routers can be asked")
-    return routers
 
 
 def _pooled(name: str, measured: Sequence[Quality]) -> Quality:

@@ -1,16 +1,11 @@
-"""What computing takes on this machine, measured beside a recording, for simulated replays.
-
-What a running model's routers see and say, one forward pass at a time.
-
-Run prompts through the real engine, one request at a time, and write what its routers said.
-"""
+"""Runs prompts through the real engine, one request at a time, and writes what its routers said and what it took."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -95,14 +90,42 @@ class CostMeter:
         )  # fmt: skip
 
 
+Forward = Callable[..., torch.Tensor]  # (hidden [T, H], ids [T, K], weights [T, K]) -> [T, H]
+
+
+@contextmanager
+def wrapped(layers: Sequence[MoeLayer], wrap: Callable[[MoeLayer, Forward], Forward]) -> Iterator[None]:
+    """Run an engine's layers through `wrap` while no request is in flight; they are as before when it ends."""
+    for layer in layers:
+        layer.forward = wrap(layer, layer.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own again
+
+
+def router_probes(model: Any, manifest: Manifest, use: str) -> list[RouterProbe]:
+    """The router of each MoE layer. use: what is done with such a model, for the remedy.
+
+    Raises:
+        UnsupportedModelError: a layer exposes no router.
+    """
+    routers = []
+    for layer, block in enumerate(find_blocks(model, manifest)):
+        if block.router is None:
+            what = f"MoE layer {layer} exposes no router logits"
+            raise UnsupportedModelError(what, f"{use} a model whose routers can be asked")
+        routers.append(block.router)
+    return routers
+
+
 class Capture:
     """Writes every forward of a model that serves one request at a time. Runs on the forward's thread.
 
     Probabilities are those of the router's linear part on the input of the layer's experts, softmaxed: what next-gate
     prefetch uses too. Where an architecture scores experts otherwise (sigmoids, groups, biases), `ids` are its choice
     all the same, and need not be the most probable ones.
-
-    Use as a context manager while no request is in flight; the layers are as before when it ends.
 
     Attributes:
         rows: forward rows written of the request that began last.
@@ -127,21 +150,16 @@ class Capture:
         self._prompt_tokens, self.rows = len(prompt), 0
         self._writer.begin(prompt)
 
-    def __enter__(self) -> Capture:
-        self._hook = self._embedding.register_forward_pre_hook(self._see_tokens)
-        for layer in self._layers:
-            layer.forward = self._watched(layer, layer.forward)  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
-        for layer in self._layers:
-            del layer.forward  # the class's own again
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While no request is in flight; the layers are as before when it ends."""
+        with wrapped(self._layers, self._watched), self._embedding.register_forward_pre_hook(self._see_tokens):
+            yield
 
     def _see_tokens(self, module: Any, args: tuple[Any, ...]) -> None:
         self._tokens, self._parts = args[0].detach().cpu().numpy().ravel().astype(np.int32), []
 
-    def _watched(self, layer: MoeLayer, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _watched(self, layer: MoeLayer, forward: Forward) -> Forward:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             stats = layer.stats
             blocked_s, start_s = stats.blocked_io_s, time.perf_counter()
@@ -228,12 +246,7 @@ def record_with(
 ) -> TraceHeader:
     """`record` on a started `GpuWorker` with no request in flight. Raises like `record`."""
     model, engine = worker.model, worker.engine
-    routers: list[RouterProbe] = []
-    for layer, block in enumerate(find_blocks(model, manifest)):
-        if block.router is None:
-            what = f"MoE layer {layer} exposes no router logits"
-            raise UnsupportedModelError(what, "record a model whose routers can be asked")
-        routers.append(block.router)
+    routers = router_probes(model, manifest, "record")
     embedding = model.get_input_embeddings()
 
     @torch.no_grad()
@@ -246,7 +259,7 @@ def record_with(
     capture = Capture(model, engine.layers, routers, engine.top_k, writer)
     complete = False
     try:
-        with capture:
+        with capture.running():
             shown = prompts if progress is None else progress.track(prompts, description="recording requests")
             for number, prompt in enumerate(shown):
                 capture.begin(prompt)
