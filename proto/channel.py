@@ -7,11 +7,12 @@
 The control stream over gRPC opens every channel, proves whether both processes share a host, and stays open as a sign
 of life. Messages then travel through rings in shared memory where they can, else through a second stream. On both ways:
 
-- A request has an id. Where no answer comes the peer is asked, and the request is sent again if it never arrived. It is
-  executed once however often it arrives.
-- Its deadline holds on both sides: an expired request is not executed, a late answer is not waited for.
+- A request has an id. If no answer comes, the client asks the server, and sends the request again if it never arrived.
+  The server executes it once, however often it arrives.
+- A deadline holds on both sides: the server does not execute an expired request, the client does not wait for a late
+  answer.
 - Sizes, shapes and numbers are checked before anything uses them (`codec.py`).
-- What is full makes the sender wait (`submit`) or drops the message and counts it (`post`).
+- When the transport is full, `submit` waits, and `post` drops the message and counts it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Transport(Protocol):
         """Take a frame; one thread at a time. None: none came in time."""
 
     def close(self) -> None:
-        """End it and wake whoever waits. Idempotent."""
+        """End it and wake the threads that wait. Idempotent."""
 
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> Channel:
@@ -129,7 +130,7 @@ class Pending:
         self.probe_after_s, self.probe_at = probe_after_s, 0.0
         self.reply: Frame | None = None
         self.unknown = False  # the peer says that the request never came
-        self.answered = threading.Lock()  # held until there is something to look at; where answers are delivered
+        self.answered = threading.Lock()  # locked until there is something to look at; used where answers are delivered
         self.answered.acquire()
 
     def wake(self) -> None:
@@ -142,7 +143,7 @@ class Pending:
         return self._channel._poll(self)
 
     def result(self) -> Message | None:
-        """The answer; None where it is "done".
+        """The answer; None if it is an acknowledgement.
 
         Raises:
             DeadlinePassed: none came in time.
@@ -156,8 +157,9 @@ class Pending:
 class Channel:
     """An open channel; made by `open_channel`. All methods may be called by any thread.
 
-    On shared memory the thread that waits for an answer reads the ring itself (one at a time: the others sleep until it
-    has theirs, or leaves the ring to them), so that no second thread has to be woken. On gRPC its own thread delivers.
+    On shared memory the thread that waits for an answer reads the ring itself, so that no second thread has to be
+    woken. One thread reads at a time: the others sleep until their answer is there, or the ring is free. On gRPC a
+    thread of gRPC delivers.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class Channel:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Posts dropped, late answers asked for, requests sent again, answers that nobody waited for."""
+        """Posts dropped, late answers asked for, requests sent again, answers to no waiting request."""
         return {
             "dropped": self._dropped, "probes": self._probes, "resent": self._resent, "unexpected": self._unexpected,
         }  # fmt: skip
@@ -279,7 +281,7 @@ class Channel:
         return sent
 
     def close(self) -> None:
-        """End the channel; whoever waits gets `PeerLost`. Idempotent."""
+        """End the channel; calls that wait raise `PeerLost`. Idempotent."""
         self._lose("the channel was closed")
         for timer in list(self._timers):
             timer.cancel()
@@ -291,7 +293,7 @@ class Channel:
         return max(1, int(deadline * 1e9) + self._control.offset_ns)
 
     def _settled(self, number: int) -> int:
-        """The oldest request that waits for its answer: what is below is settled."""
+        """The oldest request that waits for its answer: requests with lower numbers are settled."""
         try:
             return next(iter(self._pendings), number)
         except RuntimeError:  # an answer came in between
@@ -412,7 +414,7 @@ class Channel:
                 self._wake()
         else:
             with self._changed:
-                # Counted before the look at what it waits for: whoever changes that looks at the count afterwards.
+                # Counted before the check of what it waits for: a thread that changes that reads the count afterwards.
                 self._waiters += 1
                 try:
                     waits = pending.reply is None and not pending.unknown and self._lost is None

@@ -1,12 +1,12 @@
 """Messages to frames and back, checked.
 
     message -> Encoded(kind, body, arrangement, arrays)        encode: no array is copied unless it is not contiguous
-    Encoded -> buffers of a `Frame`                            pack: what follows each other on the way
+    Encoded -> buffers of a `Frame`                            pack: written one after the other
     bytes -> Frame                                             unpack: the payload stays where it is
     Frame's parts -> message                                   decode: arrays are views of the received bytes
 
-What arrives is trusted in nothing: sizes are checked against the bytes that are there, indices against their ranges,
-numbers for being finite. Whatever is wrong with it ends in a `MessageError`.
+Nothing that arrives is trusted: sizes are checked against the bytes received, indices against their ranges, numbers for
+being finite. Every fault raises a `MessageError`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _ARRAYS: dict[int, tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = {
         ("experts", _I32, ("N",)), ("bits", _U8, ("N",)), ("starts", _I32, ("N+1",)),
         ("rows", _I32, ("P",)), ("weights", _F32, ("P",)), ("hidden", _FLOAT, ("T", "H")),
     ),
-    pb.KIND_EXPERT_RESULT: (("partial", _F32, ("T", "H")), ("held", _U8, ("B",))),
+    pb.KIND_EXPERT_RESULT: (("partial", _F32, ("T", "H")), ("resident", _U8, ("B",))),
     pb.KIND_PREFETCH_COMMAND: (("keys", _I32, ("N",)), ("priorities", _F32, ("N",))),
     pb.KIND_PLACEMENT_COMMAND: (("keys", _I32, ("N",)),),
     pb.KIND_CONTEXT: (
@@ -125,7 +125,7 @@ def _arrange(kind: int, shapes: Shapes) -> Arrangement:
 @functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def _parse_layout(kind: int, serialized: bytes) -> Arrangement:
     """What a received `Layout` says; raises MessageError."""
-    if len(serialized) > _MAX_LAYOUT_BYTES:  # what is cached has a bound
+    if len(serialized) > _MAX_LAYOUT_BYTES:  # bounds the memory of the cache
         raise malformed(f"a layout of {len(serialized)} bytes")
     try:
         layout = pb.Layout.FromString(serialized)
@@ -214,10 +214,10 @@ def encode(message: Message) -> Encoded:
 
 
 def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> Message:
-    """The message that these bytes are; its arrays are read-only views of `payload`.
+    """The message in these bytes; its arrays are read-only views of `payload`.
 
     Raises:
-        MessageError: they are none, or it breaks the rules of its kind.
+        MessageError: the bytes are no message, or it breaks the rules of its kind.
     """
     decoder = _DECODERS.get(kind)
     if decoder is None:
@@ -368,7 +368,7 @@ _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf
 
 def _encode_result(m: ExpertResult) -> Parts:
     body = _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s)
-    return body, (m.partial,) if m.held is None else (m.partial, m.held)
+    return body, (m.partial,) if m.resident is None else (m.partial, m.resident)
 
 
 def _seconds(body: bytes) -> tuple[float, float, float]:
@@ -457,7 +457,7 @@ for _kind, _message, _body, _check in _PLAIN:
 
 # Frames: the `Frame` of channel.proto, written and read by frame.cpp, because a payload must not be copied on the way.
 # The bytes are what protobuf writes for the message with every field present and in order, so any protobuf
-# implementation reads them. What others write, who leave out what is empty, is read too, a little slower.
+# implementation reads them. Frames of other implementations, which leave out empty fields, are read too, but slower.
 #
 #     offset  0  9 18 27  fixed64 client, request, settled, deadline_ns, each after its tag
 #            36 41        fixed32 role, kind, each after its tag

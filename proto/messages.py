@@ -54,15 +54,15 @@ class ExpertResult:
         modelled_s: seconds by the cost model of the device that the worker stands for; of a shard, by the clock of its
             link: how long that was busy with the layer's copies.
         paced_s: seconds in all, waiting for the modelled time included.
-        held: [B] what a shard's cache holds after the batch, packed as `engine/peers/shards.py` says; None: it is
-            not told, and does not travel.
+        resident: [B] the experts in a shard's cache after the batch, packed as `engine/peers/shards.py` says; None:
+            not sent.
     """
 
     partial: NDArray[np.float32]
     measured_s: float
     modelled_s: float
     paced_s: float
-    held: NDArray[np.uint8] | None = None
+    resident: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, eq=False)

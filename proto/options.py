@@ -13,8 +13,8 @@ from ..errors import ConfigError, MessageError, MessageTooLarge
 
 MIB = 1 << 20
 TransportChoice = Literal["auto", "shm", "grpc"]
-# Bytes of an arriving message -> a writable buffer of just that many, at a multiple of 16, or None where bytes will do.
-# Called by whichever thread reads; the message and its arrays hold what it gave for as long as they live.
+# Bytes of an arriving message -> a writable buffer of exactly that size, aligned to 16, or None for ordinary bytes.
+# Called by the thread that reads; the message and its arrays reference the buffer for as long as they live.
 Supply = Callable[[int], Any]
 Received = bytes | memoryview  # a frame that arrived; read-only
 # Asked for each message that is about to be sent: how often it arrives, and how many seconds late. A client's meets
@@ -62,10 +62,10 @@ def too_large(size: int, most: int) -> MessageTooLarge:
 
 
 def default_spin_s() -> float:
-    """How long a side looks for data before it sleeps: 200 us, the core yielded to others after the first 5.
+    """How long a side polls for data before it sleeps: 200 us; after the first 5 us it yields the core between polls.
 
-    Being woken costs some 40 us. With 50 us, a round trip that was late once made both sides sleep from then on. The
-    cores of the machine count, not those that this process is bound to: the peer is likely to be on another.
+    A wake-up costs some 40 us. With 50 us, one late round trip made both sides sleep from then on. The number of cores
+    is the machine's, not that of this process: the peer is likely to run on another core.
     """
     return 200e-6 if (os.cpu_count() or 1) > 1 else 0.0
 

@@ -51,7 +51,7 @@ class Directory(Protocol):
 
 @dataclass
 class LocalDirectory:
-    """A directory for processes that are not on Ray: whoever starts them copies the addresses."""
+    """A directory for processes that are not on Ray: the process that starts them copies the addresses."""
 
     addresses: dict[str, str] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class StoreLink:
 
 
 class Connection(Protocol):
-    """A `Channel`, or what is built on one."""
+    """A `Channel`, or an object that wraps one."""
 
     @property
     def closed_because(self) -> str | None:
@@ -132,15 +132,15 @@ class Reconnecting(Generic[C]):
 
     Args:
         name: of the peer.
-        connect: makes a connection, once the peer said that it is the one that is meant and well; None: there is none
-            yet. What it raises becomes the problem, and it is called again.
+        connect: makes a connection and checks that the peer is the expected one; None: the peer is not there yet. An
+            error that it raises becomes the problem, and it is called again.
         changed: notified when a connection is made or lost; several may share it. None: its own.
         on_connect: called before a new connection can be seen.
         on_loss: called with the reason when one is lost.
 
     Attributes:
-        connection: as of the last look; it may have ended.
-        problem: why there was none at the last look.
+        connection: as of the last check; it may have ended.
+        problem: why the last attempt to connect failed, or why the connection was lost.
         losses: how often one was lost.
     """
 
@@ -169,7 +169,7 @@ class Reconnecting(Generic[C]):
 
     @property
     def current(self) -> C | None:
-        """The connection; None while there is none. Looks whether it ended."""
+        """The connection; None while there is none. Checks whether it ended."""
         connection = self.connection
         if connection is not None and (why := connection.closed_because) is not None:
             self.lost(connection, why)
@@ -232,13 +232,13 @@ class Reconnecting(Generic[C]):
 
 
 class ReconnectingChannel(Reconnecting["Channel"]):
-    """A channel to a peer that may restart. Whoever connects asks the peer whether it is the one that is meant.
+    """A channel to a peer that may restart. A health request checks that the peer is the expected one.
 
     Args:
-        role: what the peer's account of itself must say it is.
+        role: that the peer's health report must state.
         link: looks its address up and connects to it.
         transport: of the channel.
-        expected: what else its account must say.
+        expected: details that the health report must contain.
         supply: where answers are put, see `options.Supply`.
         on_connect, on_loss: as of `Reconnecting`.
     """
@@ -283,7 +283,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         return channel
 
     def _difference(self, report: Message | None) -> str | None:
-        """In what the peer is not the one that is meant; None where it is."""
+        """How the peer differs from the expected one; None if it does not."""
         if not isinstance(report, HealthReport) or report.role != self._role:
             return "answers as something else"
         for name, value in self._expected.items():

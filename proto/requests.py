@@ -1,4 +1,4 @@
-"""What a server does with one frame, whichever way it came.
+"""What a server does with one frame, on both transports.
 
     unpack -> decode -> expired? known? stale? -> handler -> encode -> remember -> the frame of the answer
 
@@ -46,7 +46,7 @@ class Requests:
         try:
             frame = unpack(data)
         except MessageError as error:
-            # without its numbers nobody can be answered; the client sends again, and then its deadline passes
+            # a frame without numbers cannot be answered; the client sends it again until its deadline passes
             self._count("malformed")
             _log.warning("dropped a frame: %s", error.what)
             return None
@@ -162,13 +162,13 @@ class State(Enum):
 
     NEW = "new"  # execute it, then `finish`
     KNOWN = "known"  # running or done: `reply_of` waits for the answer
-    STALE = "stale"  # its client has its answer, or gave it up, or too many came since
+    STALE = "stale"  # its client has the answer or no longer wants it, or too many requests came since
 
 
 @dataclass(slots=True)
 class _Entry:
     reply: Encoded | None = None
-    done: threading.Event | None = None  # made for the first who waits: most answers come before anybody asks again
+    done: threading.Event | None = None  # made for the first thread that waits: most requests come once
 
 
 class ReplyCache:
@@ -201,12 +201,12 @@ class ReplyCache:
             return State.NEW
 
     def knows(self, request: int) -> bool:
-        """Whether the request came; a stale one did, or nobody asks for it."""
+        """Whether the request arrived. Stale requests count as arrived."""
         with self._lock:
             return request in self._entries or request < self._floor
 
     def finish(self, request: int, reply: Encoded) -> None:
-        """Remember the answer of a request that `begin` called new, and give it to those who wait."""
+        """Remember the answer of a request that `begin` called new, and give it to the threads that wait."""
         with self._lock:
             entry = self._entries.get(request)
             if entry is None:  # settled while it ran

@@ -299,7 +299,7 @@ class _DaemonThreads(futures.Executor):
 
 
 def _add_health(server: Any) -> Any:
-    """The standard health service, for probes from outside; None where its package is not installed.
+    """The standard health service, for probes from outside; None if its package is not installed.
 
     Channels do not need it: a clone that runs without an installation, as on a bare GPU machine, goes without.
     """

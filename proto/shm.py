@@ -55,8 +55,8 @@ class Ring:
     """One direction. One thread at a time writes on one side, one at a time reads on the other.
 
     Args:
-        spin_s: how long a side looks before it sleeps until it is woken.
-        doze_s: for so long after a message the reader looks from time to time instead, so that nobody has to wake it.
+        spin_s: how long a side polls before it sleeps until it is woken.
+        doze_s: for so long after a message the reader polls at intervals instead, so that the writer need not wake it.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0) -> None:
@@ -109,7 +109,7 @@ class Ring:
         return data if isinstance(data, bytes) else memoryview(data).toreadonly()
 
     def _doze(self, timeout_s: float, max_bytes: int, supply: Supply | None) -> Received | None:
-        """Look until the time is up or the last message is long enough ago."""
+        """Poll at intervals, until the time is up or `doze_s` after the last message."""
         until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
         left_ns = self._spin_ns
         while time.monotonic() < until_s:
@@ -126,7 +126,7 @@ class Ring:
         return self._capacity - 8
 
     def close(self) -> None:
-        """End it for both sides and wake whoever waits. What was written before can still be read."""
+        """End it for both sides and wake the threads that wait. Messages written before can still be read."""
         _ring.close(self._memory, self._offset, self._capacity)
 
     @staticmethod
@@ -158,7 +158,7 @@ class Offer:
     ring_bytes: int
 
     def close_fd(self) -> None:
-        """The mapping stays; nobody else can find it any more."""
+        """Close the file; the mapping stays, but no other process can open it any more."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
 
@@ -185,7 +185,7 @@ def offer(ring_bytes: int, spin_s: float) -> Offer:
 
 
 def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> tuple[SharedRings, bytes] | None:
-    """Open the rings that a client offers; None where they cannot be seen or are none.
+    """Open the rings that a client offers; None if the file cannot be opened or holds no rings.
 
     Returns:
         The rings and the nonce that was found.

@@ -176,8 +176,8 @@ class RemoteExperts:
                 self._failed(channel, failure)
                 return None
             assert isinstance(answer, ExpertResult)
-            if answer.held is not None and channel is self._peer.connection:
-                self.held = answer.held
+            if answer.resident is not None and channel is self._peer.connection:
+                self.held = answer.resident
             return answer
 
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)

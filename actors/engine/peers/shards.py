@@ -1,6 +1,6 @@
 """What a shard's cache holds, as it tells the lead with each answer.
 
-    shard: occupied slots -> `told` -> ExpertResult.held -> `RemoteExperts.held` -> `understood` : lead
+    shard: occupied slots -> `told` -> ExpertResult.resident -> `RemoteExperts.held` -> `understood` : lead
 
 A bit for each expert of the model, so that one answer tells of all layers: slots serve all of them, and the load of one
 layer evicts experts of others. At 6144 experts that is 770 bytes beside rows of several kilobytes.
