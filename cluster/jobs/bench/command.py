@@ -83,7 +83,7 @@ def gpu(
     sizes: Annotated[str, typer.Option(help="real; toy: seconds of work.")] = "real",
 ) -> None:
     """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
-    from .gpu.__main__ import main
+    from .gpu.job import main
 
     given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
     raise typer.Exit(main(given))

@@ -174,7 +174,6 @@ def _option(field: FieldInfo) -> tuple[Any, Any]:
     if get_origin(kind) is tuple:  # an option that may be repeated
         kind, *limits = get_args(get_args(kind)[0])
         kind, default = list[kind], list(default)  # type: ignore[valid-type]
-    least = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
-    most = next((limit.le for limit in limits if isinstance(limit, Le)), None)
-    option: Any = typer.Option(min=least, max=most, help=field.description)  # type: ignore[call-overload]
-    return Annotated[kind, option], default
+    least: Any = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
+    most: Any = next((limit.le for limit in limits if isinstance(limit, Le)), None)
+    return Annotated[kind, typer.Option(min=least, max=most, help=field.description)], default

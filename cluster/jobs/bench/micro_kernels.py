@@ -480,13 +480,13 @@ def _substitute_cases(tokens: int, top_k: int, experts: int) -> list[Case]:
     rule = MissRule([buddies], options, taus=[tau], beta=0.9, **fast)  # type: ignore[arg-type]
     view, whole = RerouteView(resident, 0, top_k), RerouteView(np.ones_like(resident), 0, top_k)
     missing, reach = ~resident, resident.astype(np.float32)
-    given = *(torch.from_numpy(a) for a in (ids, weights)), None, *(torch.from_numpy(a) for a in (missing, reach))
-    tables = BuddyTensors.of(buddies)
+    t_ids, t_weights, t_missing, t_reach = (torch.from_numpy(a) for a in (ids, weights, missing, reach))
+    given = t_ids, t_weights, None, t_missing, t_reach, BuddyTensors.of(buddies), options, tau
     decisions: dict[str, Callable[[], object]] = {
         "rule": lambda: rule.reroute(0, ids, weights, None, view),
         "rule, nothing missing": lambda: rule.reroute(0, ids, weights, None, whole),
-        "torch": lambda: substitute_on_device(*given, tables, options, tau),
-        "torch, vectorised": lambda: substitute_tensors(*given, tables, options, tau),
+        "torch": lambda: substitute_on_device(*given),
+        "torch, vectorised": lambda: substitute_tensors(*given),
         "sequential": lambda: sequential_substitute(ids, weights, None, missing, reach, buddies, options, tau),
     }
 

@@ -31,6 +31,7 @@ PREFETCH_PROMPTS = 6
 LATENCY_US = 10.0
 BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
 
+Prompt = tuple[int, ...]
 Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
 
 
@@ -239,7 +240,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
     configs = {v: v.config(options) for v in VARIANTS}
     for config in configs.values():  # refused before anything is loaded
         check_combination(engine_settings(config))
-    groups = {}
+    groups: dict[int, list[list[Prompt]]] = {}
     for batch in batches:  # of the warm-up first, then of each round
         count = (rounds(options, batch) + 1) * batch
         prompts = heldout_prompts(configs[VARIANTS[0]].model_dir, count, prompt_tokens, at_least=batch)
@@ -252,7 +253,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         "cores": usable_cores(),
     }  # fmt: skip
 
-    def case(variant: Variant, worker: Any, prompts: Sequence[list[tuple[int, ...]]], same: _SameTokens) -> Case:
+    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: _SameTokens) -> Case:
         done = 0
 
         def run() -> Measures:
@@ -270,9 +271,9 @@ def scale(options: Scale, progress: Progress | None) -> Report:
     with ExitStack() as stack:
         workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
         report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
-        for batch, prompts in groups.items():
+        for batch, rounds_of_batch in groups.items():
             same = _SameTokens(VARIANTS[0].name)
-            cases = [case(*item, prompts, same) for item in workers.items()]
+            cases = [case(*item, rounds_of_batch, same) for item in workers.items()]
             found = interleaved(cases, rounds(options, batch), 1, progress, f"batch {batch}")
             report.rows += [scale_row(batch, v, found) for v in VARIANTS]
             report.bars += scale_bars(batch, found)

@@ -103,12 +103,11 @@ def _block(name: str, document: Mapping[str, Any] | None) -> list[str]:
     parts = document["parts"]
     if name == "run":
         versions = ", ".join(f"{package} {number}" for package, number in document["versions"].items())
-        body = (("device", document["device_name"]), ("sizes", document["sizes"]), ("versions", versions))
-        return table(("run", ""), body)
+        run = (("device", document["device_name"]), ("sizes", document["sizes"]), ("versions", versions))
+        return table(("run", ""), run)
     if name == "parts":
-        body = [(part, found["outcome"], f"{found['seconds']:.0f}", found.get("when", ""))
-                for part, found in parts.items()]  # fmt: skip
-        return table(("part", "outcome", "seconds", "when"), body)
+        outcomes = ((part, f["outcome"], f"{f['seconds']:.0f}", f.get("when", "")) for part, f in parts.items())
+        return table(("part", "outcome", "seconds", "when"), outcomes)
     if name == "limits":
         limits = (
             (kind[:-1], bar["name"], "none" if bar["value"] is None else f"{bar['value']:.4g}",
