@@ -27,7 +27,7 @@ def test_every_part_runs_at_toy_sizes(tmp_path: Path) -> None:
         assert near[0]["recomputed"] == 0
     assert {row["kind"] for row in document["parts"]["host"]["rows"]} >= {"host"}
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert "| device | cpu (stands in for a GPU) |\n| sizes | toy |" in page
+    assert "| device_name | cpu (stands in for a GPU) |\n| sizes | toy |" in page
     assert page.count("Outcome: done.") == len(PARTS)
     assert "Not run yet." not in page
     assert set(BUDGETS) == {0.1, 0.25, 0.5, 1.0}

@@ -132,9 +132,9 @@ def test_the_page_of_a_part_that_was_cut_off(tmp_path: Path) -> None:
     }  # fmt: skip
     page.write(tmp_path, _ROOT, document)
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert "| device | A GPU |" in text
+    assert "| device_name | A GPU |" in text
     assert "Outcome: cut off after 30 s." in text
-    assert "| 50.0 | 51.0 | 3000.0 |" in text
+    assert "| h2d_gbps | 50 |\n| d2h_gbps | 51 |\n| hbm_gbps | 3000 |" in text
     assert "- a note\n" in text
     assert "first\nlast words\n```" in text
     assert text.count("Not run yet.") == len(job.PARTS) - 1
@@ -155,9 +155,9 @@ def test_the_page_shows_what_only_a_gpu_gives() -> None:
                 gpu="A GPU", gpu_memory_bytes=1 << 36, driver=None)  # fmt: skip
     parts = {part.part: part.as_dict() | {"outcome": "done", "seconds": 1.0} for part in (record, machine)}
     text = page.render(TEXT, {"device": "cuda", "sizes": "real", "device_name": "A", "versions": {}, "parts": parts})
-    assert "| a shape | loop | decode | 1 | 4 | 20.0 | 10.0 | 900 | False |" in text
-    assert "| a shape | triton 16/a/b | decode | 1 | 4 | 20.0 | 10.0 | 900 | True |" in text
-    assert "| read 1.0 | 2.0, 1.0, 1.0 | 2.0, 1.0 |" in text
+    assert "| a shape | no | loop | decode | 1 | 4 | 20 | 10 | 900 |" in text
+    assert "| a shape | yes | triton 16/a/b | decode | 1 | 4 | 20 | 10 | 900 |" in text
+    assert "| parts_us | read 1 |\n| calls | experts launches 2, graphs 1, copies 1, waits 1, dense launches 2," in text
     assert "| gpu_memory_bytes | 68719476736 |" in text
 
 

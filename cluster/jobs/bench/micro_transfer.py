@@ -151,11 +151,11 @@ def _cases(
         ray.get(worker.forget.remote())
         refs = ray.get(worker.expert_refs.remote(0, experts)) if before else None
         begin_s = time.perf_counter()
-        promises = [readers[way].layer(0).expert(e) for e in experts]
+        wanted = [readers[way].layer(0).expert(e) for e in experts]
         found = []
-        for i, promise in enumerate(promises):
-            promise.ask(promises[i + 1 :])
-            found.append(promise.tensors())
+        for i, expert in enumerate(wanted):
+            expert.ask(wanted[i + 1 :])
+            found.append(expert.tensors())
         taken_s = time.perf_counter() - begin_s
         check_bytes(found, experts, tensors)
         del refs
@@ -191,7 +191,7 @@ def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequenc
 
     Args:
         found: the tensors of each of `experts`.
-        layer: those of the file, with experts in front.
+        layer: those of the file [E, ...].
 
     Raises:
         RuntimeFailure: it is not.
@@ -279,8 +279,8 @@ def _start_node(scratch: Scratch, more: list[str], object_store_bytes: int) -> N
     ]  # fmt: skip
     environment = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # this process's
     log = scratch.path / "start.log"
-    with log.open("w") as said:  # a file: Ray's servers inherit it, and a pipe would never end
-        done = subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=_START_S, check=False)
+    with log.open("w") as output:  # a file: Ray's servers inherit it, and a pipe would never end
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=_START_S, check=False)
     if done.returncode != 0:
-        last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
+        last = (log.read_text().strip().splitlines() or ["it printed nothing"])[-1]
         raise RuntimeFailure(f"`ray start` failed: {last}", "see whether Ray starts here at all: `ray start --head`")

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from .build import installed
 from .job import Context, Record, end
 
-_KEEP_S = 5.0  # of the part's time, to write down what there is
+_RESERVE_S = 5.0  # of the part's time, to write down the results
 _SHOWN = 600  # characters of a failure
 
 Counts = dict[str, int]
@@ -39,10 +39,10 @@ def run(context: Context, record: Record) -> None:
                     sys.executable, "-m", "pytest", target, "-q", "-p", "no:cacheprovider",
                     "--junit-xml", str(scratch / f"{i}.xml"), "--continue-on-collection-errors",
                 ]  # fmt: skip
-                with (scratch / f"{i}.log").open("wb") as said:
+                with (scratch / f"{i}.log").open("wb") as output:
                     processes.append(
                         subprocess.Popen(
-                            command, cwd=context.root, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+                            command, cwd=context.root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                         )
                     )
             for i, (target, process) in enumerate(zip(wanted, processes, strict=True)):
@@ -63,23 +63,23 @@ def _finish(
     target: str, process: subprocess.Popen[bytes], report: Path, log: Path, context: Context, record: Record
 ) -> None:
     """Wait for one of them, as long as there is time. One that did not end by itself, or left no report, has failed."""
-    cut = False
+    cut_off = False
     try:
-        process.wait(max(1.0, context.left_s - _KEEP_S))
+        process.wait(max(1.0, context.left_s - _RESERVE_S))
     except subprocess.TimeoutExpired:
-        cut = True
+        cut_off = True
         end(process)
-    said = log.read_text(encoding="utf-8", errors="replace")
-    counts, failures = read_report(report) if report.exists() else read_progress(said)
+    printed = log.read_text(encoding="utf-8", errors="replace")
+    counts, failures = read_report(report) if report.exists() else read_progress(printed)
     status = process.returncode
-    record.row("tests", folder=target, cut_off=cut, status=status, failures=failures, **counts)
+    record.row("tests", folder=target, cut_off=cut_off, status=status, failures=failures, **counts)
     record.check(f"{target}: failures and errors", counts["failed"] + counts["errors"], "<=", 0, always=True)
-    if cut:
+    if cut_off:
         record.note(f"{target} was cut off: no time was left")
     elif status not in (0, 1, 5):  # 5: nothing collected, as where a module skips itself
-        record.note(f"{target} ended with status {status}: {said[-_SHOWN:]}")
+        record.note(f"{target} ended with status {status}: {printed[-_SHOWN:]}")
     elif not report.exists():
-        record.note(f"{target} ended with status {status} and no report: {said[-_SHOWN:]}")
+        record.note(f"{target} ended with status {status} and no report: {printed[-_SHOWN:]}")
     else:
         return
     record.check(f"{target}: ran to its end", 0, ">=", 1, always=True)
@@ -103,8 +103,8 @@ def read_report(report: Path) -> tuple[Counts, Failures]:
     return counts, failures
 
 
-def read_progress(said: str) -> tuple[Counts, Failures]:
+def read_progress(printed: str) -> tuple[Counts, Failures]:
     """What the progress lines of a run that was cut off tell: a character for each test."""
-    marks = "".join(re.findall(r"^([.FEsx]+)(?:\s+\[ *\d+%\])?$", said, re.MULTILINE))
+    marks = "".join(re.findall(r"^([.FEsx]+)(?:\s+\[ *\d+%\])?$", printed, re.MULTILINE))
     counts = {"passed": marks.count("."), "failed": marks.count("F"), "errors": marks.count("E")}
-    return counts | {"skipped": marks.count("s")}, [{"test": "(cut off)", "why": said[-_SHOWN:]}] if said else []
+    return counts | {"skipped": marks.count("s")}, [{"test": "(cut off)", "why": printed[-_SHOWN:]}] if printed else []

@@ -290,8 +290,8 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
             sys.executable, "-m", __package__, "--part", part.name, "--record", str(record), "--device", plan.device,
             "--sizes", plan.sizes, "--deadline", str(begin_s + limit_s),
         ]  # fmt: skip
-        with log.open("w") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 code = process.wait(limit_s + _GRACE_S)
                 outcome = "done" if code == 0 else f"ended with status {code}"

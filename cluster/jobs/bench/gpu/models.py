@@ -263,7 +263,7 @@ class HostExperts:
         """One more layer, registered with the GPU where there is one, and filled from there.
 
         Raises:
-            ConfigError: the memory is not to be had.
+            ConfigError: this machine has not enough memory.
         """
         elements = shape.num_experts * shape.elements()
         flat, how, memory = _allocate(elements, dtype, device)
@@ -279,7 +279,7 @@ class HostExperts:
         """Replicas of one width with random codes, in the same kind of memory: a few layers' serve all in turn.
 
         Raises:
-            ConfigError: the memory is not to be had.
+            ConfigError: this machine has not enough memory.
         """
         found = self._replicas.get((bits, group))
         if found is None:
@@ -293,13 +293,13 @@ class HostExperts:
     def _replica_layer(self, packed: PackedShape, experts: int, device: torch.device, seed: int) -> LayerWeights:
         kinds = [(dtype, (experts, *dims)) for dtype, dims in packed_shapes(packed)]
         sizes = [math.prod(dims) * dtype.itemsize for dtype, dims in kinds]
-        places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
-        flat, _, memory = _allocate(places[-1], torch.uint8, device)
+        starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        flat, _, memory = _allocate(starts[-1], torch.uint8, device)
         self._memory.append(memory)
         _fill(flat, device, seed)
         tensors = []
-        for (dtype, dims), size, place in zip(kinds, sizes, places, strict=False):  # one place more: the end
-            tensor = flat[place : place + size].view(dtype).view(dims)
+        for (dtype, dims), size, start in zip(kinds, sizes, starts, strict=False):  # one start more: the end
+            tensor = flat[start : start + size].view(dtype).view(dims)
             tensors.append(tensor if dtype == torch.uint8 else tensor.fill_(_SCALE))
         return LayerWeights(tuple(tensors))
 
@@ -326,7 +326,7 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
         # private: shared memory has huge pages on few machines only
         block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise ConfigError(f"{nbytes} bytes of host memory are not to be had: {error}", "run a smaller shape") from error
+        raise ConfigError(f"{nbytes} bytes of host memory cannot be allocated: {error}", "run a smaller shape") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: registering takes longer
             block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
@@ -338,7 +338,7 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
     if int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 0)) == 0:
         return flat, "registered", (block, flat.data_ptr())
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)  # the failure is kept as the last error, which the next launch would raise
+        torch.zeros(1, device=device)  # clears the last error, which the next launch would raise
     try:
         return torch.empty(elements, dtype=dtype, pin_memory=True), "pinned", (None, None)
     except RuntimeError:

@@ -144,9 +144,9 @@ class NearData:
 def _process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Iterator[PeerLink]:
     request = {"settings": settings.model_dump(), "shape": shape.model_dump(), "layers": layers}
     board = LocalDirectory()
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert process.stdin is not None
@@ -159,8 +159,8 @@ def _process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Iterator
             if not address:
                 process.kill()
                 process.wait()
-                said.seek(0)
-                last = said.read().strip().splitlines()
+                output.seek(0)
+                last = output.read().strip().splitlines()
                 raise RuntimeFailure(f"the NDP worker did not start: {last[-1] if last else 'silent'}", "see its log")
             board.register(ndp_name(0), address)
             yield PeerLink(board, name=ndp_name(0))

@@ -130,8 +130,8 @@ def recall(guessed: Ids, picked: Ids) -> float:
 def resampled(curve: Sequence[float], size: int) -> NDArray[np.float64]:
     """A descending curve of shares for another number of experts: the same Lorenz curve, normalised [size]."""
     cumulative = np.concatenate([[0.0], np.cumsum(curve)])
-    places = np.linspace(0.0, 1.0, len(cumulative))
-    shares = np.diff(np.interp(np.linspace(0.0, 1.0, size + 1), places, cumulative))
+    positions = np.linspace(0.0, 1.0, len(cumulative))
+    shares = np.diff(np.interp(np.linspace(0.0, 1.0, size + 1), positions, cumulative))
     return np.asarray(shares / shares.sum(), np.float64)
 
 

@@ -65,10 +65,10 @@ def _nvidia_smi() -> dict[str, str]:
     fields = ("driver_version", "pcie.link.gen.max", "pcie.link.gen.current", "pcie.link.width.current")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {"driver": "nvidia-smi said nothing"}
-    values = [value.strip() for value in said.splitlines()[0].split(",")]
+    values = [value.strip() for value in printed.splitlines()[0].split(",")]
     return dict(zip(("driver", "pcie_gen_max", "pcie_gen_now", "pcie_width"), values, strict=False))
 
 
