@@ -326,7 +326,8 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
         # private: shared memory has huge pages on few machines only
         block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise ConfigError(f"{nbytes} bytes of host memory cannot be allocated: {error}", "run a smaller shape") from error
+        what = f"{nbytes} bytes of host memory cannot be allocated: {error}"
+        raise ConfigError(what, "run a smaller shape") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: registering takes longer
             block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
