@@ -92,13 +92,13 @@ class GpuWorker:
             if settings.policy.replica_widths:
                 fetched = bool(self._stores) and not self._view.layers
                 replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
-                if settings.policy.on_miss == "low-bit":
+                if settings.policy.low_bit is not None:
                     low_bit, pinned = open_replica_weights(settings.policy, replicas, fetched=fetched).pinned_by(
                         device, settings.copies, pinned
                     )
                 else:
                     tables = None if replicas is None else read_tables(replicas)
-            if settings.policy.prefetch.kind == "stride":
+            if "predictors" in settings.policy.needs:
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
         blocks = find_blocks(self._model, manifest)

@@ -211,9 +211,8 @@ class EngineSettings(EngineOptions):
         """The matcher's options, with the distance and the rules of the policy's prefetch."""
         prefetch = self.policy.prefetch
         return MatcherSettings(
-            **self.matcher.model_dump(),
-            distance=prefetch.distance, semantic=prefetch.semantic, dynamic=prefetch.dynamic,
-        )  # fmt: skip
+            **self.matcher.model_dump(), **prefetch.model_dump(include={"distance", "semantic", "dynamic"})
+        )
 
 
 def check_combination(settings: EngineSettings) -> None:
@@ -228,7 +227,7 @@ def check_combination(settings: EngineSettings) -> None:
             "link.layer_us stops the clock between layers, which other processes that compute experts do not see",
             "leave it out, or use one shard and a policy without NDP workers",
         )
-    if settings.shards.count == 1 and settings.policy.substitution.kappa:
+    if settings.shards.count == 1 and settings.policy.on_miss.uses_hops:
         raise ConfigError(
             f"policy '{settings.policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
             "leave kappa out, or use several shards",
@@ -244,7 +243,7 @@ def check_combination(settings: EngineSettings) -> None:
             f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
             "use one shard, or a policy without split",
         )
-    if settings.shards.count > 1 and settings.policy.on_miss == "low-bit":
+    if settings.shards.count > 1 and settings.policy.low_bit is not None:
         raise ConfigError(
             f"policy '{settings.policy.name}' loads replicas into the memory of one GPU; there are to be "
             f"{settings.shards.count} GPUs",

@@ -15,7 +15,7 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model.model import MoeBlock
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 
@@ -61,7 +61,7 @@ def engine_for(
     case: Case, budget: float | int, prefetch: str = "none", distance: int = 1, lossless: bool = True, **options: Any
 ) -> Iterator[ExpertEngine]:
     policy = PolicySettings(
-        name="test", lossless=lossless, prefetch=PrefetchSettings(kind=prefetch, distance=distance, min_useful=0.0),
+        name="test", lossless=lossless, prefetch={"kind": prefetch, "distance": distance, "min_useful": 0.0},
         **options,
     )  # fmt: skip
     blocks = [

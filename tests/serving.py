@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.files import ExpertStore
@@ -21,7 +21,7 @@ from tiermoe.cluster.jobs.prepare import prepare
 
 def policy(prefetch: str = "none", preload: str = "none", **kwargs: Any) -> PolicySettings:
     return PolicySettings(
-        name="test", lossless=True, prefetch=PrefetchSettings(kind=prefetch, **kwargs), preload=preload
+        name="test", lossless=True, prefetch=dict(kind=prefetch, **kwargs), preload=preload
     )
 
 

@@ -13,7 +13,7 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.eviction import Lru, split_eviction
 from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
@@ -44,7 +44,7 @@ class Rig:
         self.queue = StreamQueue(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         self.residency = Residency(KEYS, slots, SHAPE.nbytes(dtype.itemsize))
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        eviction = Lru() if cut is None else SplitEviction(Lru, LAYERS, EXPERTS)
+        eviction = Lru() if cut is None else split_eviction(Lru, LAYERS, EXPERTS)
         self.cache = ExpertCache(
             SlotPool.allocate(SHAPE, slots, dtype, torch.device("cpu")), self.weights, self.device, self.residency,
             eviction, PrefetchGovernor(0.0), self.stats, Timeline(True), self.queue, cut=cut, writeback=writeback,

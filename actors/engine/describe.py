@@ -56,7 +56,7 @@ def describe(
         "prefetch": policy.prefetch.kind,
         "prefetch_distance": policy.prefetch.distance if policy.prefetch.kind != "none" else None,
         "prefetch_synchronous": policy.prefetch.synchronous,
-        "eviction": policy.eviction,
+        "eviction": policy.eviction.kind,
         "routing": policy.routing.model_dump(exclude_none=True),
         "split": _split(settings, engine),
         "low_bit": _low_bit(settings, engine),
@@ -87,10 +87,10 @@ def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | N
 
 def _low_bit(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
     """The part of the expert memory that holds low-bit replicas; None where there is none."""
-    part = engine.cache.low_bit
-    if part is None or engine.packed_kernel is None:
+    part, low = engine.cache.low_bit, settings.policy.low_bit
+    if part is None or low is None or engine.packed_kernel is None:
         return None
-    chosen = settings.policy.low_bit.model_dump() | {"kernel": engine.packed_kernel.name}
+    chosen = low.model_dump(exclude={"kind"}) | {"kernel": engine.packed_kernel.name}
     return chosen | {"slots": part.slots, "slot_bytes": part.slot_bytes, "bytes": part.pool.bytes}
 
 

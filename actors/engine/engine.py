@@ -11,9 +11,8 @@ from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..policies.baselines import Predictor
-from ..policies.buddymoe import MissRule
+from ..policies.eviction import CacheOrder
 from ..policies.hobbit import MixedPrecision
-from ..policies.moepic.split import Order
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
@@ -28,18 +27,24 @@ from .cache.virtual_link import SteppedKernel, VirtualClock
 from .dispatch import DeviceBackend
 from .host_view import Asker, HostViews, fetch_from, share
 from .layer import Hooks, MoeLayer, Placer, RerouteHook
-from .make_pre_evicting import make_pre_evicting, pre_evicting_asks
-from .make_prefetch import gate_probes, make_policy, unasked_layers
+from .make_policies import (
+    gate_probes,
+    make_policy,
+    make_pre_evicting,
+    make_rerouting,
+    pre_evicting_asks,
+    tell_link_speed,
+    unasked_layers,
+)
 from .model.kernels import Kernels
 from .model.model import MoeBlock, attach, detach
-from .on_miss import make_miss_rule, meter
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
 from .peers.shards import PeerCaches, Shards, owners
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
-from .rerouting import LowBits, Rerouter, make_rerouting
+from .rerouting import LowBits, Rerouter
 from .serving.streams import SequenceRows
 from .split import Configurator, Configuring
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
@@ -96,7 +101,7 @@ class ExpertEngine:
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
         self.notes: list[str] = []  # what the user should know of how the policy is carried out
-        if policy.on_miss == "low-bit":
+        if policy.low_bit is not None:
             replicas = self._checked(policy, settings, replicas)
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
@@ -112,7 +117,7 @@ class ExpertEngine:
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
         self._placer = Placer(self.cache)
-        self._on_miss: MissRule | None = None
+        self._rule: Rerouting | None = None
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
@@ -180,8 +185,8 @@ class ExpertEngine:
             self.configuring.begin_forward()
         if self.prefetching is not None:
             self.prefetching.begin_forward(sequences)
-        if self._on_miss is not None:
-            meter(self._on_miss, self._stats)
+        if self._rule is not None:
+            tell_link_speed(self._rule, self._stats)
         if self.pre_evicting is not None:
             self.pre_evicting.begin_forward(last_rows(sequences))
 
@@ -195,12 +200,10 @@ class ExpertEngine:
         self, policy: PolicySettings, blocks: Sequence[MoeBlock], artifacts: PolicyArtifacts
     ) -> Rerouter | None:
         normalised = blocks[0].normalised
-        rule: Rerouting | None = make_rerouting(policy, len(blocks), normalised, artifacts)
-        if rule is None:
-            rule = self._on_miss = make_miss_rule(
-                policy, len(blocks), self.experts, normalised, artifacts.profile, self.slot_bytes,
-                1 if self.shards is None else len(self.shards.peers) + 1,
-            )  # fmt: skip
+        rule = self._rule = make_rerouting(
+            policy, len(blocks), self.experts, normalised, artifacts, self.slot_bytes,
+            1 if self.shards is None else len(self.shards.peers) + 1,
+        )  # fmt: skip
         if rule is None:
             return None
         peers = None
@@ -227,19 +230,20 @@ class ExpertEngine:
     ) -> ReplicaWeights:
         check_combination(settings)
         if replicas is None:
+            bits = policy.replica_widths[0]
             raise ConfigError(
-                f"policy '{policy.name}' loads replicas of {policy.low_bit.bits} bits, which were not given",
-                f"run `tiermoe prepare MODEL OUT --bits {policy.low_bit.bits}`",
+                f"policy '{policy.name}' loads replicas of {bits} bits, which were not given",
+                f"run `tiermoe prepare MODEL OUT --bits {bits}`",
             )
         return replicas
 
     def _attach_layers(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], rerouter: Rerouter | None
     ) -> None:
-        cache, part = self.cache, self.cache.low_bit
+        cache, part, low = self.cache, self.cache.low_bit, settings.policy.low_bit
         rules: list[RerouteHook] = [] if rerouter is None else [rerouter]
-        if part is not None:
-            low, pool = settings.policy.low_bit, cast(ReplicaPool, part.pool)
+        if part is not None and low is not None:
+            pool = cast(ReplicaPool, part.pool)
             self.packed_kernel = make_packed_kernel(
                 settings.policy, pool, shape, blocks, cache.pool.gate_up.dtype, settings.threads, self.notes
             )
@@ -288,7 +292,7 @@ class ExpertEngine:
         ahead = policy.prefetch
         top = self.top_k if ahead.top is None else ahead.top
         configurator = Configurator(
-            self.cache, policy.split, cast(Order, policy.eviction), self.experts, self.top_k,
+            self.cache, policy.split, cast(CacheOrder, policy.cache_order), self.experts, self.top_k,
             0 if ahead.kind == "none" else top, self.slot_bytes,
         )  # fmt: skip
         found = Configuring(configurator, self.cache, policy.split.tau)

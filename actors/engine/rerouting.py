@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import ConfigError
-from ..policies.activeevict import BudgetAwareTopK
-from ..policies.adapmoe import AdaptiveGating
 from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
-from ..policy_settings import PolicySettings
-from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
 from .host_view import Asked
 from .layer import NO_KEYS, View
@@ -29,7 +25,8 @@ _NOWHERE = np.zeros(0, np.bool_)
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """Of a layer, as things stand."""
     available, slots = cache.standing(layer)
-    return RerouteView(available, slots - int(np.count_nonzero(available)), top_k, cache.vacant(layer))
+    free = slots - int(np.count_nonzero(available))
+    return RerouteView(available, free, top_k, cache.vacant(layer), emptied=cache.residency.emptied)
 
 
 class Rerouter:
@@ -119,28 +116,3 @@ class LowBits:
             self._cache.stats.dropped += found.dropped
             view.reroute(found.ids, found.weights, dropped=True)
         return frozenset([base + expert for expert in found.low])
-
-
-def make_rerouting(
-    policy: PolicySettings, layers: int, normalised: bool, artifacts: PolicyArtifacts
-) -> Rerouting | None:
-    """The rule that a policy's `routing` and `on_miss` name; None where routing stays the model's.
-
-    Args:
-        normalised: whether the model normalises the weights of the experts that it picks.
-
-    Raises:
-        ConfigError: what `tiermoe prepare` measures for the rule was not given, or is of another model.
-    """
-    routing = policy.routing
-    if routing.kind == "exact":
-        return None
-    if routing.kind == "budget-aware":
-        return BudgetAwareTopK(normalised, routing.narrowest)
-    sensitivity = artifacts.sensitivity
-    if sensitivity is None or len(sensitivity) != layers:
-        raise ConfigError(
-            f"policy '{policy.name}' needs the sensitivity of {layers} layers",
-            "measure it with `tiermoe prepare MODEL --sensitivity TEXT`",
-        )
-    return AdaptiveGating(sensitivity, routing.threshold or 0.0, normalised)

@@ -18,9 +18,9 @@ from threading import Event, Lock, Thread
 import numpy as np
 from numpy.typing import NDArray
 
+from ..policies.eviction import CacheOrder
 from ..policies.moepic.configure import Configured, Room, Times, configure
-from ..policies.moepic.split import LayerStatistics, Order, Picks, Priorities, observe
-from ..policy_settings import SplitSettings
+from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from .cache.cache import ExpertCache
 from .host_view import Routing
 from .stats import ConfiguratorStats
@@ -62,8 +62,8 @@ class Configurator:
     def __init__(
         self,
         cache: ExpertCache,
-        settings: SplitSettings,
-        order: Order,
+        settings: SplitOptions,
+        order: CacheOrder,
         experts: int,
         top_k: int,
         guesses: int,

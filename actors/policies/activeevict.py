@@ -1,24 +1,27 @@
-"""Eviction by importance: recent use and what the next layer's router is predicted to ask for (ActiveEvict).
+"""ActiveEvict: importance eviction, pre-eviction to a release target, and routing by the slots at hand.
 
-Pre-eviction: how many slots the next layer is going to need free (ActiveEvict, sections 3.2 and 3.3).
-
-Who gives its slot up is the eviction policy's affair: the paper's is `eviction.ImportanceEviction`.
-
-Routing width by the slots at hand: budget-aware dynamic top-k (ActiveEvict, section 3.4).
+    eviction importance      recent use and the next layer's predicted distribution (section 3.2)
+    pre_evict release-target how many slots the next layer is going to need free (section 3.3)
+    routing budget-aware     each token uses as many of its experts as are here or fit (section 3.4)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from .eviction import EvictionPolicy, first_evictable
 from .prefetch import predicted_experts
-from .routing import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs
+from .registry import PolicyContext, PolicyOptions, register
+from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs
+
+if TYPE_CHECKING:
+    from ..policy_settings import PolicySettings
 
 Floats = NDArray[np.float64]
 
@@ -75,6 +78,7 @@ class Hotness:
         self._tokens[layer] = seen + n
 
 
+@register("eviction", "importance")
 class ImportanceEviction(EvictionPolicy):
     """Evicts the expert of least importance (ActiveEvict, section 3.2, equations 9 and 13).
 
@@ -91,6 +95,21 @@ class ImportanceEviction(EvictionPolicy):
     Args:
         layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
     """
+
+    class Options(PolicyOptions):
+        alpha: float = Field(default=0.5, ge=0, le=1, description="weight of recent use against predicted probability")
+        gamma: float = Field(default=0.97, gt=0, le=1, description="what a use counts after one further token")
+        window: int = Field(default=128, ge=1, le=1 << 16, description="tokens after which a use is forgotten")
+
+        def check(self, policy: PolicySettings) -> None:
+            if policy.pre_evict.kind == "off":
+                raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
+
+    per_layer = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> ImportanceEviction:
+        return cls(context.layers, context.experts, options.alpha, options.gamma, options.window)
 
     def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128) -> None:
         if not 0 <= alpha <= 1:
@@ -192,6 +211,26 @@ class ReleaseTarget:
         return self.gap + self.redundancy
 
 
+@register("pre_evict", "off")
+class PreEvictOptions(PolicyOptions):
+    """Slots that are freed before the next layer's router runs; kind off: none. Eviction says who gives one up."""
+
+    kind: str = "off"
+
+
+class ReleaseOptions(PreEvictOptions):
+    """Options of `PreEviction`."""
+
+    kind: str = "release-target"
+    tau: float = Field(default=0.02, ge=0, le=1, description="gap between two probabilities that makes them uncertain")
+    r_max: int = Field(default=2, ge=0, le=64, description="slots freed for uncertainty at most")
+
+    def check(self, policy: PolicySettings) -> None:
+        if policy.uses_ndp or policy.preload != "none":
+            raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
+
+
+@register("pre_evict", "release-target")
 @dataclass(frozen=True, slots=True)
 class PreEviction:
     """The release target of ActiveEvict (section 3.3). State: none. O(T*E + E log E) per layer.
@@ -205,9 +244,14 @@ class PreEviction:
         top_k: of the router. threshold: in probability, 0: no redundancy. most: slots of redundancy at most.
     """
 
+    Options: ClassVar[type[PolicyOptions]] = ReleaseOptions
     top_k: int
     threshold: float = 0.02
     most: int = 2
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PreEviction:
+        return cls(context.top_k, options.tau, options.r_max)
 
     def target(self, logits: NDArray[np.floating], predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
         """What should be free before a layer.
@@ -286,6 +330,7 @@ def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDAr
     return kept
 
 
+@register("routing", "budget-aware")
 class BudgetAwareTopK(Rerouting):
     """Each token runs as many of its experts as are here or fit into free slots (ActiveEvict, section 3.4).
 
@@ -298,7 +343,17 @@ class BudgetAwareTopK(Rerouting):
         narrowest: k_min, experts that every token keeps.
     """
 
+    class Options(RoutingOptions):
+        def check(self, policy: PolicySettings) -> None:
+            if policy.pre_evict.kind == "off":
+                raise ValueError("routing budget-aware goes by the slots that pre_evict frees: set pre_evict.kind")
+
     name: ClassVar[str] = "budget-aware"
+    traced: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        return cls(context.renormalise, options.narrowest)
 
     def __init__(self, renormalise: bool = True, narrowest: int = 1) -> None:
         self._renormalise, self._narrowest = renormalise, narrowest

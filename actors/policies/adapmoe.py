@@ -1,16 +1,32 @@
-"""How many of its experts each token really uses: adaptive gating."""
+"""AdapMoE (arXiv 2408.10284): adaptive gating by the sensitivity of layers, and caches sized by dynamic programming.
+
+Its prefetch is `NextGatePrefetch`; `moepic.configure` applies its cache sizes to the live cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from .routing import Ids, Rerouted, RerouteView, Rerouting, Weights, drop_pairs, drop_places
+from .moepic.split import LayerStatistics
+from .registry import NotPrepared, PolicyContext, register
+from .routing import (
+    Ids,
+    Rerouted,
+    RerouteView,
+    Rerouting,
+    RoutingOptions,
+    Weights,
+    drop_pairs,
+    drop_places,
+)
 
 
+@register("routing", "adaptive")
 class AdaptiveGating(Rerouting):
     """Sensitivity-based adaptive gating (AdapMoE, arXiv 2408.10284; its public code where the text leaves a choice).
 
@@ -36,8 +52,26 @@ class AdaptiveGating(Rerouting):
         ValueError: a negative threshold or sensitivity.
     """
 
+    class Options(RoutingOptions):
+        refusal: ClassVar[str] = "routing {kind} takes no {keys}"
+        threshold: float = Field(ge=0, description="nats that a layer may cost a token, by its sensitivity")
+
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"sensitivity"})
+
     name: ClassVar[str] = "adaptive"
     needs_view: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        sensitivity = context.sensitivity
+        if sensitivity is None or len(sensitivity) != context.layers:
+            raise NotPrepared(
+                f"needs the sensitivity of {context.layers} layers",
+                "measure it with `tiermoe prepare MODEL --sensitivity TEXT`",
+            )
+        return cls(sensitivity, options.threshold, context.renormalise)
 
     def __init__(self, sensitivity: Sequence[float], threshold: float, renormalise: bool = True) -> None:
         if threshold < 0 or min(sensitivity, default=0.0) < 0:
@@ -78,3 +112,48 @@ class AdaptiveGating(Rerouting):
                 break
             gone.append(place)
         return gone
+
+
+def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[np.float64]:
+    """Expected loads on demand in a token, of each layer with a cache of C = 0..E whole experts [L, E + 1].
+
+    K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), where beta is the share of the needed experts that are among the
+    `guesses` first predicted ones, taken to be independent of what is cached.
+    """
+    rows = []
+    for layer in statistics:
+        found = layer.accuracy[:guesses].sum() / layer.per_step if layer.needed else 0.0
+        rows.append(layer.per_step * (1.0 - layer.hit_rate) * max(0.0, 1.0 - found))
+    return np.array(rows)
+
+
+def cache_sizes(costs: NDArray[np.float64], slots: int) -> tuple[int, ...]:
+    """Slots of each layer, at least one, so that the sum of the costs is least: dynamic programming, exact.
+
+    O(L * slots * E). Of equal divisions the one that gives the first layers less.
+
+    Args:
+        costs: of each layer by its number of slots, 0 to E [L, E + 1]. slots: in all; those that no layer has an expert
+            for stay unused.
+
+    Raises:
+        ValueError: fewer slots than layers.
+    """
+    layers, most = costs.shape[0], costs.shape[1] - 1
+    if slots < layers:
+        raise ValueError(f"{slots} slots for {layers} layers")
+    total = min(slots, layers * most)
+    best = np.full((layers + 1, total + 1), np.inf)  # best[l, t]: of the first l layers with t slots in all
+    best[0, 0] = 0.0
+    for layer in range(layers):
+        for size in range(1, min(most, total) + 1):
+            reached = best[layer, : total + 1 - size] + costs[layer, size]
+            np.minimum(best[layer + 1, size:], reached, out=best[layer + 1, size:])
+    left = int(best[layers].argmin())  # more slots never cost more, if the costs never rise
+    sizes: list[int] = []
+    for layer in reversed(range(layers)):
+        options = range(min(most, left), 0, -1)
+        size = min(options, key=lambda s: best[layer, left - s] + costs[layer, s])
+        sizes.append(size)
+        left -= size
+    return tuple(reversed(sizes))

@@ -1,15 +1,10 @@
-"""Prefetch by the activation matrix of the most similar earlier request (MoE-Infinity).
-
-Prefetch by small predictors, one per layer, trained on recorded routing (ProMoE).
-
-Prefetch by trained gates on the hidden state, one per layer (Pre-gated MoE).
-"""
+"""Prefetch policies of the systems that the papers compare with: MoE-Infinity, ProMoE and Pre-gated MoE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +12,8 @@ from numpy.typing import NDArray
 from .prefetch import (
     LayerSeen,
     NextGatePrefetch,
+    NextLayerOptions,
+    PrefetchOptions,
     PrefetchPolicy,
     Span,
     Wanted,
@@ -25,6 +22,7 @@ from .prefetch import (
     predicted_experts,
     ranked,
 )
+from .registry import NotPrepared, PolicyContext, register
 
 _EPSILON = 1e-6
 
@@ -80,6 +78,7 @@ class _Request:
     version: int
 
 
+@register("prefetch", "activation-matrix")
 class ActivationMatrixPrefetch(PrefetchPolicy):
     """Request-level expert activation matrices (MoE-Infinity, arXiv 2401.14361, section 4).
 
@@ -105,6 +104,11 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
     """
 
     name: ClassVar[str] = "activation-matrix"
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        top, waits = options.experts(context), options.synchronous
+        return cls(context.layers, context.experts, top, options.distance, synchronous=waits)
 
     def __init__(
         self,
@@ -217,6 +221,7 @@ def features(probabilities: NDArray[np.floating]) -> NDArray[np.float32]:
     return np.log(np.maximum(np.asarray(probabilities, np.float32), np.float32(_FLOOR)))
 
 
+@register("prefetch", "stride")
 class StridePrefetch(PrefetchPolicy):
     """Stride prefetching with learned predictors (ProMoE, arXiv 2410.22134, sections 4 and 5).
 
@@ -235,10 +240,22 @@ class StridePrefetch(PrefetchPolicy):
         stride: the distance that they were trained for.
     """
 
+    class Options(PrefetchOptions):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"predictors"})
+
     name: ClassVar[str] = "stride"
     stateless: ClassVar[bool] = True
     needs_ids = False
     needs_probabilities: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        if context.predictors is None:
+            raise NotPrepared("needs predictors of stride prefetch", "see `tiermoe prepare --help`")
+        top = options.experts(context)
+        return cls(context.predictors, context.experts, top, options.distance, options.synchronous)
 
     def __init__(
         self, predictors: Sequence[Predictor], experts: int, top: int, stride: int, synchronous: bool = False
@@ -337,6 +354,7 @@ class PreGate:
         return scores
 
 
+@register("prefetch", "pre-gated")
 class PreGatedPrefetch(NextGatePrefetch):
     """Pre-gated MoE's predictor (ISCA 2024, arXiv 2308.12066, section 4) in front of an unchanged model.
 
@@ -350,8 +368,17 @@ class PreGatedPrefetch(NextGatePrefetch):
     `tiermoe prepare --gates` to give what layer l + 1's router gives its own input, beginning with its weights.
     """
 
+    class Options(NextLayerOptions):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"gates"})
+
     name: ClassVar[str] = "pre-gated"
     needs_gates: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.synchronous)
 
     def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False) -> None:
         super().__init__(layers, experts, top, 1, synchronous)

@@ -1,8 +1,5 @@
-"""How many experts each GPU keeps of every layer, where the others are computed elsewhere.
-
-Which experts a GPU keeps when the others can be computed where they lie.
-
-How many bits each expert near data gets under an average width.
+"""Context-aware inference on GPU and near-data processing (NDP): which experts live on the GPU, and how many bits the
+others have where they lie. MoNDE's rule and Fiddler's placement, with which it is compared, are here too.
 """
 
 from __future__ import annotations
@@ -10,11 +7,74 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, model_validator
 
 from .cost import SplitCosts
+from .registry import PolicyOptions, register
+
+if TYPE_CHECKING:
+    from ..policy_settings import PolicySettings
+
+
+@register("placement", "cache", "context", "static", "monde")
+class PlacementOptions(PolicyOptions):
+    """Which experts belong to the GPUs and which to the NDP workers.
+
+    cache: none belongs to an NDP worker, the caches decide. context: after a sequence's prefill its most important
+    experts, fixed for its decode. static: the most popular ones of the calibration text, for good. monde: in every
+    layer those with the most tokens, as far as moving them pays.
+    """
+
+    kind: str = "cache"
+    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of activation counts against routing scores")
+    hot_per_layer: int | None = Field(
+        default=None, ge=0, description="experts of a layer over all GPUs; none: as many as the budgets hold"
+    )
+
+    def check(self, policy: PolicySettings) -> None:
+        if self.kind != "cache" and (policy.prefetch.kind != "none" or policy.preload != "none"):
+            raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
+
+
+@register("precision", "full", "uniform", "prefix-split")
+class PrecisionOptions(PolicyOptions):
+    """On which replicas the NDP workers compute.
+
+    full: on the store's own weights. uniform: all experts at `bits`. prefix-split: `bits` on average, where the loss
+    table says that they gain most, never more for a less important expert.
+    """
+
+    kind: str = "full"
+    bits: float | None = Field(default=None, ge=1, le=8)
+
+    @model_validator(mode="after")
+    def _has_bits(self) -> PrecisionOptions:
+        if (self.kind == "full") != (self.bits is None):
+            raise ValueError(f"precision {self.kind} takes {'no bits' if self.kind == 'full' else 'bits'}")
+        if self.kind == "uniform" and self.bits not in (1, 2, 3, 4, 8):
+            raise ValueError("uniform precision takes 1, 2, 3, 4 or 8 bits")
+        if self.kind == "prefix-split" and self.bits is not None and self.bits > 4:
+            raise ValueError("prefix-split takes 1 to 4 bits on average")
+        return self
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the replicas that may be used, ascending."""
+        if self.kind == "prefix-split":
+            return (1, 2, 3, 4)
+        return () if self.bits is None else (int(self.bits),)
+
+    def check(self, policy: PolicySettings) -> None:
+        if self.kind == "full":
+            return
+        if policy.lossless:
+            raise ValueError("a policy on quantized replicas is not lossless")
+        if not policy.uses_ndp:
+            raise ValueError("precision is that of the NDP worker, which placement cache does not use")
 
 
 @dataclass(frozen=True, eq=False)

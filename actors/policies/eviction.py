@@ -1,19 +1,7 @@
-"""What the cache asks of an eviction policy. The cache owns slots, pins and bytes; a policy owns the order.
+"""Who leaves the cache first. The cache owns slots, pins and bytes; an eviction policy owns the order.
 
-Keys in the order of a value that changes: what the policies that count keep.
-
-Least recently used.
-
-Least frequently used.
-
-Random replacement, the same in every run.
-
-One eviction policy for each layer, for caches whose slots belong to layers.
-
-Who leaves first where experts are cut in two: each layer's tops by the preset's policy, bottoms by last use.
-
-Who leaves first where low-bit replicas have slots of their own: experts in full by the preset's policy, replicas by
-last use.
+Least recently and least frequently used, random, Belady's optimum, Least-Stale, and what joins policies where slots
+belong to layers (`PerLayer`) or are of two sorts (`TwoPools`). Those of a paper are in the paper's file.
 """
 
 from __future__ import annotations
@@ -24,10 +12,39 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import groupby, islice
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from .registry import PolicyContext, PolicyOptions, make, policy_base, policy_class, register
+
+HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers
+_LAYERS = 32  # of that model
+CacheOrder = Literal["lcp", "lru", "lfu", "random"]
 
 
+@policy_base("eviction")
 class EvictionPolicy(ABC):
-    """Order of leaving over the experts that occupy a slot."""
+    """Order of eviction over the experts that occupy a slot.
+
+    Attributes:
+        Options: of the policy.
+        counted_as: the order by which `moepic.split.observe` counts hits at every cache size; None: it has none.
+        uses_maps: whether it goes by the expert maps of prefetch.
+        per_layer: whether the experts of one layer alone can have an order, as a split cache needs.
+    """
+
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+    counted_as: ClassVar[CacheOrder | None] = None
+    uses_maps: ClassVar[bool] = False
+    per_layer: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> EvictionPolicy:
+        """The policy in its first state."""
+        return cls()
 
     @abstractmethod
     def admitted(self, key: int) -> None:
@@ -41,13 +58,13 @@ class EvictionPolicy(ABC):
         """A layer's routing is known, before anything is planned; once a layer and forward, layers in rising order.
 
         Args:
-            keys: experts of the layer that are needed, held or not.
+            keys: experts of the layer that are needed, resident or not.
             counts: tokens that picked each of them. tokens: of the forward.
         """
         return None
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        """These experts, held or not, most worth keeping first; changes nothing."""
+        """These experts, resident or not, the one to evict last first; changes nothing."""
         return list(keys)
 
     @abstractmethod
@@ -59,8 +76,29 @@ class EvictionPolicy(ABC):
         """At most `count` admitted keys for which `evictable` holds, first to go first; changes nothing."""
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        """The order of leaving within one class of slots (`Residency`); who has one order for all is asked itself."""
+        """The order of eviction within one class of slots (`Residency`)."""
         return self
+
+
+def make_eviction(
+    options: PolicyOptions, context: PolicyContext, *, split: bool = False, low_bit: bool = False
+) -> EvictionPolicy:
+    """The policy of a cache in its first state.
+
+    Args:
+        split: experts are split, so that the tops of each layer have an order of their own.
+        low_bit: replicas have slots of their own.
+
+    Raises:
+        ValueError: the policy has no order for the experts of one layer, which a split needs.
+    """
+    if split:
+        if not policy_class("eviction", options.kind).per_layer:
+            raise ValueError(f"eviction {options.kind} has no order for the experts of one layer, which split needs")
+        one = PolicyContext(context.layers, context.experts, context.top_k, one_layer=True, seed=context.seed)
+        return split_eviction(lambda: make("eviction", options, one), context.layers, context.experts)
+    policy: EvictionPolicy = make("eviction", options, context)
+    return TwoPools(policy, context.layers * context.experts, 1) if low_bit else policy
 
 
 def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int], bool]) -> list[int]:
@@ -68,8 +106,43 @@ def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int],
     return list(islice(filter(evictable, order), max(0, count)))
 
 
+@register("eviction", "lru")
+class Lru(EvictionPolicy):
+    """Least recently used.
+
+    State: admitted keys in order of last use (admission counts as a use, so that a prefetched expert is not the first
+    to go). `admitted`, `used`, `removed` are O(1) per key, `victims` is O(count + protected keys older than the
+    victims).
+    """
+
+    counted_as = "lru"
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def admitted(self, key: int) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        move = self._order.move_to_end
+        for key in keys:
+            move(key)
+
+    def removed(self, key: int) -> None:
+        del self._order[key]
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        position = {key: i for i, key in enumerate(self._order)}
+        return sorted(keys, key=lambda key: -position.get(key, -1))
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        return first_evictable(self._order, count, evictable)
+
+
 Entry = tuple[float, int, int]  # value, stamp, key
 _SPARE = 64  # outdated entries that are always allowed
+_RESCALE_AT = 2.0**512
 
 
 @dataclass
@@ -128,40 +201,7 @@ class ValueOrder:
             heapify(self._heap)
 
 
-class Lru(EvictionPolicy):
-    """Least recently used.
-
-    State: admitted keys in order of last use (admission counts as a use, so that a prefetched
-    expert is not the first to go). `admitted`, `used`, `removed` are O(1) per key, `victims`
-    is O(count + protected keys older than the victims).
-    """
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
-
-    def admitted(self, key: int) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        move = self._order.move_to_end
-        for key in keys:
-            move(key)
-
-    def removed(self, key: int) -> None:
-        del self._order[key]
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        places = {key: place for place, key in enumerate(self._order)}
-        return sorted(keys, key=lambda key: -places.get(key, -1))
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return first_evictable(self._order, count, evictable)
-
-
-_RESCALE_AT = 2.0**512
-
-
+@register("eviction", "lfu")
 class Lfu(EvictionPolicy):
     """Least frequently used (MoE-Infinity's cache; the base of fMoE's).
 
@@ -177,6 +217,16 @@ class Lfu(EvictionPolicy):
     Args:
         half_life: h; None: uses count for good.
     """
+
+    class Options(PolicyOptions):
+        half_life: float | None = Field(default=None, gt=0, description="layers run until a use counts half")
+
+    counted_as: ClassVar[CacheOrder | None] = "lfu"
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Lfu:
+        half_life = options.half_life
+        return cls(half_life / _LAYERS if half_life is not None and context.one_layer else half_life)
 
     def __init__(self, half_life: float | None = None) -> None:
         if half_life is not None and half_life <= 0:
@@ -236,13 +286,24 @@ class Lfu(EvictionPolicy):
         self._place_again()
 
 
+@register("eviction", "lfu-decay")
+class LfuDecay(Lfu):
+    """`Lfu` that forgets: a use counts half after 128 tokens of a model of 32 layers."""
+
+    class Options(Lfu.Options):
+        half_life: float | None = Field(default=HALF_LIFE, gt=0, description="layers run until a use counts half")
+
+    counted_as = None
+
+
 _MASK = (1 << 64) - 1
 
 
+@register("eviction", "random")
 class RandomOrder(EvictionPolicy):
-    """Evicts any expert, all with the same probability (RND of MoEpic's Table 1).
+    """Evicts any expert, all with the same probability (RND of MoEpic's Table 1); the same ones in every run.
 
-    State: the admitted experts and the number of changes so far, of which, with the seed, the order of leaving is drawn
+    State: the admitted experts and the number of changes so far, of which, with the seed, the order is drawn
     (SplitMix64 numbers and a Fisher-Yates shuffle as far as it is looked at). So it is another after each admission and
     removal, and `victims` gives the same when asked twice.
 
@@ -252,15 +313,21 @@ class RandomOrder(EvictionPolicy):
         seed: of the order.
     """
 
+    counted_as = "random"
+
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._changes = 0
         self._keys: list[int] = []
-        self._place: dict[int, int] = {}
+        self._position: dict[int, int] = {}
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> RandomOrder:
+        return cls(context.seed)
 
     def admitted(self, key: int) -> None:
         self._changes += 1
-        self._place[key] = len(self._keys)
+        self._position[key] = len(self._keys)
         self._keys.append(key)
 
     def used(self, keys: Iterable[int]) -> None:
@@ -268,9 +335,9 @@ class RandomOrder(EvictionPolicy):
 
     def removed(self, key: int) -> None:
         self._changes += 1
-        place, last = self._place.pop(key), self._keys.pop()
+        position, last = self._position.pop(key), self._keys.pop()
         if last != key:
-            self._keys[place], self._place[last] = last, place
+            self._keys[position], self._position[last] = last, position
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         out: list[int] = []
@@ -298,10 +365,126 @@ def _mixed(number: int) -> int:
     return z ^ (z >> 31)
 
 
-class PerLayer(EvictionPolicy):
-    """Policies of one kind, one for each layer, that know nothing of each other.
+@register("eviction", "least-stale")
+class LeastStale(EvictionPolicy):
+    """Evicts stale experts first (Least-Stale of SpecMD, arXiv 2602.03921): temporal and spatial locality joined.
 
-    Who needs a slot of a layer asks that layer's (`of`), which looks at no other's experts. Keys are
+    An expert is fresh if the present forward has used it, or admitted it for one of its layers; else it is stale. A
+    forward runs the layers in order, so the layer l of an expert says when it can be needed again: after
+    (l - l_now - 1) mod L other layers, l_now the layer whose routing is known. LRU gives up what the previous forward
+    used in the layers that come next, the very experts that are needed soonest (the paper's collision misses).
+
+    Rule: stale experts before fresh ones; among each, the layer that runs again last goes first; within a layer the
+    least recently used, then by key. This is our reading of the paper's abstract and summary, which name staleness and
+    both localities; the exact order of the paper's code may differ.
+
+    State: of each expert whether it is resident, the forward that touched it last, and when [L*E]. O(1) per key
+    admitted, used or removed; the order is made anew, O(L*E + n log n) for n resident, by the first `victims` after a
+    change.
+
+    Args:
+        layers, experts: L and E.
+    """
+
+    per_layer = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> LeastStale:
+        return cls(context.layers, context.experts)
+
+    def __init__(self, layers: int, experts: int) -> None:
+        keys = layers * experts
+        self._layers, self._layer = layers, np.arange(keys) // experts
+        self._resident = np.zeros(keys, bool)
+        self._stamp, self._clock = np.zeros(keys, np.int64), 0
+        self._touched, self._forward, self._now = np.full(keys, -1, np.int64), 0, -1
+        self._order: list[int] | None = None
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        if not keys:
+            return
+        layer = int(self._layer[keys[0]])
+        self._forward += layer <= self._now
+        self._now, self._order = layer, None
+
+    def admitted(self, key: int) -> None:
+        self._resident[key] = True
+        self._touch([key])
+
+    def used(self, keys: Iterable[int]) -> None:
+        self._touch(list(keys))
+
+    def removed(self, key: int) -> None:
+        if not self._resident[key]:
+            raise KeyError(key)
+        self._resident[key], self._order = False, None
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if count <= 0:
+            return []
+        if self._order is None:
+            self._order = self._sorted(self._resident.nonzero()[0]).tolist()
+        return first_evictable(self._order, count, evictable)
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        found: list[int] = self._sorted(np.array(keys, np.int64))[::-1].tolist()
+        return found
+
+    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """These keys, first to go first."""
+        until = (self._layer[keys] - self._now - 1) % self._layers  # layers in between
+        return keys[np.lexsort((keys, self._stamp[keys], -until, self._touched[keys] >= self._forward))]
+
+    def _touch(self, keys: list[int]) -> None:
+        self._stamp[keys] = np.arange(self._clock, self._clock + len(keys))
+        self._clock += len(keys)
+        self._touched[keys], self._order = self._forward, None
+
+
+class Belady(EvictionPolicy):
+    """Evicts the expert that is needed again last of all: no policy that loads on demand has more hits (Belady, 1966).
+
+    State: of each expert the steps that will need it, latest first, and which are resident. `routed` O(K), `victims`
+    O(C log C).
+
+    Args:
+        ids: the routing of one layer that is going to be played [n, K].
+    """
+
+    def __init__(self, ids: NDArray[np.integer]) -> None:
+        self._end = len(ids)
+        self._later: dict[int, list[int]] = {}
+        for step in range(len(ids) - 1, -1, -1):
+            for key in ids[step].tolist():
+                self._later.setdefault(key, []).append(step)
+        self._resident: set[int] = set()
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        for key in keys:
+            self._later[key].pop()
+
+    def admitted(self, key: int) -> None:
+        self._resident.add(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        return None
+
+    def removed(self, key: int) -> None:
+        self._resident.remove(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        going = sorted((key for key in self._resident if evictable(key)), key=lambda key: (-self._next(key), key))
+        return going[: max(0, count)]
+
+    def _next(self, key: int) -> int:
+        later = self._later.get(key)
+        return later[-1] if later else self._end
+
+
+class PerLayer(EvictionPolicy):
+    """Policies of one kind, one for each layer, that know nothing of each other: the slots belong to layers.
+
+    Who needs a slot of a layer asks that layer's (`of_class`), which looks at no other's experts. Keys are
     layer * experts + expert.
 
     Args:
@@ -312,15 +495,15 @@ class PerLayer(EvictionPolicy):
         self._experts = experts
         self._policies = [make() for _ in range(layers)]
 
-    def of(self, layer: int) -> EvictionPolicy:
+    def of_class(self, slot_class: int) -> EvictionPolicy:
         """The policy of one layer; its keys are those of the whole model."""
-        return self._policies[layer]
+        return self._policies[slot_class]
 
     def admitted(self, key: int) -> None:
         self._policies[key // self._experts].admitted(key)
 
     def used(self, keys: Iterable[int]) -> None:
-        for layer, group in groupby(keys, lambda key: key // self._experts):
+        for layer, group in groupby(keys, self._experts.__rfloordiv__):
             self._policies[layer].used(list(group))
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
@@ -339,95 +522,54 @@ class PerLayer(EvictionPolicy):
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """Each layer's in its order; the first of all layers come before the second ones."""
-        places = {
-            key: place
+        position = {
+            key: i
             for layer, policy in enumerate(self._policies)
-            for place, key in enumerate(policy.ranked([k for k in keys if k // self._experts == layer]))
+            for i, key in enumerate(policy.ranked([k for k in keys if k // self._experts == layer]))
         }
-        return sorted(keys, key=places.__getitem__)
+        return sorted(keys, key=position.__getitem__)
 
 
-class SplitEviction(EvictionPolicy):
-    """One policy for each slot class, so that none is searched for a victim of another class.
+class TwoPools(EvictionPolicy):
+    """Slots of two sorts, so that none is searched for a victim of the other.
 
-    Tops of layer l (segments l * E to (l + 1) * E - 1, which are their experts' keys): a policy of the layer's own.
-    Bottoms (segments from L * E on): least recently used; they are held for the next layers, not for the next token
-    (MoEpic section 3.2).
-
-    Args:
-        make: a policy for the tops of one layer. layers, experts: L, E.
-    """
-
-    def __init__(self, make: Callable[[], EvictionPolicy], layers: int, experts: int) -> None:
-        self._layers, self._keys = layers, layers * experts
-        self._tops, self._bottoms = PerLayer(make, layers, experts), Lru()
-
-    def of_class(self, slot_class: int) -> EvictionPolicy:
-        return self._bottoms if slot_class == self._layers else self._tops.of(slot_class)
-
-    def admitted(self, key: int) -> None:
-        self._at(key).admitted(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        segments = list(keys)
-        self._tops.used([segment for segment in segments if segment < self._keys])
-        self._bottoms.used([segment for segment in segments if segment >= self._keys])
-
-    def removed(self, key: int) -> None:
-        self._at(key).removed(key)
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Of any class, tops first; who needs a slot of one class asks `of_class`."""
-        tops = self._tops.victims(count, evictable)
-        return tops + self._bottoms.victims(count - len(tops), evictable)
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        self._tops.routed(keys, counts, tokens)
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        """Experts, as the policies of the tops rank them: the first of all layers before the second ones."""
-        return self._tops.ranked(keys)
-
-    def _at(self, segment: int) -> EvictionPolicy:
-        return self._tops if segment < self._keys else self._bottoms
-
-
-class TwoWidths(EvictionPolicy):
-    """One policy for each slot class, so that none is searched for a victim of another class.
-
-    Slots of class 0 hold experts in full, those of class 1 replicas, whose keys are their experts' and `keys` more.
+    Keys below `keys` leave by the preset's policy. The others leave by last use: bottoms of split experts, which stay
+    for the next layers and not for the next token (MoEpic section 3.2), or low-bit replicas.
 
     Args:
-        full: orders the experts in full. keys: experts of all layers.
+        first: orders the keys below `keys`. second_class: slot class of the others.
     """
 
-    def __init__(self, full: EvictionPolicy, keys: int) -> None:
-        self._full, self._low, self._keys = full, Lru(), keys
+    def __init__(self, first: EvictionPolicy, keys: int, second_class: int) -> None:
+        self._first, self._second = first, Lru()
+        self._keys, self._second_class = keys, second_class
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        return self._low if slot_class else self._full
+        return self._second if slot_class == self._second_class else self._first.of_class(slot_class)
 
     def admitted(self, key: int) -> None:
-        self._at(key).admitted(key)
+        (self._first if key < self._keys else self._second).admitted(key)
 
     def used(self, keys: Iterable[int]) -> None:
         keys = list(keys)
-        self._full.used([key for key in keys if key < self._keys])
-        self._low.used([key for key in keys if key >= self._keys])
+        self._first.used([key for key in keys if key < self._keys])
+        self._second.used([key for key in keys if key >= self._keys])
 
     def removed(self, key: int) -> None:
-        self._at(key).removed(key)
+        (self._first if key < self._keys else self._second).removed(key)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Of any class, experts in full first; who needs a slot of one class asks `of_class`."""
-        found = self._full.victims(count, evictable)
-        return found + self._low.victims(count - len(found), evictable)
+        """Of any class, the first pool before the second; who needs a slot of one class asks `of_class`."""
+        found = self._first.victims(count, evictable)
+        return found + self._second.victims(count - len(found), evictable)
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        self._full.routed(keys, counts, tokens)
+        self._first.routed(keys, counts, tokens)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        return self._full.ranked(keys)
+        return self._first.ranked(keys)
 
-    def _at(self, key: int) -> EvictionPolicy:
-        return self._full if key < self._keys else self._low
+
+def split_eviction(make: Callable[[], EvictionPolicy], layers: int, experts: int) -> TwoPools:
+    """For split experts: a policy for the tops of each layer (slot class l), and last use for bottoms (class L)."""
+    return TwoPools(PerLayer(make, layers, experts), layers * experts, layers)

@@ -1,21 +1,68 @@
-"""Which of a layer's missing experts are loaded in full, which as a low-bit replica, and which not at all (HOBBIT).
-
-Prefetch by later layers' routers, in full what is likely to matter and in low precision what is not (HOBBIT).
+"""HOBBIT (arXiv 2411.01433), and MoE-APEX after it: experts that matter little to their tokens are loaded in low
+precision, into slots of their own, or not at all; prefetch decides by the same thresholds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
-from .prefetch import LayerSeen, NextGatePrefetch, Wanted, predicted_experts
-from .routing import Ids, Weights, drop_pairs
+from .prefetch import LayerSeen, NextGatePrefetch, PrefetchOptions, PrefetchPolicy, Wanted, predicted_experts
+from .registry import PolicyContext, policy_class, register
+from .routing import Ids, MissOptions, Weights, drop_pairs
+
+if TYPE_CHECKING:
+    from ..policy_settings import PolicySettings
 
 Here = Callable[[int], bool]  # whether an expert of the layer is resident or on its way
+
+
+@register("on_miss", "low-bit")
+class LowBitOptions(MissOptions):
+    """How experts that matter little to their tokens are loaded on a miss: as replicas, in slots of their own.
+
+    A token's experts of which more important ones have up to t1 of its routing weight are loaded in full, those up to
+    t2 as replicas, the others not at all (`MixedPrecision`).
+    """
+
+    refusal: ClassVar[str] = "on_miss {kind} does not use low_bit's {keys}"
+    kind: str = "low-bit"
+    bits: Literal[1, 2, 3, 4, 8] = Field(default=4, description="of the replicas")
+    share: float = Field(default=0.25, gt=0, lt=1, description="of the expert memory, for slots of replicas")
+    t1: float = Field(default=0.6, ge=0, le=1)
+    t2: float = Field(default=0.9, ge=0, le=1)
+    guesses: bool = Field(default=True, description="next-gate prefetch asks for replicas by the same thresholds")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LowBitOptions:
+        if self.t1 > self.t2:
+            raise ValueError(f"t1 {self.t1} is above t2 {self.t2}")
+        return self
+
+    def check(self, policy: PolicySettings) -> None:
+        super().check(policy)
+        if policy.split.kind != "off" or policy.pre_evict.kind != "off":
+            raise ValueError("on_miss low-bit divides the slots itself: leave split and pre_evict out")
+        if policy.preload != "none":
+            raise ValueError("on_miss low-bit is for caches that fill on demand: leave preload out")
+        if policy.prefetch.uses_maps or policy_class("eviction", policy.eviction.kind).uses_maps:
+            raise ValueError("maps weigh experts in full only: on_miss low-bit takes another eviction and prefetch")
+        if not self.guesses and policy.prefetch.kind != "next-gate":
+            raise ValueError(f"low_bit.guesses is of prefetch next-gate, not of {policy.prefetch.kind}")
+
+    def make_prefetch(self, options: PrefetchOptions, context: PolicyContext) -> PrefetchPolicy | None:
+        """Next-gate prefetch asks for replicas, too."""
+        if options.kind != "next-gate" or not self.guesses:
+            return super().make_prefetch(options, context)
+        return MixedGatePrefetch(
+            context.layers, context.experts, options.experts(context), options.distance, options.synchronous,
+            self.t1, self.t2,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

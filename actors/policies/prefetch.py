@@ -1,6 +1,6 @@
-"""What every prefetch policy is told and what it answers: one protocol for the real, emulated and simulated executors.
+"""Which experts of later layers to ask for, and whether asking pays.
 
-The calls of one forward pass, in order:
+One protocol for the real, emulated and simulated executors. The calls of one forward pass, in order:
 
     begin_forward(spans)        whose rows it carries           -> wanted in its first layers
     observed(seen) per layer    that layer's routing            -> wanted in later layers
@@ -10,15 +10,8 @@ An answer is a list of `Wanted`, most wanted first. The executor queues it behin
 slots can be had, and never asks twice: a policy that wants an expert still, says so again. Policies see no cache, no
 link and no clock; that an expert is resident already is the executor's business.
 
-Prefetch that hurts turns itself off.
-
-Prefetch by running a later layer's router on this layer's post-attention hidden state.
-
-Prefetch whole layers, whatever the routing says (DeepSpeed-Inference).
-
-Prefetch what was used most so far: the yardstick that every predictor must beat.
-
-Prefetch at random: the floor under every predictor (MoEpic without its speculative prefetcher).
+Here are the protocol, the governor and the policies that belong to no paper alone: next-gate, layerwise, popularity and
+random.
 """
 
 from __future__ import annotations
@@ -30,6 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from .registry import PolicyContext, PolicyOptions, policy_base, register
 
 Floats = NDArray[np.float32]
 Lookahead = Callable[[int], NDArray[np.floating] | None]
@@ -77,10 +73,56 @@ class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass
     source: str = ""
 
 
+@register("prefetch", "none")
+class PrefetchOptions(PolicyOptions):
+    """Options of every prefetch policy; kind none asks for nothing.
+
+    Attributes:
+        uses_maps: whether a matcher of expert maps takes part.
+    """
+
+    uses_maps: ClassVar[bool] = False
+    kind: str = "none"
+    distance: int = Field(
+        default=1, ge=0, le=8, description="layers ahead; 0, for layerwise only: the rest of the layer that runs"
+    )
+    top: int | None = Field(
+        default=None, ge=1, description="experts per token, or per layer and sequence; none: the router's top-k"
+    )
+    min_useful: float = Field(
+        default=0.25, ge=0, le=1, description="share of prefetched experts that must be used; below it prefetch rests"
+    )
+    synchronous: bool = Field(default=False, description="the forward waits until what was asked for has arrived")
+
+    @model_validator(mode="after")
+    def _distance_fits(self) -> PrefetchOptions:
+        self.check_distance()
+        return self
+
+    def check_distance(self) -> None:
+        """Raises ValueError: the policy cannot ask for a layer so far ahead."""
+        if self.distance == 0:
+            raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
+
+    def experts(self, context: PolicyContext) -> int:
+        """Experts to ask for."""
+        return context.top_k if self.top is None else self.top
+
+
+class NextLayerOptions(PrefetchOptions):
+    """Options of a policy that asks for the next layer alone."""
+
+    def check_distance(self) -> None:
+        if self.distance != 1:
+            raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
+
+
+@policy_base("prefetch")
 class PrefetchPolicy(ABC):
     """Which experts of later layers to ask for. Pure: NumPy, deterministic, owns its state.
 
     Attributes:
+        Options: of the policy.
         name: what counters call its guesses.
         needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
         stateless: it learns nothing from what it is shown, so it need not be asked while nothing would be fetched.
@@ -93,6 +135,7 @@ class PrefetchPolicy(ABC):
         synchronous: the forward waits until what was asked for has arrived.
     """
 
+    Options: ClassVar[type[PrefetchOptions]] = PrefetchOptions
     name: ClassVar[str]
     stateless: ClassVar[bool] = False
     needs_ids: bool = True
@@ -105,6 +148,15 @@ class PrefetchPolicy(ABC):
     predicted: NDArray[np.floating] | None = None
     distance: int = 1
     synchronous: bool = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        """The policy in its first state.
+
+        Raises:
+            NotPrepared: what `tiermoe prepare` makes for it is not there.
+        """
+        return cls()
 
     @property
     def looks_ahead(self) -> int:
@@ -254,6 +306,7 @@ def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
     return [(e, score) for e, score in zip(order.tolist(), best[order].tolist(), strict=True) if score > 0]
 
 
+@register("prefetch", "next-gate")
 class NextGatePrefetch(PrefetchPolicy):
     """Speculation by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
 
@@ -272,6 +325,10 @@ class NextGatePrefetch(PrefetchPolicy):
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
 
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
+
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self._layers, self._experts, self._top = layers, experts, top
         self.distance, self.synchronous = distance, synchronous
@@ -289,6 +346,7 @@ class NextGatePrefetch(PrefetchPolicy):
         return wanted
 
 
+@register("prefetch", "layerwise")
 class LayerwisePrefetch(PrefetchPolicy):
     """Expert-agnostic, layer-wise parameter offloading (ZeRO-Inference in DeepSpeed, arXiv 2207.00032, section 6).
 
@@ -302,9 +360,18 @@ class LayerwisePrefetch(PrefetchPolicy):
         synchronous: the layer waits until all of it is there, as DeepSpeed's gather does.
     """
 
+    class Options(PrefetchOptions):
+        def check_distance(self) -> None:
+            if self.distance > 1:
+                raise ValueError("layer-wise prefetch is for this layer (0) or the next (1)")
+
     name: ClassVar[str] = "layerwise"
     stateless: ClassVar[bool] = True
     needs_ids = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.distance, options.synchronous)
 
     def __init__(self, layers: int, experts: int, distance: int = 1, synchronous: bool = False) -> None:
         if distance not in (0, 1):
@@ -325,6 +392,7 @@ class LayerwisePrefetch(PrefetchPolicy):
         return [Wanted(base + e, 1.0 - e / self._experts) for e in range(self._experts)]
 
 
+@register("prefetch", "popularity")
 class PopularityPrefetch(PrefetchPolicy):
     """The most popular experts of each layer, over all requests so far.
 
@@ -337,6 +405,10 @@ class PopularityPrefetch(PrefetchPolicy):
     """
 
     name: ClassVar[str] = "popularity"
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
 
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
         self.counts = np.zeros((layers, experts), np.int64)
@@ -360,6 +432,7 @@ class PopularityPrefetch(PrefetchPolicy):
         return wanted
 
 
+@register("prefetch", "random")
 class RandomPrefetch(PrefetchPolicy):
     """Random experts of the next layer (MoEpic, section 5, "w/o SP").
 
@@ -370,9 +443,14 @@ class RandomPrefetch(PrefetchPolicy):
         layers, experts: L and E. top: experts per row. seed: of the numbers.
     """
 
+    Options = NextLayerOptions
     name: ClassVar[str] = "random"
     stateless: ClassVar[bool] = True
     wraps: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.synchronous, context.seed)
 
     def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False, seed: int = 0) -> None:
         self._layers, self._experts, self._top = layers, experts, top

@@ -1,138 +1,208 @@
-"""Who leaves the cache first.
+"""Policies by decision point and kind.
 
-Eviction policies by name, for a model of known shape.
+A class registers itself for a point with a kind, its own options and what it is made from:
 
-Prefetch policies by name: what presets and the command line choose from.
+    @register("eviction", "lcp")
+    class Lcp(EvictionPolicy):
+        class Options(PolicyOptions):
+            rho: float = 0.25
+
+        @classmethod
+        def make(cls, options: Options, context: PolicyContext) -> Lcp: ...
+
+A preset's `eviction: {kind: lcp, rho: 0.5}` becomes `Lcp.Options`, `eviction: lcp` is short for `{kind: lcp}`, and
+`make("eviction", options, context)` the policy. `kind: my_package.fifo:Fifo` names a class outside of this repository,
+which needs no registration. Kinds without code of their own register their options alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from .activeevict import ImportanceEviction
-from .baselines import ActivationMatrixPrefetch, Predictor, PreGatedPrefetch, StridePrefetch
-from .eviction import EvictionPolicy, Lfu, Lru, RandomOrder, SplitEviction, TwoWidths
-from .fmoe import Expect, ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
-from .fmoe.maps import ExpertMapStore
-from .hobbit import MixedGatePrefetch
-from .moepic import Lcp, SpeculativePrefetch
-from .prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch, PrefetchPolicy, RandomPrefetch
+import numpy as np
+from numpy.typing import NDArray
 
-HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers
+from ..base_settings import Settings
 
-EVICTION: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": Lru,
-    "lfu": Lfu,
-    "lfu-decay": partial(Lfu, half_life=HALF_LIFE),
-    "expert-map": ExpertMapEviction,
-    "expert-map-decay": partial(ExpertMapEviction, half_life=HALF_LIFE),
-    "lcp": Lcp,
-    "random": RandomOrder,
-}
+if TYPE_CHECKING:
+    from ..policy_settings import PolicySettings
 
-# Those of which each layer can have one of its own (`PerLayer`).
-LAYER_EVICTION: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": Lru,
-    "lfu": Lfu,
-    "lfu-decay": partial(Lfu, half_life=HALF_LIFE / 32),
-    "lcp": partial(Lcp, one_layer=True),
-    "random": RandomOrder,
-}
+Point = Literal["eviction", "prefetch", "routing", "on_miss", "pre_evict", "placement", "precision", "split"]
+C = TypeVar("C", bound=type)
 
 
-def make_eviction(
-    kind: str,
-    layers: int,
-    experts: int,
-    split: bool = False,
-    low_bit: bool = False,
-    *,
-    alpha: float = 0.5,
-    gamma: float = 0.97,
-    window: int = 128,
-) -> EvictionPolicy:
-    """A policy in its first state.
+class PolicyOptions(Settings):
+    """The options of one policy: a section of a preset.
 
-    Args:
-        kind: a name in `EVICTION`, or importance. layers, experts: MoE layers and experts of each.
-        split: the cache is cut, so that the tops of each layer have an order of their own.
-        low_bit: replicas have slots of their own.
-        alpha, gamma, window: of importance, see `ImportanceEviction`.
-
-    Raises:
-        KeyError: there is no such policy, or none for a cut.
+    Attributes:
+        kind: of the policy.
+        refusal: said of options of this class that are given to another kind; formatted with point, kind and keys.
     """
-    if split:
-        return SplitEviction(LAYER_EVICTION[kind], layers, experts)
-    if kind == "importance":
-        return ImportanceEviction(layers, experts, alpha, gamma, window)
-    return TwoWidths(EVICTION[kind](), layers * experts) if low_bit else EVICTION[kind]()
 
+    kind: str
+    refusal: ClassVar[str] = "{point} {kind} does not use {keys}"
 
-PREFETCH = (
-    "none", "next-gate", "speculative", "pre-gated", "random", "expert-map", "popularity", "activation-matrix",
-    "stride", "layerwise",
-)  # fmt: skip
-_WIDTH = 512  # of a stored embedding, as `MatcherOptions.width` has it
+    @property
+    def needs(self) -> frozenset[str]:
+        """What `tiermoe prepare` must have made for it: of gates, predictors, profile and sensitivity."""
+        return frozenset()
+
+    def check(self, policy: PolicySettings) -> None:
+        """Refuse what does not go together with the other sections of a preset.
+
+        Raises:
+            ValueError: says what to leave out.
+        """
 
 
 @dataclass(frozen=True)
-class PrefetchOptions:
-    """What the policies are made from.
+class PolicyContext:
+    """What policies are made from besides their options.
 
-    layers, experts: L and E. top: experts per token, or per layer, to ask for. distance: layers ahead. predictors: of
-    layers 0..L-distance-1, for stride. hidden, capacity, semantic, dynamic, expect: for expert maps, see
-    `ExpertMapPolicy`, `ExpertMapStore` and `ExpertMapPrefetch`. precisions: T1 and T2, by which next-gate's guesses are
-    asked for in full or in low precision; None: all in full.
+    Attributes:
+        layers, experts: L MoE layers of E experts. top_k: of the routers. hidden: H, width of embeddings.
+        one_layer: an eviction policy orders the experts of one layer alone.
+        renormalise: whether the model normalises the weights of the experts that it picks.
+        seed: of policies that draw.
+        eviction: the cache's policy, for prefetch that tells it what to expect; None: nobody is told.
+        map_capacity: C, of expert maps that are searched where the policy runs.
+        predictors, sensitivity, profile: of `tiermoe prepare`, see `StridePrefetch`, `AdaptiveGating`, `ExpertProfile`.
+        expert_bytes: of one expert. gpus: that share the experts.
+        replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
     """
 
     layers: int
     experts: int
-    top: int
-    distance: int = 1
-    synchronous: bool = False
-    predictors: Sequence[Predictor] | None = None
+    top_k: int = 1
     hidden: int = 0
-    capacity: int = 1000
-    semantic: bool = True
-    dynamic: bool = True
-    expect: Expect | None = None
-    precisions: tuple[float, float] | None = None
+    one_layer: bool = False
+    renormalise: bool = True
+    seed: int = 0
+    eviction: object | None = None
+    map_capacity: int = 1000
+    predictors: Any = None
+    sensitivity: Any = None
+    profile: Any = None
+    expert_bytes: int = 1
+    gpus: int = 1
+    replaceable: Callable[..., NDArray[np.bool_]] | None = None
+    substitute: Callable[..., Any] | None = None
 
 
-def make_prefetch(kind: str, options: PrefetchOptions) -> PrefetchPolicy | None:
-    """A policy in its first state; None for `none`.
+class NotPrepared(ValueError):
+    """A policy needs what `tiermoe prepare` makes, and it was not given; the message goes on after the policy's name.
+
+    Attributes:
+        remedy: the command that makes it.
+    """
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+_BASES: dict[str, type] = {}  # point -> what a policy of it is a subclass of
+_CLASSES: dict[str, dict[str, Any]] = {}  # point -> kind -> class
+
+
+def policy_base(*points: Point) -> Callable[[C], C]:
+    """A decorator: policies of these points are subclasses of the class."""
+
+    def registered(cls: C) -> C:
+        _BASES.update(dict.fromkeys(points, cls))
+        return cls
+
+    return registered
+
+
+def register(point: Point, *kinds: str) -> Callable[[C], C]:
+    """A decorator: the class is what these kinds name at this point."""
+
+    def registered(cls: C) -> C:
+        for kind in kinds:
+            _CLASSES.setdefault(point, {})[kind] = cls
+        return cls
+
+    return registered
+
+
+def kinds(point: Point) -> list[str]:
+    """The registered kinds of a point, in the order of their registration."""
+    return list(_CLASSES[point])
+
+
+def policy_class(point: Point, kind: str) -> Any:
+    """The class that a kind names.
 
     Raises:
-        ValueError: unknown kind, a distance that it does not have, or stride without predictors.
+        ValueError: there is none; or a module, or a class in it, is missing or is no policy for this point.
     """
-    o = options
-    match kind:
-        case "none":
-            return None
-        case "next-gate":
-            if o.precisions is not None:
-                return MixedGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous, *o.precisions)
-            return NextGatePrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
-        case "speculative":
-            return SpeculativePrefetch(o.layers, o.experts, o.top, o.synchronous)
-        case "pre-gated":
-            return PreGatedPrefetch(o.layers, o.experts, o.top, o.synchronous)
-        case "random":
-            return RandomPrefetch(o.layers, o.experts, o.top, o.synchronous)
-        case "expert-map":
-            store = ExpertMapStore(o.layers, o.experts, min(o.hidden, _WIDTH), o.distance, o.capacity)
-            return ExpertMapPolicy(ExpertMapPrefetch(store, o.hidden, o.top, o.semantic, o.dynamic), o.hidden, o.expect)
-        case "popularity":
-            return PopularityPrefetch(o.layers, o.experts, o.top, o.distance, o.synchronous)
-        case "activation-matrix":
-            return ActivationMatrixPrefetch(o.layers, o.experts, o.top, o.distance, synchronous=o.synchronous)
-        case "layerwise":
-            return LayerwisePrefetch(o.layers, o.experts, o.distance, o.synchronous)
-        case "stride":
-            if o.predictors is None:
-                raise ValueError("stride prefetch needs predictors")
-            return StridePrefetch(o.predictors, o.experts, o.top, o.distance, o.synchronous)
-    raise ValueError(f"no prefetch policy '{kind}'; there are {', '.join(PREFETCH)}")
+    known = _CLASSES[point]
+    if kind in known:
+        return known[kind]
+    module, colon, name = kind.partition(":")
+    if not colon:
+        raise ValueError(f"no {point} policy '{kind}'; there are {', '.join(known)}; or give my_package.module:Class")
+    try:
+        found = getattr(import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"{point} '{kind}': {error}; the folder of the package must be on PYTHONPATH") from error
+    except AttributeError as error:
+        raise ValueError(f"{point} '{kind}': module {module} has no class {name}") from error
+    base = _BASES.get(point, PolicyOptions)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(f"{point} '{kind}' is no policy: it must be a subclass of {base.__module__}.{base.__name__}")
+    return found
+
+
+def options(point: Point, value: Any, default: str = "") -> Any:
+    """The options that a section of a preset gives, validated by the policy that it names.
+
+    Args:
+        value: a kind, a mapping of options, or options. default: the kind where a mapping names none.
+
+    Raises:
+        ValueError: there is no such policy, or the options are of another kind.
+        ValidationError: a value is out of range.
+    """
+    if isinstance(value, PolicyOptions):
+        return value
+    values = {"kind": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
+    if values is None:
+        raise ValueError(f"{point} is {value!r}; give a kind, or a mapping with kind and its options")
+    kind = str(values.setdefault("kind", default))
+    cls = options_class(point, kind)
+    foreign: dict[type[PolicyOptions], list[str]] = {}
+    for key in sorted(set(values) - set(cls.model_fields)):
+        owner = next((o for o in map(_options_of, _CLASSES[point].values()) if key in o.model_fields), None)
+        if owner is not None:
+            if values[key] == owner.model_fields[key].get_default():
+                del values[key]  # of no effect
+            else:
+                foreign.setdefault(owner, []).append(key)
+    for owner, keys in foreign.items():
+        raise ValueError(owner.refusal.format(point=point, kind=kind, keys=", ".join(keys)))
+    return cls.model_validate(values)
+
+
+def make(point: Point, options: PolicyOptions, context: PolicyContext) -> Any:
+    """The policy in its first state; None where the kind stands for none.
+
+    Raises:
+        NotPrepared: `context` lacks what it needs. ValueError: options and context do not go together.
+    """
+    cls = policy_class(point, options.kind)
+    return None if issubclass(cls, PolicyOptions) else cls.make(options, context)
+
+
+def options_class(point: Point, kind: str) -> type[PolicyOptions]:
+    """The options of a kind; raises as `policy_class`."""
+    return _options_of(policy_class(point, kind))
+
+
+def _options_of(cls: Any) -> type[PolicyOptions]:
+    found: type[PolicyOptions] = cls if issubclass(cls, PolicyOptions) else cls.Options
+    return found

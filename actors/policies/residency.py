@@ -55,12 +55,13 @@ class Residency:
 
     Attributes:
         slots: of all classes together.
+        emptied: how often the last expert has left.
     """
 
     def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
         if slots < 1 or keys < 1:
             raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.emptied = slot_bytes, 0
         self._slot: dict[int, int] = {}  # key -> slot, for LOADING and RESIDENT
         self._pins: dict[int, int] = {}  # key -> count, only counts above zero
         self.divide([0] * keys, [slots], [slot_bytes])
@@ -254,3 +255,4 @@ class Residency:
         self._free[self._class_of[key]].append(self._slot.pop(key))
         self._state[key] = State.ABSENT
         self._occupies[key] = self._evictable[key] = 0
+        self.emptied += not self._slot

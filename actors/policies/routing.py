@@ -15,10 +15,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+
+from .prefetch import PrefetchOptions, PrefetchPolicy
+from .registry import PolicyContext, PolicyOptions, make, policy_base, register
+
+if TYPE_CHECKING:
+    from ..policy_settings import PolicySettings
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -31,7 +38,7 @@ class RerouteView:
     available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
     or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
     of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
-    occupies.
+    occupies. emptied: how often the cache has become empty since it was made, as by `ExpertCache.flush`.
 
     Of several shards, the lead among them, which decides: available is of them all, each expert's of the shard that
     computes it. shard_of: [E], that shard; 0, the lead, also for experts of a shard that is lost. filling: [G], whether
@@ -45,6 +52,7 @@ class RerouteView:
     vacant: int = 0
     shard_of: NDArray[np.int64] | None = None
     filling: NDArray[np.bool_] | None = None
+    emptied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +69,65 @@ class Rerouted:
     dropped: int = 0
 
 
+@register("routing", "exact")
+class RoutingOptions(PolicyOptions):
+    """How many of the experts that the router picks a token uses; kind exact: all."""
+
+    kind: str = "exact"
+    narrowest: int = Field(default=1, ge=1, description="of budget-aware: experts that every token keeps")
+
+
+@register("on_miss", "load")
+class MissOptions(PolicyOptions):
+    """What becomes of experts that are not on the device; kind load: they are loaded."""
+
+    kind: str = "load"
+
+    @property
+    def uses_hops(self) -> bool:
+        """Whether it matters to it on which GPU an expert is."""
+        return False
+
+    def check(self, policy: PolicySettings) -> None:
+        if self.kind != "load" and policy.routing.kind != "exact":
+            raise ValueError(f"on_miss {self.kind} is for exact routing")
+
+    def make_prefetch(self, options: PrefetchOptions, context: PolicyContext) -> PrefetchPolicy | None:
+        """The prefetch policy beside this rule."""
+        made: PrefetchPolicy | None = make("prefetch", options, context)
+        return made
+
+
+@policy_base("routing", "on_miss")
 class Rerouting(ABC):
     """A rule that changes routing.
 
     Attributes:
+        Options: of the rule.
         name: what messages call it.
         needs_probabilities: whether it must be given those of the router, [T, E]; else it gets None.
         needs_view: whether it goes by where experts are.
+        traced: whether a recorded trace holds what it goes by, so that the simulated executor can carry it out.
     """
 
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     name: ClassVar[str]
     needs_probabilities: bool = False
     needs_view: ClassVar[bool] = True
+    traced: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        """The rule in its first state.
+
+        Raises:
+            NotPrepared: what `tiermoe prepare` makes for it is not there.
+        """
+        return cls()
+
+    def measured(self, link_bytes_per_s: float) -> None:
+        """What the link carries, for rules that adapt to it."""
+        return None
 
     @abstractmethod
     def reroute(

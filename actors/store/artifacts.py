@@ -428,7 +428,7 @@ def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifes
         StoreError: a file is missing, damaged or of another model; the remedy is the command that makes it.
     """
     return PolicyArtifacts(
-        sensitivity=sensitivity_of(store, manifest) if policy.routing.kind == "adaptive" else None,
-        gates=gates_of(store, manifest) if policy.prefetch.kind == "pre-gated" else None,
-        profile=read_profile(store, manifest) if policy.needs_profile else None,
+        sensitivity=sensitivity_of(store, manifest) if "sensitivity" in policy.needs else None,
+        gates=gates_of(store, manifest) if "gates" in policy.needs else None,
+        profile=read_profile(store, manifest) if "profile" in policy.needs else None,
     )

@@ -13,20 +13,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...actors.policies.fmoe import ExpertMapEviction
 from ...actors.policies.prefetch import PrefetchPolicy
-from ...actors.policies.registry import EVICTION, PREFETCH, PrefetchOptions, make_prefetch
+from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
 from ..config import load_policy, parse_budget
 from ..report.tables import progress_on
-from ..simulate.executor import Machine, engine_of, eviction_of, first_cut, load_machine, replays_routing
+from ..simulate.executor import Machine, context_of, engine_of, eviction_of, first_cut, load_machine, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
 from ..simulate.trace import Trace, TraceHeader
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
+_PREFETCH, _EVICTION = ", ".join(kinds("prefetch")), ", ".join(kinds("eviction"))
 _SHOWN = (
     "hit_rate", "hits", "misses", "prefetched_hits", "late_prefetches", "bytes_loaded_demand", "bytes_loaded_prefetch",
     "bytes_wasted", "blocked_io_s", "total_io_s", "ttft_s", "tpot_s", "virtual_s",
@@ -36,10 +36,10 @@ _SHOWN = (
 def replay_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder, as `tiermoe record` makes it.", metavar="TRACE")],
     policy: Annotated[str, typer.Option(help="Name in configs/policies, or a YAML file.")] = "on-demand",
-    prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {', '.join(PREFETCH)}.")] = None,
+    prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_PREFETCH}.")] = None,
     distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
-    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {', '.join(EVICTION)}.")] = None,
+    eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_EVICTION}.")] = None,
     predictors: Annotated[Path | None, typer.Option(help="Of stride; none: trained on the --learn share.")] = None,
     budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
     link_gbps: Annotated[float | None, typer.Option(help="Link, 1e9 bytes/s; none: the machine's.")] = None,
@@ -65,16 +65,16 @@ def replay_command(
         share = learn or 0.0
         first = int(found.header.requests * share + 0.5)
         waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
-        options = _options(found, chosen, ahead, settings.prefetch.top, waits, predictors, first)
-        options = replace(options, semantic=settings.prefetch.semantic, dynamic=settings.prefetch.dynamic)
+        settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
+        context = _context(found, settings, predictors, first)
         simulated = load_machine(found.header, machine, link_gbps, link_latency_us)
         record = {
             "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
-            "policy": settings.name, "eviction": settings.eviction, "prefetch": chosen, "distance": ahead,
+            "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
             "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
             "machine": simulated.model_dump(),
         }  # fmt: skip
-        record |= replay(found, settings, chosen, options, simulated, parse_budget(budget), at_once, first, console)
+        record |= replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console)
         console.print(_figures(record))
     if as_json:
         print(json.dumps(record))
@@ -83,8 +83,7 @@ def replay_command(
 def replay(
     trace: Trace,
     settings: PolicySettings,
-    prefetch: str,
-    options: PrefetchOptions,
+    context: PolicyContext,
     machine: Machine,
     budget: float | int,
     at_once: int = 1,
@@ -94,8 +93,7 @@ def replay(
     """Counters and times of a policy on a trace.
 
     Args:
-        settings: all but prefetch is taken from it.
-        prefetch, options: as for `make_prefetch`.
+        context: what policies are made from, without the eviction policy.
         first: requests that are run and not counted, to learn from.
 
     Raises:
@@ -103,13 +101,9 @@ def replay(
         ConfigError: unknown prefetch, or one that the trace has not what it needs for.
     """
     header = trace.header
-    settings = settings.model_copy(update={"prefetch": settings.prefetch.model_copy(update={"kind": prefetch})})
-    options = replace(options, precisions=settings.guess_precisions)
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)
     eviction = eviction_of(settings, header)
-    if isinstance(eviction, ExpertMapEviction):
-        options = replace(options, expect=eviction.expect)
-    policy = checked_prefetch(prefetch, options, header)
+    policy = checked_prefetch(settings, replace(context, eviction=eviction), header)
     engine = engine_of(settings, header, machine, budget, eviction, policy, cut)
     if settings.preload == "all":
         if engine.stats.slots < engine.stats.experts:
@@ -140,14 +134,15 @@ def recall_table(trace: Trace, learn: float, console: Console) -> dict[str, Any]
     distances = range(1, min(RECALL_DISTANCE, header.layers - 1) + 1)
 
     def source(kind: str) -> Callable[[int], PrefetchPolicy | None]:
-        def make(distance: int) -> PrefetchPolicy | None:
+        def of_kind(distance: int) -> PrefetchPolicy | None:
             if (kind == "next-gate" and distance > header.distances) or (kind == "stride" and not first):
                 return None
             predictors = train_predictors(header, first, distance) if kind == "stride" else None
-            options = PrefetchOptions(header.layers, header.experts, header.top_k, distance, predictors=predictors)
-            return make_prefetch(kind, options)
+            chosen = options("prefetch", {"kind": kind, "distance": distance})
+            found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=predictors))
+            return found
 
-        return make
+        return of_kind
 
     with progress_on(console) as progress:
         task = progress.add_task("recall", total=len(RECALL_SOURCES) * len(distances))
@@ -179,41 +174,58 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
         )
     if eviction is None:
         return settings
-    if eviction not in EVICTION:
-        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(EVICTION)}")
-    return settings.model_copy(update={"eviction": eviction})
+    if eviction not in kinds("eviction"):
+        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(kinds('eviction'))}")
+    return settings.model_copy(update={"eviction": options("eviction", eviction)})
 
 
-def checked_prefetch(kind: str, options: PrefetchOptions, header: TraceHeader) -> PrefetchPolicy | None:
-    """The policy, if the trace has what it needs.
+def with_prefetch(settings: PolicySettings, kind: str, **changes: Any) -> PolicySettings:
+    """The preset with another prefetch, whose options are the preset's and the changes as far as the kind has them.
+
+    Raises:
+        ConfigError: there is no such prefetch.
+    """
+    try:
+        chosen = options_class("prefetch", kind)
+    except ValueError as error:
+        raise ConfigError(str(error), "choose another --prefetch") from error
+    values = settings.prefetch.model_dump() | changes | {"kind": kind}
+    kept = {name: value for name, value in values.items() if name in chosen.model_fields}
+    return settings.model_copy(update={"prefetch": chosen.model_construct(**kept)})
+
+
+def checked_prefetch(settings: PolicySettings, context: PolicyContext, header: TraceHeader) -> PrefetchPolicy | None:
+    """The preset's prefetch policy, if the trace has what it needs.
 
     Raises:
         ConfigError: it has not, or there is no such policy.
     """
-    if kind == "pre-gated":
+    prefetch = settings.prefetch
+    top = prefetch.experts(context)
+    if "gates" in prefetch.needs:
         raise ConfigError(
             "gates of pre-gated prefetch score hidden states, which a trace does not hold",
             "replay next-gate in its place",
         )
-    if kind in ("next-gate", "speculative") and (options.distance > header.distances or options.top > header.top_k):
+    asks_routers = getattr(policy_class("prefetch", prefetch.kind), "needs_lookahead", False)
+    if asks_routers and (prefetch.distance > header.distances or top > header.top_k):
         raise ConfigError(
-            f"the trace holds the top {header.top_k} of {header.distances} layers ahead, not the top {options.top} of "
-            f"{options.distance}",
+            f"the trace holds the top {header.top_k} of {header.distances} layers ahead, not the top {top} of "
+            f"{prefetch.distance}",
             "record it with a greater --distances, or ask for less",
         )
     try:
-        return make_prefetch(kind, options)
+        return settings.make_prefetch(context)
     except ValueError as error:
         raise ConfigError(str(error), "choose another --prefetch or --distance") from error
 
 
-def _options(
-    trace: Trace, kind: str, distance: int, top: int | None, synchronous: bool, file: Path | None, first: int
-) -> PrefetchOptions:
+def _context(trace: Trace, settings: PolicySettings, file: Path | None, first: int) -> PolicyContext:
     header, predictors = trace.header, None
+    kind, distance = settings.prefetch.kind, settings.prefetch.distance
     if distance < 0:
         raise ConfigError(f"--distance is {distance}", "give a number of layers")
-    if kind == "stride":
+    if "predictors" in settings.prefetch.needs:
         if file is not None:
             predictors = load_predictors(file, header, distance)
         elif first:
@@ -222,10 +234,7 @@ def _options(
             raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7")
     elif file is not None:
         raise ConfigError(f"--predictors are for stride, prefetch is {kind}", "leave them out")
-    wanted = header.top_k if top is None else top
-    return PrefetchOptions(
-        header.layers, header.experts, wanted, distance, synchronous, predictors, hidden=header.hidden
-    )
+    return context_of(header, predictors=predictors)
 
 
 def _figures(record: dict[str, Any]) -> Table:

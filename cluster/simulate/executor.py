@@ -26,17 +26,17 @@ from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter
 from ...actors.engine.split import Configurator, Configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
-from ...actors.policies.activeevict import BudgetAwareTopK, PreEviction
+from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.cost import Link
-from ...actors.policies.eviction import EvictionPolicy
-from ...actors.policies.hobbit import MixedPrecision
-from ...actors.policies.moepic.split import CacheCut, Order, buffer_for
+from ...actors.policies.eviction import CacheOrder, EvictionPolicy, make_eviction
+from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
+from ...actors.policies.moepic.split import CacheCut, buffer_for
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span
-from ...actors.policies.registry import LAYER_EVICTION, make_eviction
+from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.residency import Residency
 from ...actors.policies.routing import Rerouting
-from ...actors.policy_settings import LowBitSettings, PolicySettings
+from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
 from ...errors import BudgetError, ConfigError, TraceError
 from ...kernels.pack import PackedShape
@@ -261,9 +261,9 @@ class SimulatedEngine:
         rerouting: a rule that changes the recorded routing, of one layer at a time: later layers stay as recorded.
             Only one that goes without probabilities.
         writeback: see `ExpertCache`.
-        cut: how the slots are divided, and then `eviction` is a `SplitEviction`; None: a slot is a whole expert.
+        cut: how the slots are divided, and then `eviction` is by `split_eviction`; None: a slot is a whole expert.
         adaptive: policy by which the cut adapts; None: it does not.
-        low_bit: misses that matter little are loaded as replicas, and then `eviction` is a `TwoWidths`. Their kernels
+        low_bit: misses that matter little are loaded as replicas, and then `eviction` is a `TwoPools`. Their kernels
             take as long as those of experts in full. None: all are loaded in full.
 
     Raises:
@@ -284,7 +284,7 @@ class SimulatedEngine:
         writeback: bool = False,
         cut: CacheCut | None = None,
         adaptive: PolicySettings | None = None,
-        low_bit: LowBitSettings | None = None,
+        low_bit: LowBitOptions | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
         held = budget_bytes(budget, slot_bytes, keys)
@@ -328,7 +328,7 @@ class SimulatedEngine:
         if pre_evict is not None:
             pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
         if adaptive is not None:
-            ahead, order = adaptive.prefetch, cast(Order, adaptive.eviction)
+            ahead, order = adaptive.prefetch, cast(CacheOrder, adaptive.cache_order)
             most = 0 if ahead.kind == "none" else header.top_k if ahead.top is None else ahead.top
             configurator = Configurator(
                 self.cache, adaptive.split, order, header.experts, header.top_k, most, header.slot_bytes
@@ -338,7 +338,7 @@ class SimulatedEngine:
                 prefetching.on_predicted = configuring.predicted
         return prefetching, pre_evicting, configuring
 
-    def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitSettings | None) -> Hooks:
+    def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitOptions | None) -> Hooks:
         rules: list[Any] = []
         if rerouting is not None:
             rules.append(Rerouter(rerouting, self.cache, (), self.header.top_k))
@@ -429,23 +429,24 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+def context_of(header: TraceHeader, **given: Any) -> PolicyContext:
+    """What policies for a trace are made from; given: more fields of `PolicyContext`, or others than the header's."""
+    fields = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k, "hidden": header.hidden}
+    return PolicyContext(**fields | given)
+
+
 def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
-    """The preset's, in its first state: for a cut where the preset splits experts.
+    """The preset's, in its first state: for a split cache where the preset splits experts.
 
     Raises:
-        ConfigError: its eviction has no order for the experts of one layer, which a cut needs.
+        ConfigError: its eviction has no order for the experts of one layer, which a split needs.
     """
-    options = settings.pre_evict
-    if settings.split.kind != "off" and settings.eviction not in LAYER_EVICTION:
-        raise ConfigError(
-            f"eviction {settings.eviction} has no order for the experts of one layer, which split needs",
-            f"give one of {', '.join(LAYER_EVICTION)}",
-        )
-    return make_eviction(
-        settings.eviction, header.layers, header.experts, settings.split.kind != "off",
-        settings.on_miss == "low-bit", alpha=options.alpha,
-        gamma=options.gamma, window=options.window,
-    )  # fmt: skip
+    split, low_bit = settings.split.kind != "off", settings.low_bit is not None
+    try:
+        return make_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
+    except ValueError as error:
+        able = [kind for kind in kinds("eviction") if policy_class("eviction", kind).per_layer]
+        raise ConfigError(str(error), f"give one of {', '.join(able)}") from error
 
 
 def engine_of(
@@ -467,18 +468,17 @@ def engine_of(
     Raises:
         BudgetError, ValueError: as `SimulatedEngine`.
     """
-    options = settings.pre_evict
+    context = context_of(header)
+    rule = policy_class("routing", settings.routing.kind)
     return SimulatedEngine(
         header, machine, budget, eviction, prefetch, PrefetchGovernor(settings.prefetch.min_useful), cut=cut,
-        pre_evict=None if options.kind == "off" else PreEviction(header.top_k, options.tau, options.r_max),
-        rerouting=(
-            BudgetAwareTopK(narrowest=settings.routing.narrowest) if settings.routing.kind == "budget-aware" else None
-        ),
-        low_bit=settings.low_bit if settings.on_miss == "low-bit" else None,
-        writeback=settings.evict_writeback, adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
+        pre_evict=make("pre_evict", settings.pre_evict, context),
+        rerouting=make("routing", settings.routing, context) if getattr(rule, "traced", False) else None,
+        low_bit=settings.low_bit, writeback=settings.evict_writeback,
+        adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
     )  # fmt: skip
 
 
 def replays_routing(settings: PolicySettings) -> bool:
     """Whether the preset changes the routing by a rule that a trace has enough for."""
-    return settings.routing.kind == "budget-aware" or settings.on_miss == "low-bit"
+    return settings.low_bit is not None or getattr(policy_class("routing", settings.routing.kind), "traced", False)

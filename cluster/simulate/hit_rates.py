@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.policies.eviction import EvictionPolicy
-from ...actors.policies.registry import LAYER_EVICTION
+from ...actors.policies.eviction import Belady, EvictionPolicy
+from ...actors.policies.registry import PolicyContext, make, options
 from .executor import SimulatedEngine
 from .trace import Iteration, Request, TraceHeader
 
@@ -107,46 +107,6 @@ Make = Callable[[Ids], EvictionPolicy]  # ids [n, K] of one layer, all of them -
 POLICIES = ("random", "lfu", "lru", "lcp", "belady")
 
 
-class Belady(EvictionPolicy):
-    """Evicts the expert that is needed again last of all: no policy that loads on demand has more hits (Belady, 1966).
-
-    State: of each expert the steps that will need it, latest first, and which are held. `routed` O(K), `victims`
-    O(C log C).
-
-    Args:
-        ids: the routing of one layer that is going to be played [n, K].
-    """
-
-    def __init__(self, ids: Ids) -> None:
-        self._end = len(ids)
-        self._later: dict[int, list[int]] = {}
-        for step in range(len(ids) - 1, -1, -1):
-            for key in ids[step].tolist():
-                self._later.setdefault(key, []).append(step)
-        self._held: set[int] = set()
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        for key in keys:
-            self._later[key].pop()
-
-    def admitted(self, key: int) -> None:
-        self._held.add(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        return None
-
-    def removed(self, key: int) -> None:
-        self._held.remove(key)
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        going = sorted((key for key in self._held if evictable(key)), key=lambda key: (-self._next(key), key))
-        return going[: max(0, count)]
-
-    def _next(self, key: int) -> int:
-        later = self._later.get(key)
-        return later[-1] if later else self._end
-
-
 @dataclass(frozen=True, eq=False)
 class HitRates:
     """Of one policy at one cache size.
@@ -164,11 +124,11 @@ def policies(names: Sequence[str] = POLICIES) -> dict[str, Make]:
     """Makers of the engine's own policies, and of `belady`.
 
     Raises:
-        KeyError: there is no such policy for a cache of one layer.
+        ValueError: there is no such policy.
     """
     made: dict[str, Make] = {}
     for name in names:
-        made[name] = Belady if name == "belady" else _maker(LAYER_EVICTION[name])
+        made[name] = Belady if name == "belady" else _maker(name)
     return made
 
 
@@ -199,9 +159,9 @@ def hit_rates(
     mask = np.ones(ids.shape[1], bool) if counted is None else counted
     needs = int(mask.sum()) * ids.shape[2]
     table = []
-    for name, make in makers.items():
+    for name, maker in makers.items():
         for size in sizes:
-            hits = [_hits(layer, size, make(layer), mask) for layer in ids]
+            hits = [_hits(layer, size, maker(layer), mask) for layer in ids]
             rates = tuple(h / needs if needs else 0.0 for h in hits)
             table.append(HitRates(name, size, sum(rates) / len(rates) if rates else 0.0, rates))
             if advanced is not None:
@@ -209,8 +169,9 @@ def hit_rates(
     return table
 
 
-def _maker(make: Callable[[], EvictionPolicy]) -> Make:
-    return lambda ids: make()
+def _maker(kind: str) -> Make:
+    chosen = options("eviction", kind)
+    return lambda ids: make("eviction", chosen, PolicyContext(1, 1, one_layer=True))
 
 
 def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
+from ...actors.policies.hobbit import LowBitOptions
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import EngineSettings, budget_bytes
 from ...kernels.pack import PackedShape
@@ -208,7 +209,7 @@ def cluster_spec(
         store_copies=cluster.store.copies,
         ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
         matcher=policy.prefetch.uses_maps,
-        low_bit=_low_bit_spec(settings, facts) if policy.on_miss == "low-bit" else None,
+        low_bit=_low_bit_spec(policy.low_bit, settings, facts) if policy.low_bit is not None else None,
     )
 
 
@@ -229,8 +230,7 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
     )
 
 
-def _low_bit_spec(settings: EngineSettings, facts: ModelFacts) -> LowBitSpec:
-    low = settings.policy.low_bit
+def _low_bit_spec(low: LowBitOptions, settings: EngineSettings, facts: ModelFacts) -> LowBitSpec:
     shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
     return LowBitSpec(shape.nbytes(), low.share)
 

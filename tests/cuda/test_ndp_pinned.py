@@ -17,7 +17,8 @@ from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.runtime import TorchRuntime
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
@@ -30,7 +31,7 @@ from tiermoe.proto.server import ChannelServer
 _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7], [3, 1, 4, 1, 5]]
 _NEW = 16
 _NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), threads=2)
-_POLICY = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
+_POLICY = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 def _served(store: ExpertStore, preset: str, bits: int | None = None) -> Iterator[GpuWorker]:
     policy = load_policy(preset)
     if bits is not None:
-        policy = policy.model_copy(update={"low_bit": policy.low_bit.model_copy(update={"bits": bits})})
+        policy = policy.model_copy(update={"on_miss": policy.on_miss.model_copy(update={"bits": bits})})
     with serving(store, settings(BUDGET, kv=KV, policy=policy)) as worker:
         yield worker
 

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from serving import default_model_greedy, greedy, serving, settings
 
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
+from tiermoe.actors.policies.moepic.split import SplitOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir
@@ -45,8 +46,8 @@ def test_same_tokens(
     theta: float | None, store: ExpertStore, prompts: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
     assert store.manifest.neuron_order is not None
-    split = SplitSettings() if theta is None else SplitSettings(kind="fixed", theta=theta)
-    prefetch = PrefetchSettings(kind="next-gate", min_useful=0.0)
+    split = SplitOptions() if theta is None else SplitOptions(kind="fixed", theta=theta)
+    prefetch = {"kind": "next-gate", "min_useful": 0.0}
     policy = PolicySettings(name="test", lossless=True, eviction="lcp", prefetch=prefetch, split=split)
     with serving(store, settings(0.25, policy=policy, kv=KV)) as worker:
         assert greedy(worker, prompts, TOKENS) == expected

@@ -11,7 +11,7 @@ from sharded import serving_group
 
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import KvSettings, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
@@ -27,8 +27,8 @@ BUDGET = 0.5
 
 def _policy(on_miss: str, prefetch: str = "none", **options: object) -> PolicySettings:
     return PolicySettings(
-        name="test", lossless=False, prefetch=PrefetchSettings(kind=prefetch), on_miss=on_miss,  # type: ignore[arg-type]
-        substitution=SubstitutionSettings(**options),  # type: ignore[arg-type]
+        name="test", lossless=False, prefetch={"kind": prefetch}, on_miss=on_miss,  # type: ignore[arg-type]
+        substitution=dict(**options),  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from serving import default_model_greedy, greedy, prepared, serving, settings
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, RoutingSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.store.files import ExpertStore
@@ -24,8 +24,8 @@ KV = KvSettings(page_size=32, num_blocks=32)
 
 def _policy(threshold: float) -> PolicySettings:
     return PolicySettings(
-        name="test", lossless=False, prefetch=PrefetchSettings(kind="next-gate"),
-        routing=RoutingSettings(kind="adaptive", threshold=threshold),
+        name="test", lossless=False, prefetch={"kind": "next-gate"},
+        routing={"kind": "adaptive", "threshold": threshold},
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import pytest
 from serving import greedy, policy, prepared, serving, settings
 
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
@@ -40,17 +40,17 @@ def _preset(name: str, budget: float = 0.25) -> EngineSettings:
     return settings(budget, kv=KV).model_copy(update={"policy": load_policy(name)})
 
 
-def _kind(kind: str, split: SplitSettings, **prefetch: Any) -> EngineSettings:
+def _kind(kind: str, split: SplitOptions, **prefetch: Any) -> EngineSettings:
     if kind != "none":
         prefetch["min_useful"] = 0.0  # bad guesses do not rest
     made = policy(kind, **prefetch).model_copy(update={"split": split})
     return settings(0.25, kv=KV, policy=made, link=LinkSettings(gbps=4.0))
 
 
-SPLIT = SplitSettings(kind="fixed", theta=0.5)
+SPLIT = SplitOptions(kind="fixed", theta=0.5)
 TRIED = [
-    _preset("pre-gated"), _preset("prefetch-only"), _kind("speculative", SplitSettings()), _kind("speculative", SPLIT),
-    _kind("speculative", SPLIT, top=9), _kind("random", SplitSettings()), _kind("random", SPLIT),
+    _preset("pre-gated"), _preset("prefetch-only"), _kind("speculative", SplitOptions()), _kind("speculative", SPLIT),
+    _kind("speculative", SPLIT, top=9), _kind("random", SplitOptions()), _kind("random", SPLIT),
     _kind("pre-gated", SPLIT),
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_same_tokens(
 def test_speculation_finds_more_than_chance(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
     useful = {}
     for kind in ("speculative", "pre-gated", "random"):
-        with serving(store, _kind(kind, SplitSettings())) as worker:
+        with serving(store, _kind(kind, SplitOptions())) as worker:
             assert greedy(worker, prompts[:1], TOKENS) == expected[:1]
             source = worker.stats().prefetch_sources[kind]
             useful[kind] = (source.hits + source.late) / source.queued
@@ -93,7 +93,7 @@ def test_speculation_finds_more_than_chance(store: ExpertStore, prompts: list[An
 def test_what_a_routing_rule_is_told_of_the_cache(
     theta: float | None, store: ExpertStore, prompts: list[Any], expected: list[list[int]]
 ) -> None:
-    split = SplitSettings() if theta is None else SplitSettings(kind="fixed", theta=theta)
+    split = SplitOptions() if theta is None else SplitOptions(kind="fixed", theta=theta)
     with serving(store, _kind("none", split)) as worker:
         assert greedy(worker, prompts[:1], TOKENS) == expected[:1]
         cache, shown = worker.engine.cache, worker.engine.residency()

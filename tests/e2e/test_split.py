@@ -9,8 +9,8 @@ import pytest
 from serving import greedy, serving, settings
 
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.policies.moepic.split import CacheCut
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
+from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_policy
@@ -32,8 +32,8 @@ def prompts() -> list[tuple[int, ...]]:
 
 def split(theta: float, prefetch: str = "none", budget: float = 0.25, **options: Any) -> EngineSettings:
     policy = PolicySettings(
-        name="test", lossless=True, eviction="lcp", prefetch=PrefetchSettings(kind=prefetch, min_useful=0.0),
-        split=SplitSettings(kind="fixed", theta=theta, **options),
+        name="test", lossless=True, eviction="lcp", prefetch={"kind": prefetch, "min_useful": 0.0},
+        split=SplitOptions(kind="fixed", theta=theta, **options),
     )  # fmt: skip
     return settings(budget, policy=policy, kv=KV)
 

@@ -134,11 +134,11 @@ def test_methods_derive_from_presets(tmp_path: Path) -> None:
     assert {ORIGINAL, RANDOM, DROP, PAPER, OWN} <= set(names)
     files = write_methods(found, tmp_path / "policies")
     by_output = load_policy(files[PAPER.replace("coactivation", "output")])
-    assert by_output.substitution == load_policy("buddymoe").substitution.model_copy(update={"by": "output"})
-    assert load_policy(files[PAPER]).substitution == load_policy("buddymoe").substitution
-    assert load_policy(files[f"{RANDOM}, rho 3"]).substitution.rho == 3
+    assert by_output.on_miss == load_policy("buddymoe").on_miss.model_copy(update={"by": "output"})
+    assert load_policy(files[PAPER]).on_miss == load_policy("buddymoe").on_miss
+    assert load_policy(files[f"{RANDOM}, rho 3"]).on_miss.rho == 3
     assert ORIGINAL not in files
-    own = load_policy(OWN).substitution
+    own = load_policy(OWN).on_miss
     assert (own.weights, own.by, own.rho) == ("buddy", "output", None)
     assert own.eta > 0
     assert "cft 0.95, 16 buddies, by output" in [method.name for method in methods(top_k=6)]

@@ -13,12 +13,13 @@ import traces
 
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
-from tiermoe.actors.policies.eviction import SplitEviction
-from tiermoe.actors.policies.registry import LAYER_EVICTION, PrefetchOptions
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SplitSettings
-from tiermoe.cluster.jobs.replay import replay, replay_policy
+from tiermoe.actors.policies.eviction import split_eviction
+from tiermoe.actors.policies.moepic import Lcp
+from tiermoe.actors.policies.moepic.split import SplitOptions
+from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status import configurator_rows
-from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, first_cut, neurons_of
+from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, context_of, first_cut, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError, TraceError
@@ -188,8 +189,8 @@ def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
 
 
 POLICY = PolicySettings(
-    name="test", lossless=True, eviction="lcp", prefetch=PrefetchSettings(kind="next-gate", min_useful=0.0),
-    split=SplitSettings(kind="adaptive", tau=8, zeta=0.05),
+    name="test", lossless=True, eviction="lcp", prefetch={"kind": "next-gate", "min_useful": 0.0},
+    split=SplitOptions(kind="adaptive", tau=8, zeta=0.05),
 )  # fmt: skip
 SHAPE = traces.header(layers=4, experts=8, slot_bytes=48 * 16)
 
@@ -209,7 +210,7 @@ class TestSimulated:
         """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
         cut = first_cut(trace.header, POLICY, 0.5)
         assert cut.neurons == 16
-        eviction = SplitEviction(LAYER_EVICTION["lcp"], 4, 8)
+        eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
         engine = SimulatedEngine(
             trace.header, machine(1e-3), 0.5, eviction, check=True, cut=cut, adaptive=POLICY
         )
@@ -229,8 +230,8 @@ class TestSimulated:
 
     @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
     def test_replay_of_a_preset_with_split_experts(self, trace: Trace, prefetch: str) -> None:
-        options = PrefetchOptions(4, 8, 2, 1)
-        runs = [replay(trace, POLICY, prefetch, options, machine(1e-3), 0.5) for _ in range(2)]
+        policy = with_prefetch(POLICY, prefetch)
+        runs = [replay(trace, policy, context_of(trace.header), machine(1e-3), 0.5) for _ in range(2)]
         for run in runs:
             for own in ("record_s", "configure_s"):
                 run["configurator"].pop(own)
@@ -245,14 +246,14 @@ class TestSimulated:
             neurons_of(traces.header())
         policy = replay_policy("moepic-no-cca", "expert-map")
         with pytest.raises(ConfigError, match="no order for the experts of one layer"):
-            replay(trace, policy, "none", PrefetchOptions(4, 8, 2, 1), machine(1), 0.5)
+            replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), 0.5)
 
 
 def test_settings() -> None:
     with pytest.raises(ValueError, match="dynamic programming gives layers whole experts"):
-        SplitSettings(kind="adaptive", allocation="dynamic-programming")
+        SplitOptions(kind="adaptive", allocation="dynamic-programming")
     with pytest.raises(ValueError, match="cannot be counted for eviction lfu-decay"):
-        PolicySettings(name="x", lossless=True, eviction="lfu-decay", split=SplitSettings(kind="adaptive"))
+        PolicySettings(name="x", lossless=True, eviction="lfu-decay", split=SplitOptions(kind="adaptive"))
 
 
 def test_summary() -> None:

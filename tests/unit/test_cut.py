@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiermoe.actors.policies.eviction import Lru, SplitEviction
+from tiermoe.actors.policies.eviction import Lru, TwoPools, split_eviction
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.moepic.split import CacheCut, Segments, buffer_for
+from tiermoe.actors.policies.moepic.split import CacheCut, Segments, SplitOptions, buffer_for
 from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
 from tiermoe.actors.policies.residency import Residency, ResidencyError
-from tiermoe.actors.policy_settings import PolicySettings, SplitSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.errors import ConfigError
 
@@ -105,13 +105,13 @@ def test_segments() -> None:
         Segments(CacheCut(8, (4,), (3,), 1), 2)
 
 
-def divided() -> tuple[Residency, SplitEviction]:
+def divided() -> tuple[Residency, TwoPools]:
     segments, residency = Segments(CUT, EXPERTS), Residency(KEYS, 4, 8)
     residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
-    return residency, SplitEviction(Lru, 2, EXPERTS)
+    return residency, split_eviction(Lru, 2, EXPERTS)
 
 
-def hold(residency: Residency, eviction: SplitEviction, *segments: int) -> None:
+def hold(residency: Residency, eviction: TwoPools, *segments: int) -> None:
     for segment in segments:
         residency.publish(residency.reserve(segment))
         eviction.admitted(segment)
@@ -141,7 +141,7 @@ def test_victims_are_of_their_class() -> None:
 
 
 def test_ranked_by_layer() -> None:
-    eviction = SplitEviction(lambda: Lcp(one_layer=True), 2, EXPERTS)
+    eviction = split_eviction(lambda: Lcp(one_layer=True), 2, EXPERTS)
     eviction.routed([1, 2], [1, 3], 4)
     eviction.routed([5], [4], 4)
     assert eviction.ranked(range(KEYS)) == [2, 5, 1, 3, 0, 4]
@@ -159,7 +159,7 @@ def test_each_class_takes_its_own_turns() -> None:
 def test_one_slot_of_each_class_serves_a_layer() -> None:
     segments, residency = Segments(CacheCut(8, (2, 8), (1, 1), 1), EXPERTS), Residency(KEYS, 2, 8)
     residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
-    eviction = SplitEviction(Lru, 2, EXPERTS)
+    eviction = split_eviction(Lru, 2, EXPERTS)
     plan = LoadOnMiss().plan(segments.of([2, 0]), residency, eviction)
     assert plan.run == (2, 8, 0, 6)
     assert plan.loads == (Load(2, None, 0), Load(8, None, 0), Load(0, 2, 1), Load(6, 8, 2))
@@ -192,11 +192,11 @@ def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) 
 
 
 def test_settings_come_back_from_what_is_sent() -> None:
-    for split in (SplitSettings(), SplitSettings(kind="fixed", theta=0.25), SplitSettings(kind="adaptive", tau=64)):
-        assert SplitSettings(**split.model_dump()) == split
+    for split in (SplitOptions(), SplitOptions(kind="fixed", theta=0.25), SplitOptions(kind="adaptive", tau=64)):
+        assert SplitOptions(**split.model_dump()) == split
 
 
 def test_several_shards_are_refused() -> None:
-    policy = PolicySettings(**POLICY, split=SplitSettings(kind="fixed"))
+    policy = PolicySettings(**POLICY, split=SplitOptions(kind="fixed"))
     with pytest.raises(ConfigError, match="splits the experts of one GPU"):
         check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))

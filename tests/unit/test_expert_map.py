@@ -88,8 +88,12 @@ class TestSelection:
         assert select(p, np.array([0.0]), 2).all()
         assert select(p, np.array([-1.0]), 2).all()
 
-    def test_zero_vector_takes_all(self) -> None:
-        assert select(np.zeros((1, 4), np.float32), np.array([0.9]), 2).all()
+    @pytest.mark.parametrize("dynamic", [True, False])
+    def test_a_row_of_zeros_is_no_forecast(self, dynamic: bool) -> None:
+        """It used to take every expert: its sum never exceeds the threshold."""
+        rows = np.array([[0, 0, 0, 0], [0.1, 0.4, 0.2, 0.3]], np.float32)
+        taken = select(rows, np.array([0.9, 1.0]), 2, dynamic)
+        assert taken.tolist() == [[False] * 4, [False, True, False, True]]
 
     def test_not_dynamic_takes_top_k(self) -> None:
         p = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)

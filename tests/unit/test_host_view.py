@@ -21,11 +21,10 @@ from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.dispatch import Routing
 from tiermoe.actors.engine.host_view import Asked, HostViews, LayerView
 from tiermoe.actors.engine.serving.streams import SequenceRows
-from tiermoe.actors.policy_settings import PreEvictSettings, RoutingSettings, SubstitutionSettings
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
-_AHEAD = PreEvictSettings(kind="release-target")
-_BUDGET = RoutingSettings(kind="budget-aware")
+_AHEAD = {"kind": "release-target"}
+_BUDGET = {"kind": "budget-aware"}
 _READS = {
     torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.nonzero,
     torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
@@ -102,7 +101,7 @@ def _run(options: dict[str, Any], mode: Link | None) -> tuple[list[torch.Tensor]
         {"prefetch": "activation-matrix"},
         {"pre_evict": _AHEAD, "eviction": "importance", "prefetch": "next-gate"},
         {"pre_evict": _AHEAD, "eviction": "importance", "routing": _BUDGET, "lossless": False},
-        {"on_miss": "drop", "lossless": False, "substitution": SubstitutionSettings(tau=0.5)},
+        {"on_miss": "drop", "lossless": False, "substitution": {"tau": 0.5}},
     ],
     ids=["none", "next-gate", "speculative", "matrix", "pre-evict", "budget-aware", "drop"],
 )
@@ -196,7 +195,7 @@ def test_nothing_else_on_the_way_of_a_forward_reads_a_tensor() -> None:
     """Of what the test above cannot run: placers, shards' planning, commands of a matcher."""
     engine = Path(host_view.__file__).parent
     files = [
-        "layer.py", "prefetching.py", "rerouting.py", "pre_evicting.py", "make_pre_evicting.py", "dispatch.py",
+        "layer.py", "prefetching.py", "rerouting.py", "pre_evicting.py", "make_policies.py", "dispatch.py",
         "split.py", "peers/placement.py", "peers/matcher.py", "peers/shards.py", "cache/cache.py", "model/model.py",
     ]  # fmt: skip
     found = [

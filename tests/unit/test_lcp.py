@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tiermoe.actors.policies.eviction import Lfu, Lru, PerLayer, RandomOrder
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.registry import LAYER_EVICTION
 
 EXPERTS, LAYERS = 6, 3
 
@@ -159,20 +158,20 @@ class TestLcp:
 
 class TestPerLayer:
     def test_each_layer_has_its_own_order(self) -> None:
-        policy = PerLayer(LAYER_EVICTION["lcp"], LAYERS, EXPERTS)
+        policy = PerLayer(lambda: Lcp(one_layer=True), LAYERS, EXPERTS)
         for key in (0, 1, EXPERTS, EXPERTS + 1):
             policy.admitted(key)
         policy.routed([EXPERTS], [1], 1)
         policy.routed([0], [3], 3)
         policy.used([0, EXPERTS])
-        assert policy.of(0).victims(2, anything) == [1, 0]
-        assert policy.of(1).victims(2, anything) == [EXPERTS + 1, EXPERTS]
+        assert policy.of_class(0).victims(2, anything) == [1, 0]
+        assert policy.of_class(1).victims(2, anything) == [EXPERTS + 1, EXPERTS]
         assert policy.victims(3, anything) == [1, 0, EXPERTS + 1]
         policy.removed(EXPERTS + 1)
-        assert policy.of(1).victims(2, anything) == [EXPERTS]
+        assert policy.of_class(1).victims(2, anything) == [EXPERTS]
 
     def test_ranked_takes_turns(self) -> None:
-        policy = PerLayer(LAYER_EVICTION["lcp"], LAYERS, EXPERTS)
+        policy = PerLayer(lambda: Lcp(one_layer=True), LAYERS, EXPERTS)
         policy.routed([0, 1], [1, 2], 2)
         policy.routed([EXPERTS, EXPERTS + 1], [2, 1], 2)
         assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [1, EXPERTS, 0, EXPERTS + 1]

@@ -20,13 +20,13 @@ from tiermoe.actors.engine.dispatch import ExpertRunner
 from tiermoe.actors.engine.host_view import LayerView, share
 from tiermoe.actors.engine.rerouting import LowBits
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, TwoWidths
+from tiermoe.actors.policies.eviction import Lru, TwoPools
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
-from tiermoe.actors.policies.registry import PrefetchOptions, make_prefetch
+from tiermoe.actors.policies.registry import PolicyContext
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PrefetchSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import Machine, engine_of, eviction_of, replica_bytes
@@ -74,7 +74,7 @@ class Mixed:
         assert part.slot_bytes == LOW
         pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
         self.cache = ExpertCache(
-            pool, self.weights, device, self.residency, TwoWidths(Lru(), KEYS), PrefetchGovernor(0.0), self.stats,
+            pool, self.weights, device, self.residency, TwoPools(Lru(), KEYS, 1), PrefetchGovernor(0.0), self.stats,
             Timeline(True), copy_queue(device, pool, self.weights), low_bit=part,
         )  # fmt: skip
         assert isinstance(part.pool, ReplicaPool)
@@ -225,13 +225,12 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
     loaded, took = [], []
     for on_miss in ("load", "low-bit"):
         policy = PolicySettings(
-            name="x", lossless=False, on_miss=on_miss, prefetch=PrefetchSettings(kind=prefetch),  # type: ignore[arg-type]
-            low_bit=LowBitSettings(share=0.3) if on_miss == "low-bit" else LowBitSettings(),
+            name="x", lossless=False, on_miss=on_miss, prefetch={"kind": prefetch},  # type: ignore[arg-type]
+            low_bit={"share": 0.3} if on_miss == "low-bit" else {},
         )  # fmt: skip
-        options = PrefetchOptions(3, 16, 4, precisions=policy.guess_precisions)
         engine = engine_of(
             policy, header, Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump()), 0.4,
-            eviction_of(policy, header), make_prefetch(prefetch, options),
+            eviction_of(policy, header), policy.make_prefetch(PolicyContext(3, 16, 4)),
         )  # fmt: skip
         engine._check = True
         served = serve(engine, trace.requests())

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import Lfu, TwoWidths
-from tiermoe.actors.policies.hobbit import MixedGatePrefetch, MixedPlan, MixedPrecision, unimportance
+from tiermoe.actors.policies.eviction import Lfu, TwoPools
+from tiermoe.actors.policies.hobbit import LowBitOptions, MixedGatePrefetch, MixedPlan, MixedPrecision, unimportance
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
-from tiermoe.actors.policies.registry import PrefetchOptions, make_prefetch
-from tiermoe.actors.policy_settings import LowBitSettings, PolicySettings, PreEvictSettings, PrefetchSettings
+from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import mixed_slots
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import BudgetError
@@ -104,7 +104,9 @@ def test_higher_thresholds_never_load_less(seed: int) -> None:
 def test_guesses_have_a_precision() -> None:
     """Two layers ahead; probabilities 0.5, 0.3, 0.15, 0.05 of layer 1 give scores 0, 0.53, 0.84 for a top of 3."""
     scores = {1: np.array([[0.15, 0.5, 0.05, 0.3]]), 2: np.array([[0.7, 0.1, 0.15, 0.05]])}
-    policy = make_prefetch("next-gate", PrefetchOptions(3, 4, 3, 2, precisions=(0.6, 0.8)))
+    policy = LowBitOptions(t1=0.6, t2=0.8).make_prefetch(
+        options("prefetch", {"kind": "next-gate", "distance": 2}), PolicyContext(3, 4, 3)
+    )
     assert isinstance(policy, MixedGatePrefetch)
     seen = LayerSeen(0, [Span("a", 0, 1, True)], np.array([[0]]), None, scores.get)
     # layer 1: 1 and 3 in full, 0 not at all; layer 2 (0, 0.74, 0.89): 0 in full, 2 as the replica 12 + 10, 1 not at all
@@ -116,7 +118,7 @@ def test_guesses_have_a_precision() -> None:
 
 
 def test_each_width_has_an_order_of_its_own() -> None:
-    policy = TwoWidths(Lfu(), 10)
+    policy = TwoPools(Lfu(), 10, 1)
     for key in (1, 2, 11, 12):
         policy.admitted(key)
     policy.used([1, 1, 12, 11, 2])
@@ -153,17 +155,17 @@ def test_presets_and_settings() -> None:
     for name in ("hobbit", "moe-apex"):
         found = load_policy(name)
         assert not found.lossless
-        assert found.on_miss == "low-bit"
-        assert found.low_bit == LowBitSettings(bits=4, t1=0.6, t2=0.9)
+        assert found.on_miss.kind == "low-bit"
+        assert found.low_bit == LowBitOptions(bits=4, t1=0.6, t2=0.9)
         assert found.replica_widths == (4,)
-        assert found.guess_precisions == (0.6, 0.9)
-    assert load_policy("next-gate").guess_precisions is None
+        assert isinstance(found.make_prefetch(PolicyContext(3, 4, 3)), MixedGatePrefetch)
+    assert not isinstance(load_policy("next-gate").make_prefetch(PolicyContext(3, 4, 3)), MixedGatePrefetch)
     refused = [
-        ({"on_miss": "load", "low_bit": LowBitSettings(bits=2)}, "does not use low_bit"),
+        ({"on_miss": "load", "low_bit": {"bits": 2}}, "does not use low_bit"),
         ({"preload": "all"}, "leave preload out"),
-        ({"pre_evict": PreEvictSettings(kind="release-target")}, "leave split and pre_evict out"),
-        ({"eviction": "expert-map", "prefetch": PrefetchSettings(kind="expert-map")}, "maps weigh experts in full"),
-        ({"low_bit": LowBitSettings(guesses=False)}, "guesses is of prefetch next-gate"),
+        ({"pre_evict": {"kind": "release-target"}}, "leave split and pre_evict out"),
+        ({"eviction": "expert-map", "prefetch": {"kind": "expert-map"}}, "maps weigh experts in full"),
+        ({"low_bit": {"guesses": False}, "prefetch": "none"}, "guesses is of prefetch next-gate"),
         ({"lossless": True}, "not lossless"),
         ({"placement": {"kind": "context"}}, "leave routing and on_miss out"),
     ]
@@ -171,4 +173,4 @@ def test_presets_and_settings() -> None:
         with pytest.raises(ValueError, match=message):
             PolicySettings(**{"name": "x", "lossless": False, "on_miss": "low-bit"} | changes)
     with pytest.raises(ValueError, match=r"t1 0\.9 is above"):
-        LowBitSettings(t1=0.9, t2=0.5)
+        LowBitOptions(t1=0.9, t2=0.5)

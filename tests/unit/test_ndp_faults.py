@@ -14,7 +14,8 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
@@ -46,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 
 @contextmanager
 def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
-    policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
     worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), [link])
     try:
         worker.start()

@@ -14,7 +14,8 @@ from sharded import Group, serving_group
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore
@@ -64,7 +65,7 @@ def popularity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _settings(kind: str, count: int, budget: float = 0.25, **placement: Any) -> EngineSettings:
-    policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind=kind, **placement))  # type: ignore[arg-type]
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind=kind, **placement))  # type: ignore[arg-type]
     ndp = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
     return settings(budget, policy=policy, ndp=ndp, shards=ShardSettings(count=count))
 

@@ -25,7 +25,8 @@ from tiermoe.actors.engine.peers.remote import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster.config import load_hardware
 from tiermoe.proto.channel import open_channel
@@ -324,7 +325,7 @@ def test_the_cpu_needs_none() -> None:
 def test_tokens_are_those_of_the_plain_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose rows and sums take the pinned way: prompts together, then decode, to a real worker."""
     near = NdpSettings(hardware=vars(load_hardware("paper-ndp")))
-    policy = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="context", hot_per_layer=1))
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
     store = prepared(save_tiny_checkpoint("mixtral", tmp_path / "checkpoint"), tmp_path / "store")
     board = LocalDirectory()
     ndp = NdpWorker(near, store.describe().path, board)

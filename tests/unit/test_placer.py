@@ -15,8 +15,8 @@ from serving import greedy, prepared, reference_greedy, serving, settings, struc
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.context_ndp import prefix_split
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions, PrecisionOptions, prefix_split
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
@@ -26,11 +26,11 @@ _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
 _NEW = 12
 
 
-def _policy(kind: str, precision: PrecisionSettings | None = None, **placement: Any) -> PolicySettings:
-    precision = precision or PrecisionSettings()
+def _policy(kind: str, precision: PrecisionOptions | None = None, **placement: Any) -> PolicySettings:
+    precision = precision or PrecisionOptions()
     return PolicySettings(
         name="test", lossless=precision.kind == "full",
-        placement=PlacementSettings(kind=kind, **placement), precision=precision,
+        placement=PlacementOptions(kind=kind, **placement), precision=precision,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def tables(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> ReplicaTables
 
 def test_widths_are_those_of_the_prefix_split(store: ExpertStore, tables: ReplicaTables) -> None:
     link = FakeLink(store.describe())
-    policy = _policy("context", PrecisionSettings(kind="prefix-split", bits=2), hot_per_layer=1)
+    policy = _policy("context", PrecisionOptions(kind="prefix-split", bits=2), hot_per_layer=1)
     with _serving(store, link, policy=policy) as worker:
         greedy(worker, _PROMPTS[:1], _NEW)
         experts = worker.engine.experts
@@ -288,7 +288,7 @@ def test_no_worker_at_start_is_a_typed_error(store: ExpertStore, monkeypatch: py
 def test_what_the_store_lacks_is_refused(store: ExpertStore) -> None:
     link = FakeLink(store.describe())
     for policy in (
-        _policy("context", PrecisionSettings(kind="uniform", bits=3)),
+        _policy("context", PrecisionOptions(kind="uniform", bits=3)),
         _policy("static"),
     ):
         with pytest.raises(ConfigError, match="store lacks"), _serving(store, link, policy=policy):

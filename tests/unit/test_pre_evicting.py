@@ -27,8 +27,9 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.prefetch import PrefetchGovernor, Span
+from tiermoe.actors.policies.registry import options
 from tiermoe.actors.policies.residency import Residency
-from tiermoe.actors.policy_settings import PolicySettings, PreEvictSettings, RoutingSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
@@ -271,12 +272,12 @@ def test_presets_say_what_the_issue_says() -> None:
         assert found.prefetch.kind == "none"
         assert found.pre_evict.kind == "release-target"
         assert not found.evict_writeback
-    assert load_policy("activeevict-prediction-only").pre_evict.alpha == 0
-    assert load_policy("activeevict-hotness-only").pre_evict.alpha == 1
+    assert load_policy("activeevict-prediction-only").eviction.alpha == 0
+    assert load_policy("activeevict-hotness-only").eviction.alpha == 1
     full = load_policy("activeevict")
     assert not full.lossless
-    assert full.routing == RoutingSettings(kind="budget-aware")
-    assert full.pre_evict == PreEvictSettings(kind="release-target") == load_policy(PRESETS[0]).pre_evict
+    assert full.routing == options("routing", "budget-aware")
+    assert full.pre_evict == options("pre_evict", "release-target") == load_policy(PRESETS[0]).pre_evict
     for name in ("moe-offloading", "moe-apex", "mixtral-offloading-swap"):
         assert load_policy(name).evict_writeback
     assert not load_policy("mixtral-offloading").evict_writeback

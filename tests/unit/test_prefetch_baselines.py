@@ -22,7 +22,7 @@ from tiermoe.actors.policies.prefetch import (
     Wanted,
     ranked,
 )
-from tiermoe.actors.policies.registry import PREFETCH, PrefetchOptions, make_prefetch
+from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 
 L, E, K = 3, 4, 2
 
@@ -194,13 +194,19 @@ def test_training_needs_rows() -> None:
 
 
 def test_registry_makes_each_kind() -> None:
-    options = PrefetchOptions(L, E, K, 1, True, predictors=[], hidden=8)
-    for kind in PREFETCH:
-        policy = make_prefetch(kind, options)
+    context = PolicyContext(L, E, K, hidden=8, predictors=[])
+    for kind in kinds("prefetch"):
+        waits = kind not in ("expert-map", "blend")  # the forward never waits for the matcher
+        chosen = options("prefetch", {"kind": kind, "synchronous": waits})
+        if kind == "blend":
+            with pytest.raises(ValueError, match="needs a matcher"):
+                make("prefetch", chosen, context)
+            continue
+        policy = make("prefetch", chosen, context)
         assert (policy is None) == (kind == "none")
         if policy is not None:
-            assert policy.synchronous == (kind != "expert-map")  # the forward never waits for the matcher
+            assert policy.synchronous == waits
     with pytest.raises(ValueError, match="no prefetch policy 'magic'"):
-        make_prefetch("magic", options)
+        options("prefetch", "magic")
     with pytest.raises(ValueError, match="needs predictors"):
-        make_prefetch("stride", PrefetchOptions(L, E, K))
+        make("prefetch", options("prefetch", "stride"), PolicyContext(L, E, K))

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.engine.host_view import HostViews
-from tiermoe.actors.engine.rerouting import Rerouter, make_rerouting
+from tiermoe.actors.engine.make_policies import make_rerouting
+from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
+from tiermoe.actors.policies.registry import options
 from tiermoe.actors.policies.residency import Residency
-from tiermoe.actors.policy_settings import PolicySettings, RoutingSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
 
@@ -231,19 +233,19 @@ def _policy(**kwargs: Any) -> PolicySettings:
 
 
 def test_settings_make_the_rule_or_say_what_is_missing() -> None:
-    assert make_rerouting(_policy(lossless=True), 2, True, PolicyArtifacts()) is None
-    adaptive = _policy(routing=RoutingSettings(kind="adaptive", threshold=0.1))
-    assert isinstance(make_rerouting(adaptive, 2, True, PolicyArtifacts((1.0, 2.0))), AdaptiveGating)
+    assert make_rerouting(_policy(lossless=True), 2, 4, True, PolicyArtifacts()) is None
+    adaptive = _policy(routing={"kind": "adaptive", "threshold": 0.1})
+    assert isinstance(make_rerouting(adaptive, 2, 4, True, PolicyArtifacts((1.0, 2.0))), AdaptiveGating)
     for lacking in (PolicyArtifacts(), PolicyArtifacts((1.0,))):
         with pytest.raises(ConfigError, match="--sensitivity TEXT"):
-            make_rerouting(adaptive, 2, True, lacking)
+            make_rerouting(adaptive, 2, 4, True, lacking)
 
 
 def test_settings_that_contradict_are_refused() -> None:
     for kind, threshold in (("exact", 0.1), ("adaptive", None)):
         with pytest.raises(ValueError, match="threshold"):
-            RoutingSettings(kind=kind, threshold=threshold)  # type: ignore[arg-type]
-    routing = RoutingSettings(kind="adaptive", threshold=0.1)
+            options("routing", {"kind": kind, "threshold": threshold})  # type: ignore[arg-type]
+    routing = {"kind": "adaptive", "threshold": 0.1}
     with pytest.raises(ValueError, match="not lossless"):
         _policy(routing=routing, lossless=True)
     with pytest.raises(ValueError, match="model's own routing"):

@@ -14,7 +14,7 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings, SubstitutionSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError
@@ -34,8 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 
 def _settings(prefetch: str = "none", on_miss: str = "substitute", shards: int = 2, **options: Any) -> EngineSettings:
     policy = PolicySettings(
-        name="test", lossless=False, prefetch=PrefetchSettings(kind=prefetch), on_miss=on_miss,  # type: ignore[arg-type]
-        substitution=SubstitutionSettings(**options),
+        name="test", lossless=False, prefetch={"kind": prefetch}, on_miss=on_miss,  # type: ignore[arg-type]
+        substitution=dict(**options),
     )  # fmt: skip
     return settings(0.25, policy=policy, shards=ShardSettings(count=shards))
 

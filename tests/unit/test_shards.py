@@ -21,7 +21,8 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.peers.shards import owners
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policy_settings import PlacementSettings, PolicySettings
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.errors import ConfigError, RuntimeFailure
@@ -292,7 +293,7 @@ def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> No
     view = olmoe.store.describe()
     with pytest.raises(ConfigError, match="besides the lead"):
         GpuWorker(_settings(2), view).start()
-    ndp = PolicySettings(name="test", lossless=True, placement=PlacementSettings(kind="monde"))
+    ndp = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="monde"))
     with pytest.raises(ConfigError, match="link of one GPU"):
         GpuWorker(settings(0.5, policy=ndp, shards=ShardSettings(count=2)), view).start()
     for index in (0, 2):

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tiermoe.actors.engine.make_prefetch import gate_probes
+from tiermoe.actors.engine.make_policies import gate_probes
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.serving.streams import SequenceRows
 from tiermoe.actors.policies.baselines import PreGate, PreGatedPrefetch
@@ -39,7 +39,8 @@ from tiermoe.actors.policies.prefetch import (
     by_score,
     predicted_experts,
 )
-from tiermoe.actors.policy_settings import PolicySettings, PrefetchSettings
+from tiermoe.actors.policies.registry import options
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
 
@@ -185,7 +186,7 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
         PreGate(rng.normal(size=(EXPERTS, HIDDEN)).astype(np.float32), rng.normal(size=EXPERTS).astype(np.float32))
         for _ in range(LAYERS - 1)
     )
-    policy = PolicySettings(name="test", lossless=True, prefetch=PrefetchSettings(kind="pre-gated"))
+    policy = PolicySettings(name="test", lossless=True, prefetch={"kind": "pre-gated"})
     probes = gate_probes(policy, PolicyArtifacts(gates=gates), LAYERS, torch.device("cpu"))
     cache, made = FakeCache(), PreGatedPrefetch(LAYERS, EXPERTS, 2)
     tested = RouterPrefetching(made, cache, blocks_of([None] * LAYERS), EXPERTS, None, probes)  # type: ignore[arg-type]
@@ -204,6 +205,6 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
 
 @pytest.mark.parametrize("kind", ["speculative", "random", "pre-gated"])
 def test_these_look_one_layer_ahead(kind: Any) -> None:
-    assert PrefetchSettings(kind=kind, top=9).distance == 1
+    assert options("prefetch", {"kind": kind, "top": 9}).distance == 1
     with pytest.raises(ValueError, match="leave distance out"):
-        PrefetchSettings(kind=kind, distance=2)
+        options("prefetch", {"kind": kind, "distance": 2})

@@ -17,11 +17,10 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru, SplitEviction
-from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.eviction import Lru, split_eviction
+from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
-from tiermoe.actors.policy_settings import SplitSettings
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine
@@ -45,7 +44,7 @@ class Split:
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.cache = ExpertCache(
             SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, CpuDevice(LinkSettings()),
-            self.residency, SplitEviction(Lru, LAYERS, EXPERTS), PrefetchGovernor(0.0), self.stats, Timeline(False),
+            self.residency, split_eviction(Lru, LAYERS, EXPERTS), PrefetchGovernor(0.0), self.stats, Timeline(False),
             cut=cut,
         )  # fmt: skip
 
@@ -167,7 +166,7 @@ def test_whole_experts_stay_whole() -> None:
 
 
 def test_what_cannot_be_split() -> None:
-    fixed = SplitSettings(kind="fixed", theta=0.5)
+    fixed = SplitOptions(kind="fixed", theta=0.5)
     biased = make_case(0, 2, 4, 2, False, torch.float32)
     with pytest.raises(ConfigError, match="biases"), engine_for(biased, 1.0, split=fixed):
         pass
@@ -220,7 +219,7 @@ def simulated(trace: Trace, cut: CacheCut, prefetch: bool, gbps: float | None) -
     header = trace.header
     return SimulatedEngine(
         header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), 1.0,
-        SplitEviction(Lru, header.layers, header.experts),
+        split_eviction(Lru, header.layers, header.experts),
         NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, cut=cut,
     )  # fmt: skip
 

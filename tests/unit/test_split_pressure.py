@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
 
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policy_settings import SplitSettings
 
-SPLIT = SplitSettings(kind="fixed", theta=0.5)
+SPLIT = SplitOptions(kind="fixed", theta=0.5)
 NEURONS = 16
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tiermoe.actors.policies.eviction import CacheOrder
+from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic import split as statistics
-from tiermoe.actors.policies.moepic.split import LayerStatistics, Order, Picks, observe
-from tiermoe.actors.policies.registry import LAYER_EVICTION
+from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, observe
 
 E, K = 7, 2
 
@@ -25,7 +26,9 @@ def draw(seed: int, tokens: int, scored: bool = True) -> tuple[NDArray[np.int64]
     return ids, rng.permuted(np.tile(np.arange(E) / E, (tokens, 1)), axis=1) if scored else None
 
 
-def priority(order: Order, mu: list[int], last: list[int | None], now: int, e: int, rho: float, omega: float) -> float:
+def priority(
+    order: CacheOrder, mu: list[int], last: list[int | None], now: int, e: int, rho: float, omega: float
+) -> float:
     """Before token `now`: equation 4, or the last use."""
     seen = last[e]
     if seen is None:
@@ -34,7 +37,7 @@ def priority(order: Order, mu: list[int], last: list[int | None], now: int, e: i
 
 
 def by_hand(
-    ids: NDArray[np.int64], scores: NDArray[np.float64] | None, order: Order, rho: float, omega: float
+    ids: NDArray[np.int64], scores: NDArray[np.float64] | None, order: CacheOrder, rho: float, omega: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """The definitions of section 3.4.2: H [E + 1], P [E], PH [E, E + 1]."""
     mu, last = [0] * E, [None] * E  # type: list[int], list[int | None]
@@ -58,7 +61,7 @@ def by_hand(
 class TestObserve:
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), omega=st.sampled_from([3.3, 17.7]))
-    def test_definitions(self, order: Order, seed: int, tokens: int, omega: float) -> None:
+    def test_definitions(self, order: CacheOrder, seed: int, tokens: int, omega: float) -> None:
         ids, scores = draw(seed, tokens)
         found, _ = observe(Picks.of_tokens(ids, E, scores), order, rho=0.3, omega=omega)
         h, p, ph = by_hand(ids, scores, order, 0.3, omega)
@@ -70,7 +73,7 @@ class TestObserve:
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
-    def test_windows_add_up(self, order: Order, seed: int, tokens: int, at: int) -> None:
+    def test_windows_add_up(self, order: CacheOrder, seed: int, tokens: int, at: int) -> None:
         ids, scores = draw(seed, tokens)
         whole, end = observe(Picks.of_tokens(ids, E, scores), order)
         first, then = observe(Picks.of_tokens(ids[:at], E, scores[:at]), order)
@@ -83,7 +86,7 @@ class TestObserve:
         np.testing.assert_array_equal(then.last, end.last)
         np.testing.assert_array_equal(then.counts, end.counts)
 
-    def test_chunks_change_nothing(self, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_change_nothing(self, order: CacheOrder, monkeypatch: pytest.MonkeyPatch) -> None:
         ids, scores = draw(5, 50)
         whole, _ = observe(Picks.of_tokens(ids, E, scores), order)
         monkeypatch.setattr(statistics, "_CHUNK_BYTES", 8 * E * 7)
@@ -91,7 +94,7 @@ class TestObserve:
         np.testing.assert_array_equal(parts.held, whole.held)
         np.testing.assert_array_equal(parts.hits, whole.hits)
 
-    def test_bounds(self, order: Order) -> None:
+    def test_bounds(self, order: CacheOrder) -> None:
         found, _ = observe(Picks.of_tokens(*_with_experts(draw(9, 60))), order)
         assert found.hit_rate[0] == 0
         assert found.hit_rate[E] == 1
@@ -126,7 +129,7 @@ class TestAgainstCaches:
     def test_lcp_ranks_as_the_policy_does(self) -> None:
         """The ranks are those of the eviction policy fed with the same tokens."""
         ids, _ = draw(3, 40, scored=False)
-        policy, ranks = LAYER_EVICTION["lcp"](), []
+        policy, ranks = Lcp(one_layer=True), []
         for picked in ids.tolist():
             order = policy.ranked(list(range(E)))
             ranks += [order.index(e) for e in picked]

@@ -14,7 +14,7 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import Timeline
-from tiermoe.actors.policies.eviction import Lru, TwoWidths
+from tiermoe.actors.policies.eviction import Lru, TwoPools
 from tiermoe.actors.policies.moepic.split import CacheCut
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
@@ -106,7 +106,7 @@ class MixedRig(Rig):
         self.small = ReplicaPool(PackedShape(32, 32, 4, 32), tuple(torch.zeros(2, *dims, dtype=d) for d, dims in kinds))
         self.residency = Residency(KEYS, 3, CARRIED)
         self.cache = ExpertCache(
-            self.cache.pool, self.weights, self.device, self.residency, TwoWidths(Lru(), KEYS), PrefetchGovernor(0.0),
+            self.cache.pool, self.weights, self.device, self.residency, TwoPools(Lru(), KEYS, 1), PrefetchGovernor(0.0),
             self.stats, Timeline(True), self.queue, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
         )  # fmt: skip
 

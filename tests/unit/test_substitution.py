@@ -29,7 +29,7 @@ from tiermoe.actors.policies.buddymoe.substitution import (
     substitute,
     token_entropy,
 )
-from tiermoe.actors.policy_settings import PolicySettings, SubstitutionSettings
+from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 
 E = 8
@@ -238,6 +238,9 @@ def test_the_rule_waits_until_the_cache_is_full() -> None:
     assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=1)).substituted == 0
     assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=0)).ids.tolist() == [[5, 1]]
     assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=1)).substituted == 1  # it was full once
+    emptied = RerouteView(here, 3, 2, vacant=1, emptied=1)
+    assert rule.reroute(0, ids, weights, None, emptied).substituted == 0, "a flushed cache fills again"
+    assert rule.reroute(0, ids, weights, None, RerouteView(here, 3, 2, vacant=0, emptied=1)).substituted == 1
     assert ids.tolist() == [[0, 1]]
     nothing = rule.reroute(0, ids, weights, None, RerouteView(np.ones(E, bool), 0, 2))
     assert nothing.ids is ids
@@ -390,19 +393,19 @@ def test_settings_that_would_do_nothing_are_refused(on_miss: str, options: dict[
     with pytest.raises(ValidationError, match=message):
         PolicySettings(
             name="test", lossless=False, on_miss=on_miss,  # type: ignore[arg-type]
-            substitution=SubstitutionSettings(**options),  # type: ignore[arg-type]
+            substitution=dict(**options),  # type: ignore[arg-type]
         )  # fmt: skip
 
 
 def test_presets() -> None:
     buddymoe = load_policy("buddymoe")
-    assert (buddymoe.substitution.alpha, buddymoe.substitution.max_buddies, buddymoe.substitution.rho) == (0.95, 16, 3)
-    assert load_policy("buddymoe-rho4").substitution.rho == 4
-    assert load_policy("buddymoe-cft75").substitution.alpha == 0.75
+    assert (buddymoe.on_miss.alpha, buddymoe.on_miss.max_buddies, buddymoe.on_miss.rho) == (0.95, 16, 3)
+    assert load_policy("buddymoe-rho4").on_miss.rho == 4
+    assert load_policy("buddymoe-cft75").on_miss.alpha == 0.75
     assert load_policy("original").lossless
     for name in ("buddymoe", "buddymoe-rho4", "buddymoe-cft75", "random-replacement", "drop"):
         policy = load_policy(name)
         assert policy.reroutes
         assert not policy.lossless
         assert policy.prefetch == load_policy("original").prefetch
-        assert policy.needs_profile == name.startswith("buddymoe")
+        assert ("profile" in policy.needs) == name.startswith("buddymoe")

@@ -11,7 +11,7 @@ import serving
 import tiny_models
 import torch
 
-from tiermoe.actors.policies.registry import EVICTION
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.job import record_with
@@ -109,7 +109,7 @@ def test_simulated_counters_equal_the_engine_s(recorded: tuple[Path, Path, dict]
     machine = Machine(
         name="any", forward_s=1e-3, dense_s=1e-4, dense_row_s=1e-6, expert_s=1e-4, expert_row_s=1e-6, link_gbps=gbps
     )
-    engine = SimulatedEngine(trace.header, machine, BUDGET, EVICTION["lru"](), check=True)
+    engine = SimulatedEngine(trace.header, machine, BUDGET, Lru(), check=True)
     figures = result(engine, serve(engine, trace.requests()))
     assert counted["misses"] > 0
     assert counted["hits"] > 0

@@ -12,11 +12,11 @@ import torch
 
 from ....errors import BudgetError, ConfigError
 from ...policies.cost import Link
-from ...policies.moepic.split import CacheCut, buffer_for
+from ...policies.eviction import make_eviction
+from ...policies.moepic.split import CacheCut, SplitOptions, buffer_for
 from ...policies.prefetch import PrefetchGovernor
-from ...policies.registry import make_eviction
+from ...policies.registry import PolicyContext
 from ...policies.residency import Residency
-from ...policy_settings import SplitSettings
 from ...settings import EngineSettings, budget_bytes, mixed_slots
 from ...store.format import ExpertShape
 from ..stats import EngineStats, LayerStats, Timeline
@@ -73,8 +73,8 @@ def make_cache(
         device,
         Residency(keys, bought.slots, slot_bytes),
         make_eviction(
-            policy.eviction, layers, shape.num_experts, bought.cut is not None, replicas is not None,
-            alpha=policy.pre_evict.alpha, gamma=policy.pre_evict.gamma, window=policy.pre_evict.window,
+            policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.cut is not None,
+            low_bit=replicas is not None,
         ),
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
@@ -116,7 +116,7 @@ def _divide(
     policy, keys = settings.policy, layers * shape.num_experts
     budget = budget_bytes(settings.budget, slot_bytes, keys)
     slots, replica_slots = min(budget // slot_bytes, owned), 0
-    if replicas is not None:
+    if replicas is not None and policy.low_bit is not None:
         slots, replica_slots = mixed_slots(budget, slot_bytes, replicas.shape.nbytes(), policy.low_bit.share, owned)
     if policy.preload == "all" and slots < owned:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _within_memory(budget: int) -> Iterator[None]:
         ) from error
 
 
-def first_cut(settings: SplitSettings, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:
+def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:
     """The division that a split begins with: every layer alike.
 
     Args:

@@ -39,7 +39,7 @@ class ExpertCache:
         weights: where the experts of each MoE layer come from.
         device: copies and waits.
         residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
-        eviction: order of leaving; with a cut one that has an order for each slot class (`SplitEviction`).
+        eviction: order of leaving; with a cut one that has an order for each slot class (`split_eviction`).
         governor: told which prefetches were used.
         stats: counters, one `LayerStats` per MoE layer.
         loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.

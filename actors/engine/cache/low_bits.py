@@ -86,7 +86,7 @@ def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *
     Raises:
         ConfigError: there are no replicas of that width here. StoreError: a file changed since it was verified.
     """
-    bits = policy.low_bit.bits
+    bits = policy.replica_widths[0]
     if fetched:
         raise ConfigError(
             f"policy '{policy.name}' loads replicas, which are read from this node's files; its store is elsewhere",

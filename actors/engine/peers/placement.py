@@ -24,11 +24,20 @@ import numpy as np
 
 from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
-from ...policies.context_ndp import HotSet, Places, RoutingCounts, monde_split, prefix_split, static_hot, uniform
+from ...policies.context_ndp import (
+    HotSet,
+    Places,
+    PrecisionOptions,
+    RoutingCounts,
+    monde_split,
+    prefix_split,
+    static_hot,
+    uniform,
+)
 from ...policies.cost import FULL_BITS, SplitCosts, Work, split_costs
 from ...policies.plan import LayerPlan, Remote
 from ...policies.residency import State
-from ...policy_settings import PolicySettings, PrecisionSettings
+from ...policy_settings import PolicySettings
 from ...settings import EngineSettings
 from ...store.format import ExpertShape
 from ...store.replicas import ReplicaTables
@@ -406,7 +415,7 @@ def _places(settings: EngineSettings, cache: ExpertCache, experts: int) -> Place
         ) from error
 
 
-def _bits(precision: PrecisionSettings, name: str, tables: ReplicaTables | None) -> tuple[Bits, int]:
+def _bits(precision: PrecisionOptions, name: str, tables: ReplicaTables | None) -> tuple[Bits, int]:
     """What chooses the widths of a layer's cold experts, and the width of one that was meant to be hot."""
     if precision.kind == "full":
         return lambda layer, order: dict.fromkeys(order, 0), 0

@@ -69,7 +69,7 @@ class ShardEngine:
         mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
                 if owner == index]  # fmt: skip
         self._experts, self._hidden = shape.num_experts, shape.hidden
-        self._tells = settings.policy.on_miss != "load"  # the lead goes by what is here
+        self._tells = settings.policy.on_miss.kind != "load"  # the lead goes by what is here
         self.activations: Activations = activations_of(device.torch_device)
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
         self._placer = Placer(self.cache)  # whose `keep` the lead's placement gives

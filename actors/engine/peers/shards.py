@@ -343,4 +343,4 @@ class PeerCaches:
             if held is None or not held.resting:
                 coming = [key - base for key in cache.peer.asked if base <= key < base + self._experts]
                 available[coming] = True
-        return RerouteView(available, own.free_slots, own.top_k, own.vacant, shard_of, filling)
+        return RerouteView(available, own.free_slots, own.top_k, own.vacant, shard_of, filling, own.emptied)

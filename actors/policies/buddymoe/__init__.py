@@ -1,15 +1,25 @@
-"""What becomes of experts that are not at hand, other than loading them: BuddyMoE, and what it is compared with."""
+"""BuddyMoE: an expert that is missing is replaced by one that is here; and what it is compared with.
+
+    MissRule      Algorithm 1 with its gates (section 3.1); kind substitute
+    RandomRule    any expert that is here; kind random
+    DropRule      missing experts are left out; kind drop
+
+`buddies` has the ranking of buddies and what it is profiled from, `substitution` the gates and Algorithm 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
-from ..routing import Ids, Rerouted, RerouteView, Rerouting, Weights
-from .buddies import BuddyTable
+from ..registry import NotPrepared, PolicyContext, PolicyOptions, register
+from ..routing import Ids, MissOptions, Rerouted, RerouteView, Rerouting, Weights
+from .buddies import BuddyOptions, BuddyTable, ExpertProfile, OutputsMissing, alpha_schedule
 from .substitution import (
     AdaptiveBeta,
     Buddies,
@@ -20,6 +30,128 @@ from .substitution import (
     replaceable,
     substitute,
 )
+
+_CALLS = 64  # of a layer that an adaptive beta remembers
+_PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"
+
+
+class DropOptions(MissOptions):
+    """The gates: percentile or tau, gamma, beta or link_ms. Without any, all misses are replaced or left out."""
+
+    refusal: ClassVar[str] = "on_miss {kind} does not use substitution's {keys}"
+    kind: str = "drop"
+    percentile: float | None = Field(
+        default=None, ge=0, le=100, description="of each layer's token entropies; tokens below it keep their experts"
+    )
+    tau: float | None = Field(default=None, ge=0, le=1, description="the same as one entropy for all layers")
+    temperature: float = Field(default=1.0, ge=0.8, le=1.2, description="of the entropy")
+    gamma: float | None = Field(default=None, gt=0, description="tokens with that margin keep their experts")
+    beta: float | None = Field(
+        default=None, ge=0, le=1, description="share of the requested experts that miss; from it on all are loaded"
+    )
+    link_ms: float | None = Field(
+        default=None, ge=0, description="milliseconds of link for a layer's loads, to which beta adapts; instead of it"
+    )
+
+    @model_validator(mode="after")
+    def _gates_agree(self) -> DropOptions:
+        if self.percentile is not None and self.tau is not None:
+            raise ValueError("tau is either given or a percentile")
+        if self.beta is not None and self.link_ms is not None:
+            raise ValueError("beta is either given or adapts to link_ms")
+        if self.temperature != 1.0 and self.percentile is None and self.tau is None and self.gamma is None:
+            raise ValueError("temperature is of the gates by entropy and margin, of which there is none")
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"profile"} if self.percentile is not None else ())
+
+    def gates(self, context: PolicyContext) -> dict[str, Any]:
+        """What `MissRule` takes after its options."""
+        taus, betas = None if self.tau is None else (self.tau,) * context.layers, None
+        if self.percentile is not None:
+            taus = profile_of(context).taus(self.percentile, self.temperature)
+        if self.link_ms is not None:
+            calls = _CALLS * context.gpus
+            betas = [AdaptiveBeta(context.expert_bytes, self.link_ms * 1e-3, calls) for _ in range(context.layers)]
+        return {
+            "taus": taus, "beta": self.beta, "betas": betas, "replaceable": context.replaceable or replaceable,
+            "substitute": context.substitute or substitute,
+        }  # fmt: skip
+
+    def substitution(self, context: PolicyContext) -> SubstitutionOptions:
+        """The options of Algorithm 1; those that a kind does not have are as by default."""
+        names = ("rho", "search", "temperature", "gamma", "eta", "kappa", "reuse", "fallback", "weights")
+        given = {name: getattr(self, name) for name in names if name in type(self).model_fields}
+        return SubstitutionOptions(**given, renormalise=context.renormalise)
+
+
+class RandomOptions(DropOptions):
+    """Of replacement by any expert."""
+
+    kind: str = "random"
+    rho: int | None = Field(default=None, ge=1, description="replacements of a token in a layer; none: no limit")
+    reuse: float = Field(default=0.0, ge=0, lt=1, description="factor on a buddy that the token has already; 0: once")
+    fallback: Literal["load", "drop"] = Field(default="load", description="of a miss without a buddy on the device")
+
+
+class SubstituteOptions(RandomOptions):
+    """Of replacement by buddies."""
+
+    kind: str = "substitute"
+    search: int | None = Field(default=None, ge=1, description="H, ranks of a buddy list that are tried; none: all")
+    eta: float = Field(default=0.0, ge=0, description="weight of the router's own probability of a buddy")
+    kappa: float = Field(default=0.0, ge=0, le=1, description="penalty of a buddy on another GPU than the lead's")
+    weights: Literal["slot", "buddy"] = Field(default="slot", description="whose routing weight a buddy gets")
+    by: Literal["coactivation", "output", "blend"] = Field(default="coactivation", description="ranking of buddies")
+    alpha: float = Field(default=0.95, gt=0, le=1, description="CFT: coverage of a buddy list")
+    alpha_last: float | None = Field(
+        default=None, gt=0, le=1, description="of the last layer, in equal steps from alpha in the first; none: alike"
+    )
+    max_buddies: int = Field(default=16, ge=1, le=1 << 16, description="K_max")
+    weighted: bool = Field(default=False, description="co-activation weighted by probability")
+    epsilon: float = Field(default=1.0, ge=0, description="Laplace smoothing of co-activation, in tokens")
+    mix: float = Field(default=0.5, ge=0, le=1, description="co-activation's part of a blend")
+
+    @model_validator(mode="after")
+    def _ranking_agrees(self) -> SubstituteOptions:
+        if self.by != "blend" and self.mix != 0.5:
+            raise ValueError("mix is of the ranking by a blend")
+        if self.by == "output" and (self.weighted or self.epsilon != 1.0):
+            raise ValueError("weighted and epsilon are of co-activation, which the ranking by output leaves out")
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"profile"})
+
+    @property
+    def uses_hops(self) -> bool:
+        return self.kappa > 0
+
+    def buddies(self, context: PolicyContext) -> list[Buddies]:
+        """The buddy lists of each layer.
+
+        Raises:
+            NotPrepared: there is no profile, or it has no output similarity and the ranking asks for it.
+        """
+        alpha: float | tuple[float, ...] = self.alpha
+        if self.alpha_last is not None:
+            alpha = alpha_schedule(self.alpha, self.alpha_last, context.layers)
+        ranking = BuddyOptions(self.by, alpha, self.max_buddies, self.weighted, self.epsilon, self.mix)
+        try:
+            return lists_of(profile_of(context).buddies(ranking))
+        except OutputsMissing as error:
+            raise NotPrepared(f"needs output similarity: {error}", _PROFILE) from error
+
+
+def profile_of(context: PolicyContext) -> ExpertProfile:
+    """Raises NotPrepared: there is none."""
+    if context.profile is None:
+        raise NotPrepared("needs a profile of the experts", _PROFILE)
+    profile: ExpertProfile = context.profile
+    return profile
 
 
 class Found(Protocol):
@@ -45,10 +177,11 @@ Substitute = Callable[
 ]  # fmt: skip
 
 
+@register("on_miss", "substitute")
 class MissRule(Rerouting):
     """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on the experts that are not here.
 
-        the layer's slots were never all in use     -> all misses are loaded: the paper's cache begins full
+        slots of the layer never used, since empty -> all misses are loaded: the paper's cache begins full
         delta(B) >= beta                           -> all misses of the batch are loaded
         TAE(x) <= tau, or margin >= gamma          -> the token's misses are loaded
         rho replacements of the token              -> its further misses are loaded
@@ -63,7 +196,8 @@ class MissRule(Rerouting):
 
     Experts on their way to their GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
 
-    State: whether each layer's slots on the lead were all in use once, and that of the adaptive betas. Cost: O(E) where
+    State: whether each layer's slots on the lead were all in use once since the cache was empty, and that of the
+    adaptive betas. Cost: O(E) where
     nothing is missing, else that of `substitute`.
 
     Args:
@@ -73,7 +207,12 @@ class MissRule(Rerouting):
         replaceable, substitute: implementations of the distribution gate and of Algorithm 1; by default in NumPy.
     """
 
+    Options: ClassVar[type[PolicyOptions]] = SubstituteOptions
     name: ClassVar[str] = "substituting"
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        return cls(options.buddies(context), options.substitution(context), **options.gates(context))
 
     def __init__(
         self,
@@ -91,7 +230,8 @@ class MissRule(Rerouting):
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"beta is a share, not {beta}")
         self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
-        self._replaceable, self._substitute, self._full = replaceable, substitute, [False] * len(buddies)
+        self._replaceable, self._substitute = replaceable, substitute
+        self._full, self._emptied = [False] * len(buddies), 0
         self.needs_probabilities = options.needs_probabilities
 
     def reroute(
@@ -103,6 +243,8 @@ class MissRule(Rerouting):
         view: RerouteView,
     ) -> Rerouted:
         here, shard_of = view.available, view.shard_of
+        if view.emptied != self._emptied:  # nothing was resident since: all layers fill again
+            self._emptied, self._full = view.emptied, [False] * len(self._full)
         if not self._full[layer]:
             self._full[layer] = view.vacant == 0
             if view.vacant and shard_of is None:
@@ -163,6 +305,7 @@ class MissRule(Rerouting):
         return None if probabilities is None else np.ascontiguousarray(probabilities, np.float32)
 
 
+@register("on_miss", "random")
 class RandomRule(MissRule):
     """The paper's random replacement: any expert that is here and that the token does not use yet, each as likely.
 
@@ -172,6 +315,13 @@ class RandomRule(MissRule):
         layers, experts: L and E. options: with `eta` and `weights` as they are by default.
         seed: the same seed and the same calls give the same experts.
     """
+
+    Options = RandomOptions
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        gates = options.gates(context)
+        return cls(context.layers, context.experts, options.substitution(context), **gates, seed=context.seed)
 
     def __init__(
         self,
@@ -202,6 +352,18 @@ class RandomRule(MissRule):
         self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
     ) -> NDArray[np.float32] | None:
         return self._draw.random((len(ids), experts), np.float32)
+
+
+@register("on_miss", "drop")
+class DropRule(MissRule):
+    """Missing experts are left out: `MissRule` with empty lists."""
+
+    Options = DropOptions
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Rerouting:
+        dropping = replace(options.substitution(context), fallback="drop")
+        return cls(no_buddies(context.layers, context.experts), dropping, **options.gates(context))
 
 
 def lists_of(table: BuddyTable) -> list[Buddies]:

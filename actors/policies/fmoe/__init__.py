@@ -1,36 +1,57 @@
-"""Eviction guided by expert maps (fMoE).
+"""fMoE: expert maps of similar iterations say what to prefetch (sections 4.1 to 4.4) and what to evict (4.5).
 
-Prefetch guided by the expert maps of similar iterations (fMoE, sections 4.2 to 4.5).
+    ExpertMapPrefetch   the method: one forecast after the other from the maps that `maps.MapSearch` finds
+    ExpertMapPolicy     it behind the protocol of all prefetch policies, searched in the forward itself
+    ExpertMapEviction   eviction by 1 / (probability x frequency)
+    BlendPrefetch       maps and the next layers' routers joined (ours)
 
-Expert maps behind the protocol of all prefetch policies: for executors that search where they run.
-
-Two sources of guesses joined by how often each was right: expert maps and the next layers' routers.
+`maps` has the store, the sketch of embeddings and the search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
-from ..eviction import Lfu
-from ..prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, predicted_experts
-from .maps import ExpertMapStore, MapSearch, Match, Sketch
+from ..eviction import CacheOrder, Lfu, LfuDecay
+from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, predicted_experts
+from ..registry import PolicyContext, register
+from .maps import WIDTH, ExpertMapStore, MapSearch, Match, Sketch
+
+if TYPE_CHECKING:
+    from ...policy_settings import PolicySettings
+
+_LEAST = 2.0**-150  # probability: below every positive one in float32
 
 
+class _MapEvictionOptions(Lfu.Options):
+    def check(self, policy: PolicySettings) -> None:
+        if not policy.prefetch.uses_maps:
+            raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
+
+
+@register("eviction", "expert-map")
 class ExpertMapEviction(Lfu):
     """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
 
     State: that of `Lfu`, and p, the probability that the map which was matched last for the expert's layer gives it. An
     expert whose layer was not matched yet has the mean of the first probabilities told: with none told, this is `Lfu`.
-    The experts of a layer that are held move when their p is told, O(log n) each.
+    Among experts with p = 0 the frequency decides, as in the limit. The resident experts of a layer move when their p
+    is told, O(log n) each.
 
     Args:
         half_life: of a use, see `Lfu`; None: uses count for good, as in the paper.
     """
+
+    Options = _MapEvictionOptions
+    counted_as: ClassVar[CacheOrder | None] = None
+    uses_maps = True
+    per_layer = False
 
     def __init__(self, half_life: float | None = None) -> None:
         super().__init__(half_life)
@@ -50,7 +71,30 @@ class ExpertMapEviction(Lfu):
                 self._place(key, self._order.stamp(key))
 
     def _weight(self, key: int) -> float:
-        return self._probability.get(key, 1.0 if self._unknown is None else self._unknown)
+        return max(_LEAST, self._probability.get(key, 1.0 if self._unknown is None else self._unknown))
+
+
+@register("eviction", "expert-map-decay")
+class ExpertMapDecay(ExpertMapEviction):
+    """`ExpertMapEviction` that forgets, as `LfuDecay`."""
+
+    class Options(_MapEvictionOptions, LfuDecay.Options):
+        pass
+
+
+class MapOptions(PrefetchOptions):
+    """Options of prefetch by expert maps."""
+
+    refusal: ClassVar[str] = "semantic and dynamic are of expert maps, which prefetch {kind} does not use"
+    uses_maps: ClassVar[bool] = True
+    semantic: bool = Field(default=True, description="forecast the first layers by the prompt's embedding")
+    dynamic: bool = Field(default=True, description="ask for more experts where the match is less similar")
+
+    @model_validator(mode="after")
+    def _waits_for_nothing(self) -> MapOptions:
+        if self.synchronous:
+            raise ValueError("the forward never waits for the matcher: leave synchronous out")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +235,8 @@ def select(
     """Similarity-aware selection (fMoE equations 6 to 8): which experts to prefetch.
 
     By descending probability (equal ones: the lowest number) experts are taken until their sum exceeds
-    delta = clip(1 - score, 0, 1) and at least K are taken, or there are no more.
+    delta = clip(1 - score, 0, 1) and at least K are taken, or there are no more. A row of zeros is no forecast: nothing
+    is taken.
 
     Args:
         probabilities: of one layer [S, J].
@@ -209,6 +254,7 @@ def select(
     if dynamic:
         sums = probabilities[rows, order].cumsum(axis=1, dtype=np.float64)
         counts = np.maximum(counts, (sums <= threshold(scores)[:, None]).sum(axis=1) + 1)
+    counts[~probabilities.any(axis=1)] = 0
     taken = np.zeros((sequences, experts), np.bool_)
     taken[rows, order] = np.arange(experts) < counts[:, None]
     return taken
@@ -229,6 +275,7 @@ def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer],
 Expect = Callable[[Sequence[int], Sequence[float]], None]
 
 
+@register("prefetch", "expert-map")
 class ExpertMapPolicy(PrefetchPolicy):
     """`ExpertMapPrefetch` in the forward itself: what the matcher does beside it, at once and for nothing.
 
@@ -242,10 +289,25 @@ class ExpertMapPolicy(PrefetchPolicy):
         expect: told the probabilities of each forecast's layers; `ExpertMapEviction.expect`.
     """
 
+    class Options(MapOptions):
+        @model_validator(mode="after")
+        def _count_is_the_maps(self) -> Self:
+            if self.top is not None:
+                raise ValueError("how many experts are asked for is what the maps say: leave top out")
+            return self
+
     name: ClassVar[str] = "expert-map"
     needs_ids = False
     needs_probabilities: ClassVar[bool] = True
     needs_embeddings: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        width = min(context.hidden, WIDTH)
+        store = ExpertMapStore(context.layers, context.experts, width, options.distance, context.map_capacity)
+        maps = ExpertMapPrefetch(store, context.hidden, options.experts(context), options.semantic, options.dynamic)
+        told = context.eviction.expect if isinstance(context.eviction, ExpertMapEviction) else None
+        return cls(maps, context.hidden, told)
 
     def __init__(self, maps: ExpertMapPrefetch, hidden: int, expect: Expect | None = None) -> None:
         self._maps, self._hidden, self._expect = maps, hidden, expect
@@ -283,6 +345,7 @@ MAP, GATE = "expert-map", "next-gate"
 _BOTH = "both"
 
 
+@register("prefetch", "blend")
 class BlendPrefetch:
     """What several sources want of one layer, merged by their measured precision per layer and distance. Ours.
 
@@ -298,6 +361,13 @@ class BlendPrefetch:
         layers, experts: L and E. top: experts per token that a router picks. distance: layers ahead.
         fade: weight of the past at each new guess, in (0, 1].
     """
+
+    Options = MapOptions
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        """Raises ValueError: it joins what a matcher process sends, and an executor without one has none."""
+        raise ValueError("prefetch blend needs a matcher process, which this executor has not")
 
     def __init__(self, layers: int, experts: int, top: int, distance: int, fade: float = 0.98) -> None:
         self._layers, self._experts, self._top, self._fade = layers, experts, top, fade

@@ -1,8 +1,7 @@
-"""Keys in the order of a value that only rises: a change costs nothing until somebody looks.
+"""MoEpic: split experts, cached by least cache priority and prefetched in descending predicted score.
 
-Least cache priority (MoEpic).
-
-Prefetch in descending predicted score, the first layer included (MoEpic).
+Here are the cache policy and the speculative prefetcher. `split` has the division of expert memory, `configure` the
+cache configurator.
 """
 
 from __future__ import annotations
@@ -11,10 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, log
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from ..eviction import EvictionPolicy
-from ..prefetch import LayerSeen, PrefetchPolicy, Wanted, by_score
+from ..prefetch import LayerSeen, NextLayerOptions, PrefetchPolicy, Wanted, by_score
+from ..registry import PolicyContext, PolicyOptions, register
+from .split import OMEGA, RHO
 
 Entry = tuple[float, int, int]  # value, stamp, key
 _SPARE = 64  # entries of removed keys that are always allowed
@@ -86,9 +89,9 @@ class RisingOrder:
         return out
 
 
-RHO, OMEGA = 0.25, 128
 
 
+@register("eviction", "lcp")
 class Lcp(EvictionPolicy):
     """Evicts the expert with the lowest priority P = mu * rho^(nu / omega) (MoEpic section 3.3, equation 4).
 
@@ -110,6 +113,16 @@ class Lcp(EvictionPolicy):
         rho: balance between count and interval, 0 to 1. omega: tokens in which P falls by it.
         one_layer: all experts are of one layer, of which each call of `routed` is a forward.
     """
+
+    class Options(PolicyOptions):
+        rho: float = Field(default=RHO, gt=0, lt=1, description="balance between count and interval")
+        omega: float = Field(default=OMEGA, gt=0, description="tokens in which a priority falls by rho")
+
+    counted_as = "lcp"
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Lcp:
+        return cls(options.rho, options.omega, context.one_layer)
 
     def __init__(self, rho: float = RHO, omega: float = OMEGA, one_layer: bool = False) -> None:
         if not 0 < rho < 1 or omega <= 0:
@@ -157,6 +170,7 @@ class Lcp(EvictionPolicy):
         return self._order.looked_at
 
 
+@register("prefetch", "speculative")
 class SpeculativePrefetch(PrefetchPolicy):
     """MoEpic's speculative prefetcher (section 3.2).
 
@@ -175,12 +189,17 @@ class SpeculativePrefetch(PrefetchPolicy):
         top: experts per row; more than the router's top-k keep the link busy until the routing is known.
     """
 
+    Options = NextLayerOptions
     name: ClassVar[str] = "speculative"
     stateless: ClassVar[bool] = True
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
     lookahead_softmax: ClassVar[bool] = True
     wraps: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.synchronous)
 
     def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False) -> None:
         self._layers, self._experts, self._top = layers, experts, top

@@ -1,8 +1,7 @@
-"""The best cut of one layer, given its memory and the time there is to prefetch (MoEpic, equations 5 to 11).
+"""The cache configurator: from what was counted and measured to a division of the slot pool (MoEpic section 3.4).
 
-How the memory of the caches is divided among the layers: MoEpic's exchange, and AdapMoE's dynamic programming.
-
-The cache configurator: from what was counted and measured to a cut of the slot pool (MoEpic section 3.4).
+The best split of one layer, given its memory and the time there is to prefetch (equations 5 to 11); how the memory is
+divided among the layers (Algorithm 1, or AdapMoE's dynamic programming); and both joined.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..adapmoe import cache_sizes, load_costs
 from .split import CacheCut, LayerStatistics, buffer_for
 
 Floats = NDArray[np.float64]
@@ -202,51 +202,6 @@ def allocate(
 
 def _exposed(splits: Sequence[LayerSplit]) -> NDArray[np.float64]:
     return np.array([split.exposed_s for split in splits])
-
-
-def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[np.float64]:
-    """Expected loads on demand in a token, of each layer with a cache of C = 0..E whole experts [L, E + 1].
-
-    K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), where beta is the share of the needed experts that are among the
-    `guesses` first predicted ones, taken to be independent of what is cached.
-    """
-    rows = []
-    for layer in statistics:
-        found = layer.accuracy[:guesses].sum() / layer.per_step if layer.needed else 0.0
-        rows.append(layer.per_step * (1.0 - layer.hit_rate) * max(0.0, 1.0 - found))
-    return np.array(rows)
-
-
-def cache_sizes(costs: NDArray[np.float64], slots: int) -> tuple[int, ...]:
-    """Slots of each layer, at least one, so that the sum of the costs is least: dynamic programming, exact.
-
-    O(L * slots * E). Of equal divisions the one that gives the first layers less.
-
-    Args:
-        costs: of each layer by its number of slots, 0 to E [L, E + 1]. slots: in all; those that no layer has an expert
-            for stay unused.
-
-    Raises:
-        ValueError: fewer slots than layers.
-    """
-    layers, most = costs.shape[0], costs.shape[1] - 1
-    if slots < layers:
-        raise ValueError(f"{slots} slots for {layers} layers")
-    total = min(slots, layers * most)
-    best = np.full((layers + 1, total + 1), np.inf)  # best[l, t]: of the first l layers with t slots in all
-    best[0, 0] = 0.0
-    for layer in range(layers):
-        for size in range(1, min(most, total) + 1):
-            reached = best[layer, : total + 1 - size] + costs[layer, size]
-            np.minimum(best[layer + 1, size:], reached, out=best[layer + 1, size:])
-    left = int(best[layers].argmin())  # more slots never cost more, if the costs never rise
-    sizes: list[int] = []
-    for layer in reversed(range(layers)):
-        options = range(min(most, left), 0, -1)
-        size = min(options, key=lambda s: best[layer, left - s] + costs[layer, s])
-        sizes.append(size)
-        left -= size
-    return tuple(reversed(sizes))
 
 
 AllocationKind = Literal["moepic", "dynamic-programming"]

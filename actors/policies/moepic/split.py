@@ -1,8 +1,7 @@
-"""How expert memory is divided between tops, which are cached by layer, and bottoms, which all layers share.
+"""The division of expert memory between tops, which are cached by layer, and bottoms, which all layers share.
 
-The segments of experts under a cut: their names, their sizes, and where their slots lie.
-
-What is counted of a layer's routing to choose its cut: hits at every cache size, and how good the guesses are.
+The option of a preset, the division itself, the segments of experts under it, and what is counted of a layer's routing
+to choose it: hits at every cache size, and how good the predictions are.
 """
 
 from __future__ import annotations
@@ -11,12 +10,68 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, log
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
-from . import OMEGA, RHO
+from ..eviction import CacheOrder
+from ..registry import PolicyOptions, policy_class, register
+
+if TYPE_CHECKING:
+    from ...policy_settings import PolicySettings
+
+RHO, OMEGA = 0.25, 128  # of LCP
+
+
+@register("split", "off", "fixed", "adaptive")
+class SplitOptions(PolicyOptions):
+    """How experts are split in two, a cached top and a bottom that is loaded for each use (MoEpic).
+
+    off: not at all. fixed: every layer alike, at `theta`. adaptive: it begins so, and each layer's ratio and share of
+    the memory follow what is measured.
+    """
+
+    kind: str = "off"
+    theta: float = Field(default=0.5, ge=0, le=1, description="share of an expert's neurons in its top; 0: no cache")
+    buffer: int | None = Field(
+        default=None, ge=1,
+        description="full experts of memory for bottoms; none: top-k, and room for the bottoms of two layers' top-k",
+    )  # fmt: skip
+    tau: int = Field(default=5000, ge=1, description="tokens between configurations")
+    zeta: float = Field(default=0.01, gt=0, lt=1, description="share of a layer's memory that is moved at a time")
+    min_gain: float = Field(default=0.01, ge=0, lt=1, description="predicted gain below which nothing is changed")
+    allocation: Literal["moepic", "dynamic-programming"] = "moepic"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SplitOptions:
+        fields = type(self).model_fields
+        changed = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind"}
+        if self.kind == "off" and changed:
+            raise ValueError(f"split is off: leave {', '.join(sorted(changed))} out, or give its kind")
+        if self.kind == "fixed" and changed - {"theta", "buffer"}:
+            raise ValueError(f"{', '.join(sorted(changed - {'theta', 'buffer'}))}: only an adaptive split has that")
+        if self.allocation == "dynamic-programming" and self.theta != 1:
+            raise ValueError("dynamic programming gives layers whole experts: say theta 1")
+        return self
+
+    def check(self, policy: PolicySettings) -> None:
+        if self.kind == "off":
+            return
+        eviction = policy_class("eviction", policy.eviction.kind)
+        if self.kind == "adaptive" and eviction.counted_as is None:
+            raise ValueError(f"hit rates of every cache size cannot be counted for eviction {policy.eviction.kind}")
+        if policy.uses_ndp:
+            raise ValueError(f"placement {policy.placement.kind} moves whole experts: leave split out")
+        if policy.preload != "none":
+            raise ValueError("split experts are never resident as a whole for good: leave preload out")
+        if policy.pre_evict.kind != "off" or policy.evict_writeback:
+            raise ValueError("pre_evict and evict_writeback go by whole experts: leave split out")
+        if not eviction.per_layer:
+            raise ValueError(
+                f"eviction {policy.eviction.kind} weighs the experts of all layers, split those of each apart"
+            )
 
 
 @dataclass(frozen=True)
@@ -153,7 +208,6 @@ class Segments:
         return [segment for key in keys for segment in (key, n + key) if neurons[segment]]
 
 
-Order = Literal["lcp", "lru", "lfu", "random"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _CHUNK_BYTES = 1 << 22  # of one array [steps, E] at work: what a step costs in memory does not grow with the window
@@ -265,7 +319,7 @@ class LayerStatistics:
 
 def observe(
     picks: Picks,
-    order: Order,
+    order: CacheOrder,
     before: Priorities | None = None,
     counted: NDArray[np.bool_] | None = None,
     rho: float = RHO,
@@ -298,7 +352,7 @@ def observe(
 
 
 def _values(
-    counts: Ints, tokens: Ints, before: Priorities, order: Order, rho: float, omega: float
+    counts: Ints, tokens: Ints, before: Priorities, order: CacheOrder, rho: float, omega: float
 ) -> tuple[Floats, Priorities]:
     """What orders the experts before each step [n, E], higher ranks first, and the priorities after the last."""
     clock = before.now + np.cumsum(tokens)  # [n]

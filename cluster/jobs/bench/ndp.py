@@ -13,7 +13,8 @@ from rich.progress import Progress
 
 from ....actors.engine.layer import Observer
 from ....actors.engine.serving.scoring import score_with
-from ....actors.policy_settings import PlacementSettings, PolicySettings, PrecisionSettings
+from ....actors.policies.context_ndp import PlacementOptions, PrecisionOptions
+from ....actors.policy_settings import PolicySettings
 from ....actors.settings import EngineSettings
 from ...config import RunConfig, engine_settings
 from ...local import LocalWorker
@@ -47,8 +48,8 @@ class Variant:
         return PolicySettings(
             name=self.name,
             lossless=self.precision == "full",
-            placement=PlacementSettings(kind=self.placement),
-            precision=PrecisionSettings(kind=self.precision, bits=self.bits),
+            placement=PlacementOptions(kind=self.placement),
+            precision=PrecisionOptions(kind=self.precision, bits=self.bits),
         )
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....errors import ConfigError
 from ....config import RunConfig, load_policy
-from ....simulate.executor import Machine, engine_of, eviction_of, load_machine
+from ....simulate.executor import Machine, context_of, engine_of, eviction_of, load_machine
 from ....simulate.hit_rates import result, serve
 from ..prompt_split import Split
 from ..recorded import Recorded, read_split, record_split
@@ -76,8 +75,8 @@ def _cells(work: Workload) -> Iterator[Cell]:
         for name in (*ABLATION, LOSSY):
             yield Cell("capacity", name, presets[name], budget, work.ratios[0])
     for alpha in work.alphas:
-        options = presets[OWN].pre_evict.model_copy(update={"alpha": alpha})
-        yield Cell("alpha", f"{alpha:g}", presets[OWN].model_copy(update={"pre_evict": options}), work.budgets[0],
+        options = presets[OWN].eviction.model_copy(update={"alpha": alpha})
+        yield Cell("alpha", f"{alpha:g}", presets[OWN].model_copy(update={"eviction": options}), work.budgets[0],
                    work.ratios[0])  # fmt: skip
     yield Cell("alpha", "lru", presets["activeevict-lru"], work.budgets[0], work.ratios[0])
 
@@ -97,13 +96,9 @@ def replay(
 ) -> list[dict[str, float]]:
     """Figures of a preset on a link of so many gigabytes (1e9) per second, of every `each` counted prompts apart."""
     header = recorded.header
-    options = PrefetchOptions(
-        header.layers, header.experts, header.top_k, preset.prefetch.distance, preset.prefetch.synchronous,
-        precisions=preset.guess_precisions,
-    )
     engine = engine_of(
         preset, header, machine.model_copy(update={"link_gbps": gbps, "link_latency_us": LATENCY_US}), budget,
-        eviction_of(preset, header), make_prefetch(preset.prefetch.kind, options),
+        eviction_of(preset, header), preset.make_prefetch(context_of(header)),
     )  # fmt: skip
     serve(engine, recorded.learn)
     found = []

@@ -41,19 +41,19 @@ def methods(top_k: int) -> list[Method]:
     """
     found = [
         Method(ORIGINAL, "original"), Method(RANDOM, "random-replacement"),
-        Method(f"{RANDOM}, rho 3", "random-replacement", {"substitution": {"rho": 3}}), Method(DROP, "drop"),
+        Method(f"{RANDOM}, rho 3", "random-replacement", {"on_miss": {"rho": 3}}), Method(DROP, "drop"),
     ]  # fmt: skip
     for by in RANKINGS:
-        by_output = {"substitution": {"by": by}}
+        by_output = {"on_miss": {"by": by}}
         found += [
             Method(f"cft 0.75, 4 buddies, by {by}", "buddymoe-cft75", by_output),
             Method(f"cft 0.95, 16 buddies, rho 3, by {by}", "buddymoe", by_output),
             Method(f"cft 0.95, 16 buddies, rho 4, by {by}", "buddymoe-rho4", by_output),
         ]
-        without_limit = {"substitution": {"by": by, "rho": None}}
+        without_limit = {"on_miss": {"by": by, "rho": None}}
         other = Method(f"cft 0.95, 16 buddies, by {by}", "buddymoe", without_limit)
         if top_k <= 4:  # the paper's other one, of its table 3
-            shortest = {"substitution": {"by": by, "alpha": 0.99, "max_buddies": 2, "rho": None}}
+            shortest = {"on_miss": {"by": by, "alpha": 0.99, "max_buddies": 2, "rho": None}}
             other = Method(f"cft 0.99, 2 buddies, by {by}", "buddymoe", shortest)
         found.append(other)
     return [*found, Method(OWN, OWN)]

@@ -88,7 +88,7 @@ def _methods(calibration: Calibration) -> str:
         f"*{ORIGINAL}* loads a missing expert, *{RANDOM}* runs any resident one instead, *{DROP}* none, and the "
         "token's other experts take over its weight. *cft*: buddy lists that cover so much, how many buddies at most, "
         f"how many replacements of a token (rho). *{OWN}*, recommended: by output similarity and the router's opinion "
-        f"(eta {load_policy(OWN).substitution.eta:g}), weighed by the buddy's own routing weight; "
+        f"(eta {load_policy(OWN).on_miss.model_dump()['eta']:g}), weighed by the buddy's own routing weight; "
         "chosen on the calibration text, of which nothing is measured here."
     )
     if calibration.top_k <= 4:

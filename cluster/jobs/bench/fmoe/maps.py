@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from .....actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
 from .....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
 from .....actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy, most_probable
-from .....actors.policies.registry import EVICTION, PrefetchOptions, make_prefetch
+from .....actors.policies.registry import make, options
 from ....config import load_policy
-from ....simulate.executor import SimulatedEngine, load_machine
+from ....simulate.executor import SimulatedEngine, context_of, load_machine
 from ....simulate.hit_rates import serve
 from ....simulate.predictors import Recall, recall, shown, train_predictors
 from ....simulate.trace import Iteration, Request, TraceHeader
@@ -98,18 +98,18 @@ def recalls(recorded: Recorded, distances: Sequence[int], stepped: Stepped) -> l
 
     A map's distance here is from the layer that was seen last, as for all sources.
     """
-    header, top = recorded.header, recorded.header.top_k
+    header = recorded.header
 
     def plain(kind: str) -> Callable[[int], PrefetchPolicy | None]:
-        def make(distance: int) -> PrefetchPolicy | None:
+        def source(distance: int) -> PrefetchPolicy | None:
             if kind == "next-gate" and distance > header.distances:
                 return None
             predictors = train_predictors(header, recorded.learn, distance) if kind == "stride" else None
-            return make_prefetch(
-                kind, PrefetchOptions(header.layers, header.experts, top, distance, predictors=predictors)
-            )
+            chosen = options("prefetch", {"kind": kind, "distance": distance})
+            found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=predictors))
+            return found
 
-        return make
+        return source
 
     def maps(capacity: int) -> Callable[[int], PrefetchPolicy | None]:
         return lambda distance: _policy(header, distance - 1, capacity, None)[0]
@@ -165,7 +165,7 @@ def _policy(
 
 def _replayed(recorded: Recorded, distance: int, capacity: int, budget: float, gbps: float) -> dict[str, float]:
     header, preset = recorded.header, load_policy("fmoe")
-    eviction = EVICTION[preset.eviction]()
+    eviction = make("eviction", preset.eviction, context_of(header))
     assert isinstance(eviction, ExpertMapEviction)  # the preset's
     policy, store = _policy(header, distance, capacity, eviction)
     teach(policy, recorded.learn, header)

@@ -174,7 +174,7 @@ class Bench:
                 maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
                 process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
                 matcher = MatcherLink(process.link, settings.matcher_settings, maps)
-            if policy.on_miss == "low-bit":
+            if policy.low_bit is not None:
                 replicas = self.host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, device)
             made = stack.enter_context(closing(make_device(device.type, settings.link)))
             engine = ExpertEngine(

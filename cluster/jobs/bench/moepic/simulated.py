@@ -11,11 +11,10 @@ from rich.progress import Progress
 from .....actors.policies.cost import Link, load_s
 from .....actors.policies.moepic.configure import Room, Times, configure
 from .....actors.policies.moepic.split import CacheCut, LayerStatistics, Picks, buffer_for, observe
-from .....actors.policies.registry import PrefetchOptions, make_prefetch
 from .....actors.policy_settings import PolicySettings
 from .....actors.settings import budget_bytes
 from ....config import parse_budget
-from ....simulate.executor import Machine, SimulatedEngine, engine_of, eviction_of, load_machine
+from ....simulate.executor import Machine, SimulatedEngine, context_of, engine_of, eviction_of, load_machine
 from ....simulate.hit_rates import serve
 from ....simulate.trace import Request, TraceHeader
 from ..compare.sweep import Sweep
@@ -87,13 +86,10 @@ def simulated_engine(
     preset: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, learn: Sequence[Request]
 ) -> SimulatedEngine:
     """An engine of this preset; where it configures itself, with the cut that the learnt requests give."""
-    prefetch, top = preset.prefetch, preset.prefetch.top
-    wanted = header.top_k if top is None else min(top, header.top_k)
-    options = PrefetchOptions(
-        header.layers, header.experts, wanted, prefetch.distance, prefetch.synchronous, hidden=header.hidden
-    )
+    top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
     cut = cut_of(preset, header, machine, budget, learn)
-    policy = make_prefetch(prefetch.kind, options)
+    predicted = preset.prefetch.model_copy(update={"top": top})  # a trace holds no more
+    policy = preset.on_miss.make_prefetch(predicted, context_of(header))
     return engine_of(preset, header, machine, budget, eviction_of(preset, header), policy, cut, adapts=False)
 
 

@@ -27,9 +27,9 @@ def ensure_predictors(base: RunConfig, presets: Iterable[PolicySettings], progre
     """
     store, wanted = prepared_store(base, engine_settings(base)), list(presets)
     needed: list[tuple[str, _Add, bool]] = [
-        (GATES_NAME, add_gates, any(preset.prefetch.kind == "pre-gated" for preset in wanted)),
-        (SENSITIVITY_NAME, add_sensitivity, any(preset.routing.kind == "adaptive" for preset in wanted)),
-        (PROFILE_NAME, _add_profile, any(preset.needs_profile for preset in wanted)),
+        (GATES_NAME, add_gates, any("gates" in preset.needs for preset in wanted)),
+        (SENSITIVITY_NAME, add_sensitivity, any("sensitivity" in preset.needs for preset in wanted)),
+        (PROFILE_NAME, _add_profile, any("profile" in preset.needs for preset in wanted)),
     ]
     missing = [add for name, add, is_needed in needed if is_needed and not (store / name).exists()]
     task = None

@@ -1,0 +1,178 @@
+"""The policies of a preset for the real engine: what the registry makes, from what the engine has to give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import ConfigError
+from ...kernels.substitute import replaceable_arrays, substitute_arrays
+from ..policies.baselines import Predictor
+from ..policies.eviction import EvictionPolicy
+from ..policies.fmoe import BlendPrefetch
+from ..policies.prefetch import NextGatePrefetch, PrefetchPolicy
+from ..policies.registry import NotPrepared, PolicyContext, make
+from ..policies.routing import Rerouting
+from ..policy_settings import PolicySettings
+from ..store.artifacts import PolicyArtifacts
+from .cache.cache import ExpertCache
+from .host_view import Asked, Asker, LayerView
+from .model.model import MoeBlock, RouterProbe, linear_probe
+from .peers.matcher import MatcherLink, MatcherPrefetch
+from .peers.shards import Shards
+from .pre_evicting import PreEvicting
+from .stats import EngineStats
+
+
+@contextmanager
+def _configured(policy: PolicySettings) -> Iterator[None]:
+    """A policy that cannot be made is a ConfigError."""
+    try:
+        yield
+    except NotPrepared as error:
+        raise ConfigError(f"policy '{policy.name}' {error}", error.remedy) from error
+    except ValueError as error:
+        raise ConfigError(f"policy '{policy.name}': {error}", "choose another policy") from error
+
+
+def make_rerouting(
+    policy: PolicySettings,
+    layers: int,
+    experts: int,
+    normalised: bool,
+    artifacts: PolicyArtifacts,
+    expert_bytes: int = 1,
+    gpus: int = 1,
+) -> Rerouting | None:
+    """The rule that a policy's `routing` or `on_miss` names; None where routing stays the model's.
+
+    Args:
+        layers, experts: L and E. normalised: whether the model normalises the weights of the experts that it picks.
+        expert_bytes: of one expert. gpus: that share them.
+
+    Raises:
+        ConfigError: what `tiermoe prepare` makes for the rule was not given, or is of another model.
+    """
+    context = PolicyContext(
+        layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, profile=artifacts.profile,
+        expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays, substitute=substitute_arrays,
+    )  # fmt: skip
+    with _configured(policy):
+        rule: Rerouting | None = make("routing", policy.routing, context)
+        return make("on_miss", policy.on_miss, context) if rule is None else rule
+
+
+def tell_link_speed(rule: Rerouting, stats: EngineStats) -> None:
+    """Tell a rule what the link carried per busy second until now; nothing before the first copy."""
+    busy_s = sum(layer.link_s for layer in stats.layers)
+    if busy_s > 0:
+        rule.measured(sum(layer.bytes_loaded for layer in stats.layers) / busy_s)
+
+
+def make_policy(
+    policy: PolicySettings,
+    blocks: Sequence[MoeBlock],
+    experts: int,
+    top_k: int,
+    eviction: EvictionPolicy,
+    matcher: MatcherLink | None = None,
+    shards: Shards | None = None,
+    predictors: Sequence[Predictor] | None = None,
+) -> PrefetchPolicy | None:
+    """What `policy.prefetch` names; None where nothing is prefetched.
+
+    Args:
+        blocks: of the model. experts: of a layer. top_k: of its router.
+        eviction: told what maps say. matcher, shards, predictors: as given to `ExpertEngine`.
+
+    Raises:
+        ConfigError: the policy needs what the model or the runtime lacks.
+    """
+    prefetch, layers = policy.prefetch, len(blocks)
+    context = PolicyContext(layers, experts, top_k, eviction=eviction, predictors=predictors)
+    made: PrefetchPolicy | None
+    if not prefetch.uses_maps:
+        with _configured(policy):
+            made = policy.make_prefetch(context)
+    elif matcher is None:
+        raise ConfigError(f"policy '{policy.name}' needs a matcher of expert maps", "start one")
+    else:
+        top = prefetch.experts(context)
+        made = MatcherPrefetch(
+            matcher,
+            experts,
+            NextGatePrefetch(layers, experts, top),
+            eviction,
+            None if shards is None else lambda: shards.iteration,
+            BlendPrefetch(layers, experts, top, prefetch.distance) if prefetch.kind == "blend" else None,
+            None if shards is None else shards.relay,
+        )
+    mute = [layer for layer, block in enumerate(blocks) if block.router is None]
+    if made is not None and made.needs_probabilities and mute:
+        raise ConfigError(
+            f"policy '{policy.name}' goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
+            "choose one that does not, such as next-gate or moe-infinity",
+        )
+    return made
+
+
+def unasked_layers(blocks: Sequence[MoeBlock]) -> list[int]:
+    """Layers but the first whose routers cannot be asked ahead of time."""
+    return [layer for layer, block in enumerate(blocks) if layer and block.router is None]
+
+
+def gate_probes(
+    policy: PolicySettings, artifacts: PolicyArtifacts, layers: int, device: torch.device
+) -> list[RouterProbe]:
+    """The trained gates of layers 0..L-2, to be asked as routers are; computed in float32.
+
+    Raises:
+        ConfigError: they were not given, or are of another model.
+    """
+    gates = artifacts.gates
+    if gates is None or len(gates) != layers - 1:
+        raise ConfigError(
+            f"policy '{policy.name}' needs gates between {layers} layers",
+            "train them with `tiermoe prepare MODEL --gates TEXT`",
+        )
+    return [
+        linear_probe(torch.from_numpy(gate.weight).to(device), torch.from_numpy(gate.bias).to(device)) for gate in gates
+    ]
+
+
+def make_pre_evicting(
+    policy: PolicySettings, cache: ExpertCache, blocks: Sequence[MoeBlock], experts: int, top_k: int
+) -> PreEvicting | None:
+    """What `policy.pre_evict` asks for; None where nothing is freed ahead. It takes a `LayerView` for hidden states.
+
+    Raises:
+        ConfigError: a layer's router cannot be asked.
+    """
+    decide = make("pre_evict", policy.pre_evict, PolicyContext(len(blocks), experts, top_k))
+    if decide is None:
+        return None
+    mute = [layer for layer, block in enumerate(blocks) if block.router is None]
+    if mute:
+        raise ConfigError(
+            f"policy '{policy.name}' asks routers ahead of time, and MoE layer {mute[0]} exposes none",
+            "choose a policy without pre_evict, such as on-demand",
+        )
+
+    def score(layer: int, view: LayerView) -> NDArray[np.floating] | None:
+        return view.scores(_asked(blocks[layer]))
+
+    return PreEvicting(decide, cache, len(blocks), experts, score)
+
+
+def pre_evicting_asks(pre_evicting: PreEvicting, blocks: Sequence[MoeBlock]) -> Asker:
+    """The scores that pre-eviction will look at."""
+    return lambda layer, tokens: [_asked(blocks[later]) for later in pre_evicting.scored_at(layer)]
+
+
+def _asked(block: MoeBlock) -> Asked:
+    assert block.router is not None  # `make_pre_evicting` refused
+    return Asked(block.router, softmax=False)
