@@ -7,29 +7,26 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
-from ray._private import state as gcs
+import ray_runtime
+from ray_runtime import until
 from serving import default_model_greedy
 
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.attach import ActorRecord, actor_records
-from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.deploy import Deployment
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
 from tiermoe.cluster.placement import role_of
 
 _TOKENS = 64
-_BACK_S = 60.0
 
 pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
 
 
 @pytest.fixture(scope="module")
 def prompt() -> tuple[int, ...]:
-    return tuple(heldout_prompts(default_model_dir(), 1, 32)[0])
+    return ray_runtime.prompt()
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +37,17 @@ def undisturbed(prompt: tuple[int, ...]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Deployment]:
-    options = {
-        "policy": "context-ndp-full", "budget": "0.25", "threads": 1, "device": "cpu",
-        "cluster": {"shards": 2, "ndp_workers": 2},
-    }  # fmt: skip
-    config = load_run_config(None, options)
-    settings = engine_settings(config)
-    with Deployment(config, settings, str(prepared_store(config, settings))) as deployment:
+    cluster = {"shards": 2, "ndp_workers": 2}
+    with ray_runtime.deployed(policy="context-ndp-full", budget="0.25", cluster=cluster) as deployment:
         yield deployment
 
 
 def _records(runtime: Deployment) -> dict[str, ActorRecord]:
-    return {r.role: r for r in actor_records(list(gcs.actors().values())) if r.deployment == runtime.id}
+    return {r.role: r for r in actor_records() if r.deployment == runtime.id}
 
 
 def _generate(runtime: Deployment, prompt: tuple[int, ...], kill: int | None = None) -> list[int]:
-    """The tokens of one request; `kill` is a process that is killed when eight of them are there."""
-    generation = Generation("r")
-    sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
-    for event in runtime.generate(GenerationRequest("r", prompt, sampling)):
-        generation.add(event)
-        if kill is not None and len(generation.token_ids) >= 8:
-            os.kill(kill, signal.SIGKILL)
-            kill = None
-    assert generation.error is None, generation.error
-    return generation.token_ids
+    return ray_runtime.generate(runtime, prompt, _TOKENS, kill)
 
 
 def test_what_runs_is_what_was_planned(runtime: Deployment) -> None:
@@ -75,6 +58,7 @@ def test_what_runs_is_what_was_planned(runtime: Deployment) -> None:
     assert len({record.pid for record in records.values()}) == len(planned)
     peers = {name: state for name, state in runtime.health().items() if "/" in name}
     assert peers == dict.fromkeys(("shard/1", "ndp/0", "ndp/1"), "connected")
+    assert runtime.plan["ndp"]["transport"] == "shm"
     for actor in runtime.topology.having("shard", "ndp"):
         assert runtime.actor_health(role_of(actor))["pid"] == records[role_of(actor)].pid
 
@@ -108,9 +92,9 @@ def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) ->
     experts = runtime.plan["experts_per_layer"]
     for number, gpu in enumerate(record["gpus"]):
         states = [state for layer in gpu["residency"] for state in layer["states"]]
-        held = {key for key, state in enumerate(states) if state}
-        assert held
-        assert {key % 2 for key in held} == {number}  # by the rule `layer-expert`
+        there = {key for key, state in enumerate(states) if state}
+        assert there
+        assert {key % 2 for key in there} == {number}  # by the rule `layer-expert`
         assert len(states) == runtime.plan["moe_layers"] * experts
     merged = [state for layer in record["residency"] for state in layer["states"]]
     assert sum(state == 2 for state in merged) == sum(
@@ -123,13 +107,14 @@ def test_killed_in_the_middle_of_a_request(
     runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int], role: str
 ) -> None:
     """Nothing shows in the tokens; Ray starts it again, and it is used again."""
-    before = _records(runtime)[role]
+    before, losses = _records(runtime)[role], runtime.stats().ndp_losses
     assert before.pid is not None
     assert _generate(runtime, prompt, kill=before.pid) == undisturbed
-    end_s = time.monotonic() + _BACK_S
-    while not _is_back(runtime, before):  # each look is a round trip; the bound is above
-        assert time.monotonic() < end_s, (_records(runtime)[role], runtime.health())
+    until(lambda: _is_back(runtime, before), lambda: (_records(runtime)[role], runtime.health()))
+    assert runtime.stats().ndp_losses == losses + (role == "ndp/0")
+    pairs = runtime.stats().total().ndp_tokens
     assert _generate(runtime, prompt) == undisturbed
+    assert runtime.stats().total().ndp_tokens > pairs
 
 
 def _is_back(runtime: Deployment, before: ActorRecord) -> bool:
@@ -147,7 +132,5 @@ def test_a_worker_finds_the_lead_again_after_the_directory_was_lost(
         before = _records(runtime)[role]
         assert before.pid is not None
         os.kill(before.pid, signal.SIGKILL)
-        end_s = time.monotonic() + _BACK_S
-        while not _is_back(runtime, before):
-            assert time.monotonic() < end_s, (_records(runtime)[role], runtime.health())
+        until(lambda before=before: _is_back(runtime, before), runtime.health)
     assert _generate(runtime, prompt) == undisturbed

@@ -1,9 +1,8 @@
-"""Joining a Ray that runs already, and leaving it as it was."""
+"""Joining a Ray that runs already, leaving it as it was, and placing an NDP worker where the resource `ndp` is."""
 
 from __future__ import annotations
 
-import os
-import socket
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,46 +10,31 @@ from pathlib import Path
 
 import pytest
 from fakes import FAKE_FACTS
+from ray_runtime import BIN, environment, head
 
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
-from tiermoe.cluster.scratch import Scratch
 from tiermoe.errors import RuntimeFailure
 
 _DRIVER = Path(__file__).with_name("driver.py")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A head node without authentication."""
-    scratch = Scratch()
-    port = _free_port()
-    command = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", "--num-cpus=2",
-        f"--temp-dir={scratch.path}", "--include-dashboard=false", "--disable-usage-stats",
-        "--object-store-memory=100000000",
-    ]  # fmt: skip
-    with (scratch.path / "start.log").open("w") as log:  # Ray's servers inherit it: not a pipe, which would never end
-        subprocess.run(command, env=_environment("disabled"), stdout=log, stderr=log, timeout=90, check=True)
-    yield f"127.0.0.1:{port}"
-    scratch.close()
-
-
-def _environment(mode: str) -> dict[str, str]:
-    return os.environ | {"RAY_AUTH_MODE": mode}
+    with head(cpus=4) as address:
+        yield address
 
 
 def _join(address: str, mode: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(_DRIVER), "join", address]
-    return subprocess.run(
-        command, env=_environment(mode), capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, env=environment(mode), capture_output=True, text=True, timeout=120, check=False)
+
+
+def _run_with_ndp(address: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    config = folder / "run.yaml"
+    config.write_text(f"policy: context-ndp-full\nbudget: 50%\nthreads: 1\nray:\n  address: {address}\n")
+    command = [str(BIN / "tiermoe"), "run", "import os", "--config", str(config), "--max-tokens", "12", "--json"]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_two_runs_after_each_other_join_and_leave(address: str) -> None:
@@ -73,3 +57,20 @@ def test_an_address_without_ray_fails_at_once(address: str) -> None:
     deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
     with pytest.raises(RuntimeFailure, match=f"'{address}'"), deployment:
         pytest.fail("started")
+
+
+def test_a_cluster_without_the_resource_is_refused(address: str, tmp_path: Path) -> None:
+    done = _run_with_ndp(address, tmp_path)
+    assert done.returncode == 2
+    assert "policy 'context-ndp-full' needs 1 of the resource ndp, the nodes have none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_ndp_worker_goes_where_the_resource_is(tmp_path: Path) -> None:
+    with head("--resources", '{"ndp": 1}', cpus=4) as address:
+        done = _run_with_ndp(address, tmp_path)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        assert record["ndp_tokens"] > 0
+        assert record["ndp_losses"] == 0
+        assert record["plan"]["ndp"]["transport"] in ("shm", "grpc")
