@@ -93,7 +93,7 @@ class RemoteFailure(ChannelError):
         self.kind = kind
 
 
-def told(kind: str, text: str) -> TierMoeError:
+def rebuilt(kind: str, text: str) -> TierMoeError:
     """An error that another process raised, from the name of its class and its text.
 
     A class that is not here gives a `TierMoeError`.

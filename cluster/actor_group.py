@@ -52,12 +52,12 @@ class ActorGroup:
         local: whether all of them are on this machine.
         worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
         top_k: experts per token.
-        scratch: folder of this machine that goes with the deployment; None: there is none.
+        scratch: temporary folder of the deployment on this machine; None: none.
 
     Attributes:
         name: as given.
         lead: once started.
-        directory: how to ask for addresses; None where nobody needs to.
+        directory: how to ask for addresses; None where no actor is reached over a channel.
         actors: all handles but the lead's, by role.
     """
 
@@ -127,7 +127,7 @@ class ActorGroup:
             end(actor)
 
     def link(self, role: str) -> PeerLink:
-        """The way to a worker for the others, also after it was restarted."""
+        """The link to a worker for the others, also after it was restarted."""
         assert self.directory is not None
         return PeerLink(self.directory, self._token, name=role)
 
@@ -259,13 +259,13 @@ class NodeWatcher:
         group: whose workers are looked after; it has a directory.
         threads: of an NDP worker that is started; None: none is started.
         workers: roles of the NDP workers that there are.
-        tell: given a line about what came.
+        notify: called with a line about each node that joined.
     """
 
     def __init__(
-        self, group: ActorGroup, threads: int | None, workers: Iterable[str], tell: Callable[[str], None]
+        self, group: ActorGroup, threads: int | None, workers: Iterable[str], notify: Callable[[str], None]
     ) -> None:
-        self._group, self._threads, self._tell = group, threads, tell
+        self._group, self._threads, self._notify = group, threads, notify
         self._workers = set(workers)
         self._refused: set[str] = set()  # nodes whose worker did not come up
         self._known: dict[str, str] = {}
@@ -319,10 +319,10 @@ class NodeWatcher:
                 return
             self._refused.add(node.id)
             why = as_failure(error, f"an NDP worker on node {node.address} did not start", _START_S)
-            self._tell(f"node {node.address} joined without a worker: {why}")
+            self._notify(f"node {node.address} joined without a worker: {why}")
             return
         self._workers.add(role)
-        self._tell(f"node {node.address} joined: NDP worker {index} runs there")
+        self._notify(f"node {node.address} joined: NDP worker {index} runs there")
 
     def _await(self, ref: Any) -> None:
         end_s = time.monotonic() + _START_S

@@ -14,7 +14,7 @@ from ray._private import state as gcs  # what `ray list actors` shows, without a
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
-from ..errors import ConfigError, RuntimeFailure, TierMoeError, told
+from ..errors import ConfigError, RuntimeFailure, TierMoeError, rebuilt
 from .placement import ENDPOINTS, LEAD, split_name
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
@@ -54,7 +54,7 @@ class Lead:
                 if event.finish == "error":
                     ended = True
                     if event.error is not None and event.error_type is not None:
-                        raise told(event.error_type, event.error)
+                        raise rebuilt(event.error_type, event.error)
                     raise RuntimeFailure(
                         f"the request failed in the worker: {event.error}", "run again; report it if it stays"
                     )
@@ -198,7 +198,7 @@ class Attachment:
         """Join.
 
         Raises:
-            RuntimeFailure: nobody answers there, or its authentication is another.
+            RuntimeFailure: no Ray answers there, or its authentication differs.
         """
         refuse_second()
         try:
@@ -232,7 +232,7 @@ class Attachment:
         """The id of the deployment that is meant.
 
         Raises:
-            RuntimeFailure: there is none, or none with this id.
+            RuntimeFailure: no deployment runs, or none with this id.
             ConfigError: there are several and none was named.
         """
         ids = self.deployments()

@@ -59,7 +59,7 @@ class Deployment:
         worker_class: class with the interface of `GpuWorker`; None: `GpuWorker`.
         store_class: class with the interface of `StoreWorker`; None: `StoreWorker`.
         facts: sizes of the model; None: those of the store.
-        tell: given lines about what is waited for, and what came or went while serving.
+        notify: called with a line about what the start waits for, and about nodes that join.
         on_ray: called once there is a Ray and before anything is placed on it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Deployment:
         worker_class: type | None = None,
         store_class: type | None = None,
         facts: ModelFacts | None = None,
-        tell: Callable[[str], None] = say,
+        notify: Callable[[str], None] = say,
         on_ray: Callable[[Deployment], None] | None = None,
     ) -> None:
         self.id = new_id()
@@ -87,7 +87,7 @@ class Deployment:
         self._store_path = store_path
         self._classes = (worker_class, store_class)
         self._facts = facts
-        self._tell, self._on_ray = tell, on_ray
+        self._notify, self._on_ray = notify, on_ray
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
@@ -103,7 +103,7 @@ class Deployment:
 
         Raises:
             ConfigError: a node is short of a resource, or the budget does not fit: refused before anything is loaded.
-            DeploymentEnded: somebody ended it meanwhile.
+            DeploymentEnded: it was ended during the start.
             RuntimeFailure: Ray or an actor did not start in time.
             TierMoeError: what the store or a worker refused (bad store, budget too small, ...).
         """
@@ -168,7 +168,7 @@ class Deployment:
         return self.planned.topology
 
     def watch(self) -> bool:
-        """Whether the deployment goes on; False: somebody ended it in order (`Attachment.end`).
+        """Whether the deployment still runs; False: it was ended in order (`Attachment.end`).
 
         Raises:
             RuntimeFailure: the worker died, or its loop did.
@@ -204,7 +204,7 @@ class Deployment:
             role: such as "ndp/0", "shard/1" or "store/0".
 
         Raises:
-            RuntimeFailure: there is none, or it does not answer (Ray may be restarting it).
+            RuntimeFailure: there is no such actor, or it does not answer (Ray may be restarting it).
         """
         actor = self._group.actors.get(role) if self._group is not None else None
         if actor is None:
@@ -273,7 +273,7 @@ class Deployment:
 
     def _place(self) -> None:
         """Reserve what the plan says."""
-        self._placement = Placement(self.id, self.topology, self._local, self._tell)
+        self._placement = Placement(self.id, self.topology, self._local, self._notify)
         self._placement.reserve(self._left)
 
     def _start_actors(self) -> None:
@@ -287,7 +287,7 @@ class Deployment:
             workers = [role_of(planned) for planned in self.topology.having("ndp")]
             grows = bool(workers) and self._config.cluster.ndp_workers == "per-node"
             threads = self._config.ndp_threads if grows else None
-            self._watcher = NodeWatcher(self._group, threads, workers, self._tell)
+            self._watcher = NodeWatcher(self._group, threads, workers, self._notify)
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
         """What to raise for an error of the start; None: that error as it is."""

@@ -24,7 +24,7 @@ class EndpointDirectory:
         self._addresses[name] = address
 
     def lookup(self, name: str) -> str | None:
-        """The address; None: nobody has this name."""
+        """The address; None: the name is not registered."""
         return self._addresses.get(name)
 
     def entries(self) -> dict[str, str]:
@@ -59,7 +59,7 @@ class Endpoints:
         self._ask("register", name, address)
 
     def lookup(self, name: str) -> str | None:
-        """The address; None: nobody has this name."""
+        """The address; None: the name is not registered."""
         return self._ask("lookup", name)
 
     def entries(self) -> dict[str, str]:

@@ -38,7 +38,7 @@ def new_id() -> str:
 
 
 def role_of(actor: PlannedActor) -> str:
-    """The second part of an actor's name; of lead and directory apart, also what it registers under."""
+    """The second part of an actor's name; workers also register under it."""
     return {"lead": LEAD, "directory": ENDPOINTS, "matcher": MATCHER}.get(actor.role, f"{actor.role}/{actor.index}")
 
 
@@ -54,7 +54,7 @@ _STEP_S = 1.0
 
 
 class DeploymentEnded(RuntimeFailure):
-    """Somebody ended the deployment in order while it was starting."""
+    """The deployment was ended in order while it was starting."""
 
 
 class Placement:
@@ -62,12 +62,12 @@ class Placement:
 
     Args:
         name: the deployment's id, with which all names begin.
-        local: whether this Ray has one node and nobody else's actors.
-        tell: given a line about what is waited for.
+        local: whether this Ray has one node and only this deployment's actors.
+        notify: called with a line about what the start waits for.
     """
 
-    def __init__(self, name: str, topology: Topology, local: bool, tell: Callable[[str], None]) -> None:
-        self._name, self._topology, self._local, self._tell = name, topology, local, tell
+    def __init__(self, name: str, topology: Topology, local: bool, notify: Callable[[str], None]) -> None:
+        self._name, self._topology, self._local, self._notify = name, topology, local, notify
         self._groups: dict[str, PlacementGroup] = {}
 
     def reserve(self, left: Callable[[], float]) -> None:
@@ -88,18 +88,18 @@ class Placement:
                 bundle_label_selector=selectors if any(selectors) else None,
             )
         patience_s = time.monotonic() + _PATIENCE_S
-        told = self._local
+        said = self._local
         for group in self._groups.values():
             while not group.wait(timeout_seconds=min(left(), _STEP_S)):
                 self.refuse_ended()
                 if left() <= 0.001:
                     raise ray.exceptions.GetTimeoutError("placement group")
-                if not told and time.monotonic() > patience_s:
-                    told = True
-                    self._tell(f"waiting for {self._short(self._topology.actors) or 'the cluster to make room'}")
+                if not said and time.monotonic() > patience_s:
+                    said = True
+                    self._notify(f"waiting for {self._short(self._topology.actors) or 'the cluster to make room'}")
         ungrouped = [actor for actor in self._topology.actors if actor.group is None]
-        if not told and (short := self._short(ungrouped)):
-            self._tell(f"waiting for {short}")
+        if not said and (short := self._short(ungrouped)):
+            self._notify(f"waiting for {short}")
 
     def make(
         self, actor: PlannedActor, plain: type, *args: Any, options: Mapping[str, Any] | None = None, **named: Any
@@ -128,11 +128,11 @@ class Placement:
 
     @property
     def ended(self) -> bool:
-        """Whether somebody removed the groups: the deployment's end, in order (`Attachment.end`)."""
+        """Whether the groups were removed: the deployment was ended in order (`Attachment.end`)."""
         return any(placement_group_table(group)["state"] == "REMOVED" for group in self._groups.values())
 
     def refuse_ended(self) -> None:
-        """Raise DeploymentEnded where somebody removed the groups."""
+        """Raise DeploymentEnded where the groups were removed."""
         if self.ended:
             raise DeploymentEnded("the deployment was ended while it started", "start it again")
 

@@ -64,7 +64,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file: of every tensor by name its dtype, shape and offsets; no tensor is read.
 
     Raises:
-        CheckpointError: the file cannot be read, or is none.
+        CheckpointError: the file cannot be read, or is not a safetensors file.
     """
     try:
         with path.open("rb") as file:

@@ -20,7 +20,7 @@ _ANSWER_DEADLINE_S = 5.0
 
 
 def ensure_private_token() -> None:
-    """Make ~/.ray/auth_token where there is none, and readable to its owner only.
+    """Make ~/.ray/auth_token where it is missing, readable to its owner only.
 
     Raises:
         RuntimeFailure: the home directory cannot be written.

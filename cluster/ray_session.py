@@ -24,7 +24,7 @@ from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
 from .scratch import Scratch
 
-NAMESPACE = "tiermoe"  # of the actors' names: whoever joins looks here
+NAMESPACE = "tiermoe"  # of the actors' names: other processes look them up here
 # Ray's own switches, which it reads from the environment only.
 _RAY_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -78,7 +78,7 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
         variables: environment of the actors that this process starts there.
 
     Raises:
-        RuntimeFailure: nobody answers, its authentication is another, or it refuses.
+        RuntimeFailure: no Ray answers, its authentication differs, or it refuses.
     """
     check_joinable(address)
     options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
@@ -174,7 +174,7 @@ def without_ray_notices() -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.stdout is quiet:  # somebody else's redirection stays
+        if sys.stdout is quiet:  # another redirection stays
             sys.stdout = before
 
 
@@ -222,7 +222,7 @@ def _constructor_error(report: str) -> TierMoeError | None:
     found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", report, re.MULTILINE)
     if not found:
         return None
-    return errors.told(*found[-1])
+    return errors.rebuilt(*found[-1])
 
 
 def _death(error: rex.RayActorError) -> str:

@@ -1,8 +1,8 @@
-"""Which runtimes `tiermoe up` keeps on this machine: one small private file for each, gone when it ends.
+"""The runtimes that `tiermoe up` has started on this machine: one small private file for each, removed at its end.
 
 The folder is `tiermoe` in the user's runtime directory (XDG_RUNTIME_DIR), or `tiermoe.run.UID` in the temporary one. An
 entry counts only while its process lives: the same pid and the same start time. Others are what a killed process left,
-and are removed by whoever sees them.
+and are removed by the next reader.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry:
         deployment: its id.
         address: HOST:PORT of its Ray.
         local: whether that Ray was started for it and ends with it.
-        pid: of the process that keeps it.
+        pid: of the process that started it.
         started_s: when that process started, seconds since 1970.
     """
 
@@ -42,7 +42,7 @@ class Entry:
     started_s: float
 
     def process(self) -> psutil.Process | None:
-        """The process that keeps it; None: it has ended, though another may have its pid."""
+        """The process that started it; None: it has ended, though another may have its pid."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started_s) < _START_TOLERANCE_S
@@ -63,7 +63,7 @@ class Registry:
 
     @contextlib.contextmanager
     def entered(self, deployment: str, address: str, local: bool) -> Iterator[Entry]:
-        """Inside the block, this process is listed as the keeper of a runtime.
+        """Inside the block, this process is listed as the one that started a runtime.
 
         Raises:
             RuntimeFailure: the folder cannot be written, or is another user's.
@@ -75,7 +75,7 @@ class Registry:
             self._make_folder()
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(asdict(entry), file)
-            draft.rename(path)  # whoever reads it sees all of it or nothing
+            draft.rename(path)  # a reader sees all of it or nothing
         except OSError as error:
             raise RuntimeFailure(
                 f"'{self.folder}' cannot list this runtime: {error.strerror or error}", "make it writable, or remove it"
@@ -86,7 +86,7 @@ class Registry:
             self._remove(path)
 
     def entries(self) -> list[Entry]:
-        """The runtimes whose process lives, by id. Entries of dead ones are removed; what is no entry is left alone."""
+        """The runtimes whose process lives, by id. Entries of dead ones are removed; other files are left alone."""
         found = []
         if not self._private():
             return []
@@ -117,7 +117,7 @@ class Registry:
             raise PermissionError(0, "it is not a folder that only this user may write")
 
     def _private(self) -> bool:
-        """Whether the folder is there, this user's own, and writable by nobody else: else its entries mean nothing."""
+        """Whether the folder is there, this user's own, and not writable by others; else its entries are ignored."""
         try:
             about = self.folder.lstat()
         except OSError:

@@ -43,7 +43,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read '{path}': {error}", "give a readable UTF-8 YAML file") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"'{path}' is not valid YAML: {_yaml_problem(error)}", "correct that line") from error
-    except (ValueError, RecursionError) as error:  # a date or a number that is none, nesting without end
+    except (ValueError, RecursionError) as error:  # an invalid date or number, endless nesting
         raise ConfigError(f"'{path}' is not valid YAML: {error}", "correct that value") from error
     if content is None:
         return {}

@@ -3,7 +3,7 @@
     serve run tiermoe.cluster.api.app:build config=FILE        (or the import_path of a Serve YAML, or of a RayService)
     RuntimeProcess (one replica, where a runtime is to be started)  <-  ApiServer (FastAPI)  ->  the runtime's lead
 
-A replica of the server that finds its lead dead is unhealthy: Serve starts it again, and it looks for the lead anew.
+A replica of the server that finds its lead dead is unhealthy: Serve starts it again, and it looks up the lead again.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def find_lead(deployment: str | None) -> Any:
         deployment: its id; None: the only one.
 
     Raises:
-        RuntimeFailure: there is none of this id, or none at all. ConfigError: there are several.
+        RuntimeFailure: no deployment has this id, or none runs. ConfigError: there are several.
     """
     if deployment is None:
         named = ray.util.list_named_actors(all_namespaces=True)
@@ -243,7 +243,7 @@ def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
 
 
 class PortReservation:
-    """A port that is ours from here on: nobody else gets it before Serve's proxy binds it.
+    """A port that is reserved from here on: no other process gets it before Serve's proxy binds it.
 
     Serve takes no port 0 (it would not say which one it got), so the port is chosen here. The socket that holds it
     never listens, and with SO_REUSEPORT the proxy, a process of the same user, binds the same port beside it.
@@ -253,7 +253,7 @@ class PortReservation:
         port: 0: one that is free.
 
     Raises:
-        ConfigError: the address is not this machine's, or somebody has the port.
+        ConfigError: the address is not this machine's, or the port is taken.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -273,7 +273,7 @@ class PortReservation:
         self.port = int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Give it up."""
+        """Release it."""
         self._socket.close()
 
 

@@ -110,7 +110,7 @@ class LeadBackend:
             raise as_failure(error, "the worker failed during a request") from error
 
     def _reap(self, stream: Any, request_id: str) -> None:
-        """Cancel a request that nobody waits for, from a task of its own: its consumer is being cancelled itself."""
+        """Cancel a request whose consumer has left, from a task of its own: its consumer is being cancelled itself."""
         task = asyncio.get_running_loop().create_task(self._cancel(stream, request_id))
         self._reapers.add(task)
         task.add_done_callback(self._reapers.discard)

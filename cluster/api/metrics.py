@@ -30,7 +30,7 @@ _EXPERTS = {
 }
 _CAUSES = ("demand", "prefetch", "migration")
 
-disable_created_metrics()  # a second series for each, which nobody reads
+disable_created_metrics()  # a second series for each metric, which has no use here
 
 
 class Metrics:

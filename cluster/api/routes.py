@@ -103,7 +103,7 @@ def _request_id(given: bytes | None) -> str:
     return text if _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
 
 
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # nginx's code; the client has left
 
 
 def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> FastAPI:

@@ -93,7 +93,7 @@ class Run:
         self._queue: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue(_QUEUED_DELTAS)
         self._tasks = []
         for index, deltas in enumerate(choices):
-            # begun here and not by whoever reads: a reader that never comes must not occupy the queue
+            # started here and not by the reader: a reader that never comes must not occupy the queue
             task = asyncio.create_task(self._forward(index, deltas))
             task.add_done_callback(lambda _: ended())
             self._tasks.append(task)
@@ -201,7 +201,7 @@ class Service:
             special: whether the tokenizer adds what it adds to a text (a beginning-of-text token).
 
         Raises:
-            ApiError: 400, there is none, or one that the model does not have.
+            ApiError: 400, the prompt has no token, or one that the model does not have.
         """
         if isinstance(prompt, str):
             try:

@@ -98,7 +98,7 @@ def replay(
 
     Raises:
         TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all of them where all are preloaded.
-        ConfigError: unknown prefetch, or one that the trace has not what it needs for.
+        ConfigError: unknown prefetch, or one that needs what the trace does not hold.
     """
     header = trace.header
     cut = None if settings.split.kind == "off" else first_cut(header, settings, budget)

@@ -114,8 +114,8 @@ def _run_here(
     store = prepared_for(config, settings, progress=notices.is_terminal)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
-            tell = partial(notices.print, markup=False, soft_wrap=True)
-            deployment = stack.enter_context(Deployment(config, settings, str(store), tell=tell))
+            notify = partial(notices.print, markup=False, soft_wrap=True)
+            deployment = stack.enter_context(Deployment(config, settings, str(store), notify=notify))
         planned = deployment.planned.as_dict()
         report.print(plan_table(deployment.plan), *placed_tables(planned))
         generation, text = _stream_text(deployment.generate, tokenizer, prompt, ids, sampling, text_out)

@@ -141,7 +141,7 @@ def down_command(address: Address = None, deployment: Deployment = None) -> None
 
 
 def _end_here(entry: Entry) -> None:
-    """Ask the process that keeps it to end in order, and wait until it has."""
+    """Ask the process that started it to end in order, and wait until it has."""
     if (process := entry.process()) is not None:
         Registry().withdraw(entry.deployment)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -158,7 +158,7 @@ def _end_here(entry: Entry) -> None:
 
 
 def _end_there(address: str, deployment: str | None) -> None:
-    """End a deployment by its actors; the process that keeps it, wherever it is, notices."""
+    """End a deployment by its actors; the process that started it, wherever it is, notices."""
     adopt_mode(address)
     from ..attach import Attachment
 

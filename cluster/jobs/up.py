@@ -41,7 +41,7 @@ def up_command(options: dict[str, Any], config: Config = None) -> None:
 
 
 def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], AbstractContextManager[Check]]) -> None:
-    """Start a runtime, enter what belongs beside it, and watch both until somebody ends the runtime in order.
+    """Start a runtime, enter what belongs beside it, and watch both until the runtime is ended in order.
 
     `status` and `down` find the runtime as soon as it has a Ray.
 
@@ -64,7 +64,7 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
     entries: list[Entry] = []
     with ExitStack() as listed:
         deployment = Deployment(
-            config, settings, str(store), tell=partial(notices.print, markup=False, soft_wrap=True),
+            config, settings, str(store), notify=partial(notices.print, markup=False, soft_wrap=True),
             on_ray=lambda it: entries.append(listed.enter_context(Registry().entered(it.id, it.address, local))),
         )  # fmt: skip
         try:

@@ -166,7 +166,7 @@ def _prefetch_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def configurator_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How often experts were split anew, and what that was expected to gain; nothing where no configurator runs."""
+    """How often experts were split anew, and the expected gain; empty without a configurator."""
     found = counters.get("configurator")
     if not found:
         return []

@@ -67,7 +67,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
 
 
 def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
-    """From config.json, and where the weights are there from their headers.
+    """From config.json, and from the headers of the weights where those are there.
 
     Experts are taken to have a gate projection and no bias, as nearly all have.
 
@@ -211,7 +211,7 @@ def _named_in_index(model_dir: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class LocalRay:
-    """What a local Ray is told to have, whatever the machine has.
+    """The resources that a local Ray is started with, whatever the machine has.
 
     Attributes:
         resources: custom ones, such as {"ndp": 2}.
@@ -305,7 +305,7 @@ def nodes_of_cluster(address: str) -> list[NodeInfo]:
         address: HOST:PORT of the head.
 
     Raises:
-        RuntimeFailure: nobody answers there, or not in time, or it wants another authentication.
+        RuntimeFailure: no Ray answers there in time, or its authentication differs.
     """
     check_joinable(address)
     # what `ray status` asks with: it knows the token and the certificates

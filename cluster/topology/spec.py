@@ -168,7 +168,7 @@ class ClusterSpec:
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
-    """Whether workers run on GPUs: as told, and with `auto` where some living node has one."""
+    """Whether workers run on GPUs: as configured, and with `auto` where some living node has one."""
     if settings.device != "auto":
         return settings.device == "cuda"
     return any(node.alive and node.amount("GPU") >= 1 for node in nodes)

@@ -10,7 +10,7 @@ import pytest
 from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
-from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, told
+from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
 
 CAPACITY, EOS, VOCABULARY = 20, 2, 100
 
@@ -55,9 +55,9 @@ def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> No
     (first,), (second,) = ours, other
     assert (first.error_type, first.error) == ("StoreError", str(lost))
     assert (second.error_type, second.error) == (None, "what a manager says")
-    again = told(first.error_type, first.error)
+    again = rebuilt(first.error_type, first.error)
     assert (type(again), again.what, again.remedy) == (StoreError, lost.what, lost.remedy)
-    assert type(told("Unheard", "what; remedy")) is TierMoeError
+    assert type(rebuilt("Unheard", "what; remedy")) is TierMoeError
 
 
 @pytest.mark.parametrize(
