@@ -72,7 +72,7 @@ def start_local(scratch: Scratch, cpus: int, resources: dict[str, float], store_
 
 
 def join(address: str, variables: dict[str, str] | None = None) -> None:
-    """Join the Ray at HOST:PORT.
+    """Join the Ray at HOST:PORT, or with `auto` the one that runs on this machine or started this process.
 
     Args:
         variables: environment of the actors that this process starts there.
@@ -80,7 +80,8 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     Raises:
         RuntimeFailure: no Ray answers, its authentication differs, or it refuses.
     """
-    check_joinable(address)
+    if address != "auto":
+        check_joinable(address)
     options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
     with _surroundings(_RAY_SWITCHES):
         try:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiermoe.cluster.jobs.bench import command, micro, micro_serving
-from tiermoe.cluster.jobs.bench.json_option import JsonCommand
+from tiermoe.cluster.jobs.bench.finish import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.cluster.jobs.bench.serving import overridden, run_config
 from tiermoe.errors import ConfigError
@@ -148,7 +148,7 @@ def test_keys_that_a_benchmark_does_not_take_are_named(tmp_path: Path) -> None:
 
 
 def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
-    """They are written in three files; the help begins with the system as a whole."""
+    """They are written in several files; the help begins with the system as a whole."""
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
         "overhead", "prefetch", "scale", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "gpu",

@@ -1,24 +1,51 @@
 """The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
 
 `--out FILE`, also written `--json FILE.json`, puts the object into a file, for jobs whose standard output is mixed with
-other lines. `micro` has the options of the micro-benchmarks, `paper_commands` those of the papers' benchmarks.
+other lines. `micro` has the micro-benchmarks. `tiermoe bench NAME` of a paper is `tiermoe bench
+configs/experiments/NAME.yaml`; any such file is a command, whose options are the fields that the file names.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperGroup
 
-from . import compare_command, micro, paper_commands
-from .compare.kept import Kept
-from .finish import Check, Config, Json, Model, Out, finish, say_overridden, telling_what_is_kept
-from .json_option import JsonCommand
+from . import micro
+from .experiment import Experiment, Option, field_at, load_experiment, options_of, read_experiment
+from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
 from .metrics import Report
 
-bench_app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from .cells import Cell, Cells, Measured
+
+EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe")
+_PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of a Ray cluster, or auto: cells run on its nodes. A Ray job uses its own."),
+]
+
+
+class _Group(TyperGroup):
+    """The benchmarks by name, and experiments by the path of their file."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name.endswith((".yaml", ".yml")):
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(cls=JsonCommand)(experiment_command(cmd_name))
+            return typer.main.get_command(app)
+        return super().get_command(ctx, cmd_name)
+
+
+bench_app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @bench_app.callback()
@@ -26,52 +53,126 @@ def _bench() -> None:
     """Measure the system. Figures are medians of interleaved repetitions in this process."""
 
 
-for _name in ("overhead", "prefetch", "scale"):
-    bench_app.command(cls=JsonCommand)(micro.command(_name))
+def experiment_command(source: str) -> Callable[..., None]:
+    """The function of an experiment's command for typer: its options, then those of every experiment.
+
+    Args:
+        source: name in configs/experiments, or path of a YAML file.
+    """
+    raw = read_experiment(source)
+    options = options_of(raw)
+
+    def run(
+        model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool, address: str | None,
+        **given: Any,
+    ) -> None:  # fmt: skip
+        changed = {name: given[name.replace("-", "_")] for name in options}
+        experiment = load_experiment(source, {n: v for n, v in changed.items() if v is not None})
+        _run(experiment, model, config, out, as_json, check, address)
+
+    run.__name__, run.__doc__ = Path(source).stem, raw.summary
+    common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "as_json": (Json, False),
+              "check": (Check, False), "address": (_Address, None)}  # fmt: skip
+    parameters = [_parameter(n.replace("-", "_"), *_option(n, option, raw)) for n, option in options.items()]
+    parameters += [_parameter(name, *option) for name, option in common.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # where typer looks
+    run.__annotations__ = {}
+    return run
 
 
-@bench_app.command(cls=JsonCommand)
-def compare(
-    policies: compare_command.Policies,
-    prompts: compare_command.Prompts,
-    budgets: compare_command.Budgets = "0.25",
-    links: compare_command.Links = "16",
-    repeats: compare_command.Repeat = 5,
-    max_tokens: compare_command.MaxTokens = 32,
-    warm: compare_command.Warm = None,
-    batch: compare_command.Batch = 1,
-    prompt_tokens: compare_command.PromptTokens = None,
-    fresh: compare_command.Fresh = False,
-    quality_documents: compare_command.QualityDocuments = 6,
-    model: Model = None,
-    config: Config = None,
-    out: Out = None,
-    as_json: Json = False,
-    check: Check = False,
-) -> None:
-    """Policies side by side on the same prompts, at every budget and link; run again, an interrupted one goes on."""
-    say_overridden(config, compare_command.OWN_KEYS)
-    kept: list[Kept] = []
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any]:
+    """Type, with help, and default of a field's option; a list is text, and an empty one must be given."""
+    found = field_at(experiment, option.fields[0])
+    default, kind = found.value, found.kind
+    if kind is None:
+        default = ",".join(_text(part) for part in found.value)
+        kind = str
+    required = (default in ("", None)) and option.required
+    shown: Any = typer.Option(
+        *(f"--{n}" for n in (name, *option.also)), help=option.help or found.description, show_default=not required
+    )
+    return Annotated[kind if required else kind | None, shown], inspect.Parameter.empty if required else default
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(getattr(value, "name", value))
+
+
+def _run(
+    experiment: Experiment, model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool,
+    address: str | None,
+) -> None:  # fmt: skip
+    from .run import run_experiment
+
+    say_overridden(config, experiment.own_keys)
+    file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
+    if folder is not None:
+        check_folder(folder)
+    result = file if folder is None else folder / f"{experiment.name}.json"
+    discard: list[Callable[[], None]] = []
 
     def measure(progress: Progress) -> Report:
-        report, found = compare_command.measure(
-            model, config, out, progress, policies=policies, budgets=budgets, links=links, prompts=prompts, warm=warm,
-            repeats=repeats, max_tokens=max_tokens, batch=batch, prompt_tokens=prompt_tokens, fresh=fresh,
-            quality_documents=quality_documents,
-        )  # fmt: skip
-        kept.append(found)
+        with _cells(address, config, progress) as cells:
+            report, journal = run_experiment(experiment, model, config, result, progress, cells, earlier=result)
+        if folder is not None:
+            from .table import write_folder
+
+            write_folder(experiment, report.as_dict(), folder)
+        discard.append(journal.discard)
         return report
 
-    with telling_what_is_kept([] if out is None else [out]):
-        finish(measure, as_json, check, out, lambda: kept[0].discard())
+    with _saying_what_resumes(result):
+        finish(measure, as_json, check, file, lambda: discard[0]())
 
 
-# in the order of the help
-bench_app.command(cls=JsonCommand)(paper_commands.ndp)
-bench_app.command(cls=JsonCommand)(paper_commands.fmoe)
-bench_app.command(cls=JsonCommand)(paper_commands.moepic)
-bench_app.command(cls=JsonCommand)(paper_commands.activeevict)
-bench_app.command(cls=JsonCommand)(paper_commands.buddymoe)
+@contextmanager
+def _cells(address: str | None, config: str | None, progress: Progress) -> Iterator[Cells | None]:
+    """On the nodes of a Ray cluster where one is named, or this process is a Ray job; None: in this process."""
+    from ...config import load_run_config
+    from .cells import measure_cell
+    from .nodes import in_a_ray_job, joined, over_nodes
+
+    address = address or load_run_config(config).ray.address or ("auto" if in_a_ray_job() else None)
+    if address is None:
+        yield None
+        return
+    with joined(address):
+
+        def run(cells: list[Cell]) -> Iterator[tuple[int, Measured]]:
+            task = progress.add_task("cells on the cluster's nodes", total=len(cells))
+            cpus = float(cells[0].base.worker_threads)
+            for number, found, node in over_nodes(measure_cell, cells, cpus):
+                found.node = node
+                progress.advance(task)
+                yield number, found
+
+        yield run  # type: ignore[misc]
+
+
+@contextmanager
+def _saying_what_resumes(result: Path | None) -> Iterator[None]:
+    """Whoever interrupts an experiment learns that it resumes."""
+    from .cells import journal_file
+
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if result is not None and journal_file(result).exists():
+            said = f"'{journal_file(result)}' keeps what is finished: the same command resumes"
+            Console(stderr=True).print(said, highlight=False)
+        raise
+
+
+for _name in ("overhead", "prefetch", "scale"):
+    bench_app.command(cls=JsonCommand)(micro.command(_name))
+for _name in EXPERIMENTS:
+    bench_app.command(cls=JsonCommand)(experiment_command(_name))
 
 
 @bench_app.command()

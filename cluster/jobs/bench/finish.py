@@ -1,22 +1,21 @@
-"""What the `tiermoe bench` commands share: their options, and how a measured report is shown, written and checked."""
+"""What the `tiermoe bench` commands share: their options, and how a report is shown, written and checked."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperCommand
 
 from ....errors import ConfigError
 from ...report.files import check_writable, write_json
 from ...report.tables import progress_on
-from .compare.partial import partial_file
 from .metrics import Report, print_report
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
@@ -24,16 +23,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Counted repetitions of each c
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
-PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
-
-PageReport = TypeVar("PageReport", bound=Report)
-
-
-class Discarded(Protocol):
-    """What is kept of an unfinished benchmark."""
-
-    def discard(self) -> None: ...
 
 
 def finish(
@@ -67,52 +57,11 @@ def finish(
         raise typer.Exit(1)
 
 
-def finish_page(
-    measure: Callable[[Path | None, Progress], tuple[PageReport, Sequence[Discarded]]],
-    write_page: Callable[[PageReport, Path], None],
-    kept_beside: Callable[[Path], Sequence[Path]],
-    out: Path | None,
-    as_json: bool,
-    check: bool,
-) -> None:
-    """Of a benchmark with a page, that goes on where it was interrupted.
-
-    Args:
-        measure: with the folder where it keeps what is finished; the report, and what is kept until it is written.
-        kept_beside: the results in a folder beside which something is kept.
-    """
-    file, folder = _file_or_folder(out)
-    beside = folder if folder is not None else file.parent if file is not None else None
-    kept: list[Discarded] = []
-
-    def run(progress: Progress) -> Report:
-        report, found = measure(beside, progress)
-        if folder is not None:
-            write_page(report, folder)
-        kept.extend(found)
-        return report
-
-    def discard() -> None:
-        for part in kept:
-            part.discard()
-
-    with telling_what_is_kept([] if beside is None else kept_beside(beside)):
-        finish(run, as_json, check, file, discard)
-
-
-def _file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
-    """What `--out` names: a file for the object, or a folder for a page, which is refused here if it cannot be had."""
-    if out is None or out.suffix == ".json":
-        return out, None
-    _check_folder(out)
-    return None, out
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before anything is measured.
+def check_folder(folder: Path) -> None:
+    """Make a folder, and refuse one that cannot be written before anything is measured.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,12 +81,21 @@ def say_overridden(config: str | None, fixed: Collection[str]) -> None:
         Console(stderr=True).print(f"note: not taken from '{config}', this benchmark sets: {', '.join(keys)}")
 
 
-@contextmanager
-def telling_what_is_kept(results: Sequence[Path]) -> Iterator[None]:
-    """Whoever interrupts a comparison learns that it can go on."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        for path in filter(Path.exists, map(partial_file, results)):
-            Console(stderr=True).print(f"'{path}' keeps what is finished: the same command goes on", highlight=False)
-        raise
+class JsonCommand(TyperCommand):
+    """A command with the flag `--json` and the option `--out`, for which `--json FILE.json` is another spelling."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_spelled_out(args)))
+
+
+def _spelled_out(args: Sequence[str]) -> Iterator[str]:
+    """`--json FILE.json` and `--json=FILE` as `--out FILE`; another word after `--json` stays an error."""
+    args = list(args)
+    while args:
+        word = args.pop(0)
+        if word.startswith("--json="):
+            yield from ("--out", word.removeprefix("--json="))
+        elif word == "--json" and args and args[0].endswith(".json") and not args[0].startswith("-"):
+            yield from ("--out", args.pop(0))
+        else:
+            yield word

@@ -1,11 +1,12 @@
-"""What all benchmarks share: interleaved repetitions, warm-up, medians with spread, bars, one JSON form."""
+"""What all benchmarks share: interleaved cases, medians with spread, bars, one JSON form; rows and named metrics."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -72,6 +73,7 @@ class Report:
     bars: list[Bar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     shown: tuple[str, ...] = ()  # keys of the rows that the table shows; none: all but "values"
+    figures: dict[str, Any] = field(default_factory=dict)  # of metrics that are no rows, by key of the JSON object
 
     @property
     def ok(self) -> bool:
@@ -87,6 +89,7 @@ class Report:
             "settings": self.settings,
             "rows": _numbers(self.rows),
             "bars": _numbers([asdict(bar) | {"ok": bar.ok} for bar in self.bars]),
+            **_numbers(self.figures),
         }
 
 
@@ -129,6 +132,81 @@ def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[
 def ratio(value: float, base: float) -> float:
     """value / base; not a number where the base is zero, so that no bar holds on an empty measurement."""
     return value / base if base else math.nan
+
+
+def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
+    """A table in Markdown, line by line."""
+    shown = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *body)]
+    return [shown[0], "|" + "---|" * len(head), *shown[1:]]
+
+
+def rounded(value: Any) -> Any:
+    """Plain values with floats of six digits: results need no more, and it keeps their files small."""
+    if isinstance(value, Mapping):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+Row = Mapping[str, Any]  # of an experiment, with the name of its section and, where prompts were served, a "spread"
+
+
+def cells_of(rows: Sequence[Row], section: str) -> dict[tuple[str, str, float | None], dict[str, Row]]:
+    """The rows of a section by context, budget and link, then by policy."""
+    found: dict[tuple[str, str, float | None], dict[str, Row]] = {}
+    for row in rows:
+        if row.get("section") == section:
+            key = (row.get("context", ""), row["budget"], row["link_gbps"])
+            found.setdefault(key, {})[row["policy"]] = row
+    return found
+
+
+def values_of(row: Row, measure: str) -> Sequence[float]:
+    """Of a measure the repetitions' values; of a row that was not repeated the one value."""
+    found = row.get("spread", {}).get(measure)
+    if found is not None:
+        return tuple(found["values"])
+    return tuple(row.get("values", {}).get(measure, (row[measure],) if measure in row else (0.0,)))
+
+
+def median_of(row: Row, measure: str) -> float:
+    """Over the repetitions; a counter that the row lacks was zero."""
+    return statistics.median(values_of(row, measure))
+
+
+def paired(row: Row, other: Row, measure: str) -> float:
+    """Median over repetitions of row / other, both in the same repetition; not a number where other is zero."""
+    pairs = zip(values_of(row, measure), values_of(other, measure), strict=True)
+    ratios = [a / b for a, b in pairs if b]
+    return statistics.median(ratios) if ratios else math.nan
+
+
+@dataclass(frozen=True)
+class MetricFunction:
+    """What a name in an experiment's `metrics` stands for.
+
+    run: is given the `run.Study` and the options, and returns figures by key of the JSON object; it may add bars and
+        settings to the study, and measures to its rows. options: names of those that it takes.
+    """
+
+    run: Callable[..., dict[str, Any]]
+    options: frozenset[str]
+
+
+METRICS: dict[str, MetricFunction] = {}
+
+
+def metric(name: str) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., dict[str, Any]]]:
+    """Register a metric function under a name; its keyword-only parameters are its options."""
+
+    def register(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        given = inspect.signature(function).parameters.values()
+        options = frozenset(p.name for p in given if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        METRICS[name] = MetricFunction(function, options)
+        return function
+
+    return register
 
 
 def _numbers(value: Any) -> Any:

@@ -1,20 +1,40 @@
-"""Serving in this process for benchmarks: our worker and the unmodified model, fed alike."""
+"""What a benchmark runs on: workers in this process, prompts, recorded traces, stores, and what computing takes."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
+from ....actors.policies.cost import Link, load_s
+from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
-from ....actors.settings import EngineSettings
-from ....errors import CheckpointError, RuntimeFailure
+from ....actors.settings import EngineSettings, LinkSettings
+from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
+from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_run_config
-from ...prompt import load_tokenizer
+from ...prompt import check_length, load_model_config, load_tokenizer
+from ...simulate.executor import Machine
+from ...simulate.trace import Request, Trace, TraceHeader
+from ..evaluate.text import load_heldout
 from ..prepare import ensure_prepared, ensure_replicas
 from .metrics import Measures
+
+Prompt = tuple[int, ...]
+CALIBRATION = "calibration"  # folder of a checkpoint with text that is neither trained nor measured on
+CALIBRATED = 3  # prompts on which computing is measured, and times
+LEARNED_SHARE = 0.7
+_MEASURED = frozenset({2, 5, 8})  # of ten documents, spread so that all kinds of text are on both sides
 
 Submit = Callable[[GenerationRequest], Any]
 _ids = itertools.count()
@@ -125,3 +145,231 @@ def _gather(events: Sequence[TokenEvent]) -> Generation:
         what = f"a request ended with {generation.finish}: {generation.error}"
         raise RuntimeFailure(what, "run again; report it if it stays")
     return generation
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Prompts of documents that are learnt from, and of others. No document is on both sides."""
+
+    learn: tuple[Prompt, ...]
+    measure: tuple[Prompt, ...]
+
+    def first(self, prompts: int) -> Split:
+        """The first so many, 70% of them to learn from. Raises as `take`."""
+        learn = round(LEARNED_SHARE * prompts)
+        return self.take(learn, prompts - learn)
+
+    def take(self, learn: int | None, measure: int | None) -> Split:
+        """The first so many of each side; None: all.
+
+        Raises:
+            CheckpointError: there are not as many.
+        """
+        learn = len(self.learn) if learn is None else learn
+        measure = len(self.measure) if measure is None else measure
+        if len(self.learn) < learn or len(self.measure) < measure:
+            there = f"{len(self.learn)} and {len(self.measure)}"
+            what = f"the held-out text gives {there} prompts, not {learn} and {measure}"
+            raise CheckpointError(what, "ask for fewer prompts, or use the default model")
+        return Split(self.learn[:learn], self.measure[:measure])
+
+
+def split_prompts(model_dir: Path, tokens: int) -> Split:
+    """The first `tokens` tokens of every held-out passage that has them, documents in turn, split 7:3 by document.
+
+    Raises:
+        CheckpointError: there is no held-out text.
+    """
+    heldout = load_heldout(model_dir)
+    head = tokens - len(heldout.leading)
+
+    def side(measured: bool) -> tuple[Prompt, ...]:
+        chosen = [document for i, document in enumerate(heldout.documents) if (i % 10 in _MEASURED) == measured]
+        passages = itertools.chain.from_iterable(itertools.zip_longest(*chosen))
+        return tuple(
+            (*heldout.leading, *passage.ids[:head])
+            for passage in passages
+            if passage is not None and len(passage.ids) >= head
+        )
+
+    return Split(side(False), side(True))
+
+
+def prompts_of_file(file: Path, base: RunConfig, max_tokens: int, prompt_tokens: int | None) -> tuple[Prompt, ...]:
+    """The prompts of a file, cut to so many tokens.
+
+    Raises:
+        RequestError: a prompt with what is generated does not fit the model, or the file is refused.
+    """
+    from ..record.command import read_prompts
+
+    found = tuple(tuple(prompt[:prompt_tokens]) for prompt in read_prompts(file, base.model_dir))
+    model_config = load_model_config(base.model_dir)
+    for number, prompt in enumerate(found, start=1):
+        try:
+            check_length(len(prompt), max_tokens, model_config, base.kv)
+        except RequestError as error:
+            what = f"{file}: prompt {number}: {error.what}"
+            raise RequestError(what, f"{error.remedy}, or pass --prompt-tokens") from error
+    return found
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A trace in memory: what is learnt from and what is measured."""
+
+    header: TraceHeader
+    learn: Sequence[Request]
+    measure: Sequence[Request]
+
+
+def record_split(
+    base: RunConfig, split: Split, tokens: int, distances: int, out: Path, progress: Progress | None
+) -> Path:
+    """A trace of all prompts, those to learn from first, with `tokens` generated after each.
+
+    Raises:
+        ConfigError, RuntimeFailure: as `record`.
+    """
+    from ..record.job import record
+
+    config = base.model_copy(update={"policy": "on-demand", "budget": "1.0", "link": LinkSettings()})
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    record(config, (*split.learn, *split.measure), out, sampling, distances, progress)
+    return out
+
+
+def read_split(trace: Path, learned: int) -> Recorded:
+    """A trace of which the first `learned` requests are those to learn from. Raises TraceError where it is corrupt."""
+    opened = Trace(trace)
+    found = list(opened.requests())
+    return Recorded(opened.header, found[:learned], found[learned:])
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def own_store(base: RunConfig, folder: Path) -> Path:
+    """The prepared store as a folder of its own, which files may be added to; it takes hardly any space."""
+    source, store = prepared_store(base, engine_settings(base)), folder / "store"
+
+    def link_or_copy(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system
+            shutil.copy2(source, target)
+
+    shutil.copytree(source, store, copy_function=link_or_copy)
+    return store
+
+
+def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None:
+    """Add to the prepared store what these presets read: gates, sensitivities, a profile, replicas.
+
+    What the store has already is not made again.
+
+    Raises:
+        ConfigError: something is needed, and the checkpoint ships no calibration text.
+    """
+    from ..prepare.measures import add_gates, add_sensitivity
+    from ..profile.job import profile_text
+
+    settings, text, quiet = engine_settings(base), base.model_dir / CALIBRATION, Console(quiet=True)
+    for preset in presets:
+        if not preset.needs and not preset.replica_widths:
+            continue
+        store = prepared_store(base, settings.model_copy(update={"policy": preset}))  # with replicas
+        if "gates" in preset.needs and not (store / GATES_NAME).exists():
+            add_gates(store, base.model_dir, text, quiet)
+        if "sensitivity" in preset.needs and not (store / SENSITIVITY_NAME).exists():
+            add_sensitivity(store, base.model_dir, text, quiet)
+        if "profile" in preset.needs and not (store / PROFILE_NAME).exists():
+            profile_text(store, base.model_dir, text, progress=False)
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One decode step with all experts resident, one request at a time.
+
+    tpot_s: seconds for each generated token. moe_s: of a layer's experts, host work included, in one step.
+    expert_bytes: of one expert in its slot. latency_us: of each copy on the emulated links.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    expert_bytes: int
+    tpot_s: float
+    moe_s: float
+    latency_us: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a layer, its share of the rest of the step included."""
+        return self.tpot_s / self.layers
+
+    def load_s(self, gbps: float) -> float:
+        """Seconds in which a link of so many gigabytes (1e9) per second brings the K experts of a token in a layer."""
+        return self.top_k * load_s(self.expert_bytes, Link(gbps, self.latency_us))
+
+    def ratio(self, gbps: float) -> float:
+        """Loading over computing: a token's experts in a layer against all of the layer's decode time."""
+        return self.load_s(gbps) / self.compute_s
+
+    def link(self, ratio: float, digits: int = 2) -> float:
+        """Gigabytes per second at which loading is `ratio` times computing, to so many digits.
+
+        Raises:
+            ConfigError: no link is as fast.
+        """
+        transfer_s = ratio * self.compute_s / self.top_k - self.latency_us * 1e-6
+        if transfer_s <= 0:
+            what = (
+                f"no link loads {ratio:g} times as long as computing takes: a copy's latency of {self.latency_us:g} us "
+                "alone is longer"
+            )
+            raise ConfigError(what, "give a greater ratio, or a smaller link.latency_us")
+        return float(f"{self.expert_bytes / transfer_s / 1e9:.{digits}g}")
+
+    @staticmethod
+    def of_machine(shape: Mapping[str, int], machine: Machine, latency_us: float) -> Calibration:
+        """By the costs of the machine that a trace was recorded on. shape: layers, experts, top_k and slot_bytes."""
+        moe_s = machine.experts(shape["top_k"], shape["top_k"])
+        tpot_s = machine.forward_s + shape["layers"] * (machine.dense(1) + moe_s)
+        return Calibration(
+            shape["layers"], shape["experts"], shape["top_k"], shape["slot_bytes"], tpot_s, moe_s, latency_us
+        )
+
+
+def calibrate(
+    base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None = None
+) -> Calibration:
+    """Measure it on the first three prompts, three times, one request after the other; medians."""
+    from ....actors.engine.model.profile import layer_passes
+
+    prompts = prompts[:CALIBRATED]
+    task = None if progress is None else progress.add_task("computing without waits", total=CALIBRATED * len(prompts))
+    config = base.model_copy(update={"policy": "all-resident", "budget": "1.0", "link": LinkSettings()})
+    with closing(start_worker(config)) as worker:
+        serve(worker.submit, prompts[:1], max_tokens)
+        taken = []
+        for prompt in CALIBRATED * list(prompts):
+            taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
+            if progress is not None and task is not None:
+                progress.advance(task)
+        with layer_passes(worker.engine) as passes:
+            serve(worker.submit, prompts[:1], max_tokens)
+        engine = worker.engine
+        return Calibration(
+            len(engine.layers), engine.experts, engine.top_k, engine.slot_bytes, median(taken),
+            median(p.total_s for p in passes if p.tokens == 1), base.link.latency_us,
+        )  # fmt: skip

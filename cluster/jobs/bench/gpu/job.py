@@ -24,8 +24,7 @@ import torch
 from .....errors import ConfigError, TierMoeError
 from ....host import versions
 from ....report.files import write_json
-from ..metrics import Bar
-from ..page_parts import rounded
+from ..metrics import Bar, rounded
 from . import build, page
 
 Sizes = Literal["real", "toy"]

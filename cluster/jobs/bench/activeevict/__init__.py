@@ -1,1 +1,0 @@
-"""`tiermoe bench activeevict`: pre-eviction against prefetching baselines (ActiveEvict)."""

@@ -1,0 +1,412 @@
+"""One cell of an experiment: variants interleaved on the same prompts; and the journal of the cells that are finished.
+
+A cell is all variants of a section at one context, budget and link. They are measured in turn on one machine, so that
+ratios within a repetition are paired. Cells do not depend on each other. What is finished is kept in a journal beside
+the output: the same command resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.progress import Progress
+
+from ....actors.policy_settings import PolicySettings
+from ....actors.settings import LinkSettings
+from ....errors import ConfigError, RuntimeFailure
+from ...config import RunConfig
+from ...report.files import write_json
+from ..evaluate.quality import EvaluationOptions
+from .metrics import Measures, ratio
+from .serving import Prompt, ensure_artifacts, own_store, serve, start_worker
+
+WARM_UP_TOKENS = 8  # of the first prompt, where nothing else is served before measuring
+_FORMAT = 2  # of the journal
+_SCORED = (
+    "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "hits", "misses", "late_prefetches", "ndp_experts",
+    "bytes_demanded_decode",
+)  # fmt: skip
+
+Start = Callable[[RunConfig], Any]
+Score = Callable[[Any, Progress | None], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A variant ready to run on any node. file: what `RunConfig.policy` takes where nothing is changed, else None."""
+
+    name: str
+    settings: PolicySettings
+    preset: str
+    file: str | None
+
+    def source(self, folder: Path) -> str:
+        """A preset's name, or a YAML file in this folder."""
+        if self.file is not None:
+            return self.file
+        path = folder / f"{self.name.replace(' ', '-').replace('/', '-')}.yaml"
+        path.write_text(json.dumps(self.settings.model_dump(mode="json")), encoding="utf-8")  # JSON is YAML
+        return str(path)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How quality is scored. layer_us: microseconds by which each layer moves the link's clock; None: it runs."""
+
+    options: EvaluationOptions
+    lossless: bool
+    layer_us: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All that a node needs to measure the variants of a section at one context, budget and link.
+
+    base: everything but policy, budget and the link's speed. gbps: gigabytes (1e9) per second; None: no emulated link.
+    prompts: token ids, which the repetitions share out where `fresh`. warm: served first and not counted. files: what a
+    store needs besides its own files, by name.
+    """
+
+    section: str
+    context: str
+    budget: str
+    gbps: float | None
+    ratio: float | None
+    base: RunConfig
+    policies: tuple[Policy, ...]
+    prompts: tuple[Prompt, ...]
+    warm: tuple[Prompt, ...] = ()
+    repeats: int = 5
+    max_tokens: int = 32
+    batch: int = 1
+    fresh: bool = False
+    serve: bool = True
+    scoring: Scoring | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def key(self) -> list[Any]:
+        return [self.section, self.context, self.budget, self.gbps]
+
+    def config(self, policy: Policy, folder: Path) -> RunConfig:
+        """How one variant runs."""
+        latency_us = self.base.link.latency_us if self.gbps is not None else 0.0
+        link = LinkSettings(gbps=self.gbps, latency_us=latency_us)
+        return self.base.model_copy(update={"policy": policy.source(folder), "budget": self.budget, "link": link})
+
+    def round(self, number: int) -> range:
+        """Indices of the prompts of a repetition; shares have the same size."""
+        if not self.fresh:
+            return range(len(self.prompts))
+        share = len(self.prompts) // self.repeats
+        return range(number * share, (number + 1) * share)
+
+    @property
+    def warm_up(self) -> tuple[Prompt, ...]:
+        """What is served before the first counted repetition."""
+        if self.warm:
+            return self.warm
+        return (self.prompts[0][:WARM_UP_TOKENS],) if self.fresh else self.prompts
+
+
+@dataclass
+class Outcome:
+    """What one variant of a cell did.
+
+    values: by measure, one number for each repetition. layers: counters of each layer, summed over the repetitions.
+    quality: see `score`; None where it was not scored.
+    """
+
+    policy: str
+    lossless: bool
+    executor: str
+    values: dict[str, list[float]] = field(default_factory=dict)
+    layers: list[Measures] = field(default_factory=list)
+    quality: dict[str, Any] | None = None
+
+
+@dataclass
+class Measured:
+    """A cell's outcomes, the tokens that its lossless variants gave by the index of a prompt, and the node."""
+
+    outcomes: list[Outcome]
+    tokens: dict[int, list[int]]
+    node: str | None = None
+
+
+class Cells(Protocol):
+    """Where cells run: yields the index of each cell with what was measured, in any order."""
+
+    def __call__(self, cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]: ...
+
+
+def measure_cell(
+    cell: Cell, known: Mapping[int, list[int]] | None = None, progress: Progress | None = None,
+    advanced: Callable[[], None] = lambda: None, start: Start = start_worker, score: Score | None = None,
+) -> Measured:  # fmt: skip
+    """Measure a cell in this process; only its own workers are alive, and all are closed at the end.
+
+    Args:
+        known: tokens that lossless variants gave before, by the index of a prompt.
+        advanced: called after each round of a variant.
+        start: starts a worker. score: quality of a worker; None: see `score_worker`.
+
+    Raises:
+        RuntimeFailure: a request failed, or lossless variants gave different tokens.
+        ConfigError: links are to be emulated on hardware that has its own.
+    """
+    scorer: Score = score if score is not None else lambda worker, shown: score_worker(cell, worker, shown)
+    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-cell-")))
+        ensure_artifacts(cell.base, [policy.settings for policy in cell.policies])
+        if cell.files:
+            store = own_store(cell.base, scratch)
+            for name, content in cell.files.items():
+                (store / name).write_bytes(content)
+            cell = replace(cell, base=cell.base.model_copy(update={"store": str(store)}))
+        configs = {policy.name: cell.config(policy, scratch) for policy in cell.policies}
+        outcomes = {policy.name: Outcome(policy.name, policy.settings.lossless, "") for policy in cell.policies}
+        if not cell.serve:
+            for name, config in configs.items():
+                with closing(start(config)) as worker:
+                    outcomes[name].executor = worker.stats().executor
+                    outcomes[name].quality = scorer(worker, progress)
+                advanced()
+            return Measured(list(outcomes.values()), {})
+        workers: dict[str, Any] = {}
+        for name, config in configs.items():
+            worker = workers[name] = stack.enter_context(closing(start(config)))
+            outcomes[name].executor = worker.stats().executor
+            if outcomes[name].executor == "real" and cell.gbps is not None:
+                raise ConfigError("links are emulated on the CPU stand-in only", "pass --links none on this hardware")
+        for worker in workers.values():
+            _serve(worker, cell.warm_up, cell)
+            advanced()
+        tokens = dict(known or {})
+        for number in range(cell.repeats):
+            _repetition(cell, number, workers, outcomes, tokens, advanced)
+        for name, outcome in outcomes.items():
+            if cell.scoring is not None and (cell.scoring.lossless or not outcome.lossless):
+                outcome.quality = scorer(workers[name], progress)
+        return Measured(list(outcomes.values()), tokens)
+
+
+def _repetition(
+    cell: Cell, number: int, workers: Mapping[str, Any], outcomes: Mapping[str, Outcome],
+    known: dict[int, list[int]], advanced: Callable[[], None],
+) -> None:  # fmt: skip
+    """Every variant once, A B C, so that a machine that drifts drifts for all of them."""
+    indices = cell.round(number)
+    prompts = [cell.prompts[i] for i in indices]
+    given: dict[str, dict[int, list[int]]] = {}
+    for name, worker in workers.items():
+        worker.reset_stats()
+        measures, tokens = _serve(worker, prompts, cell)
+        stats, outcome = worker.stats(), outcomes[name]
+        for measure, value in {**counters(stats), **measures}.items():
+            outcome.values.setdefault(measure, [0.0] * number).append(value)  # a counter not there yet was zero
+        for values in outcome.values.values():
+            values += [0.0] * (number + 1 - len(values))
+        outcome.layers = added(outcome.layers, layer_counters(stats))
+        given[name] = dict(zip(indices, tokens, strict=True))
+        advanced()
+    for name, by_prompt in given.items():
+        if outcomes[name].lossless:
+            check_tokens(name, by_prompt, known)
+    for name, by_prompt in given.items():
+        if not outcomes[name].lossless and all(i in known for i in indices):
+            same = sum(by_prompt[i] == known[i] for i in indices) / len(indices)
+            outcomes[name].values.setdefault("same_tokens", [0.0] * (number + 1))[number] = same
+
+
+def _serve(worker: Any, prompts: Sequence[Prompt], cell: Cell) -> tuple[Measures, list[list[int]]]:
+    """Batch after batch; means over the requests, and each one's tokens."""
+    sums, tokens = {"ttft_s": 0.0, "tpot_s": 0.0}, list[list[int]]()
+    for start in range(0, len(prompts), cell.batch):
+        batch = prompts[start : start + cell.batch]
+        measures, found = serve(worker.submit, batch, cell.max_tokens)
+        for name in sums:
+            sums[name] += measures[name] * len(batch)
+        tokens += found
+    return {name: value / len(prompts) for name, value in sums.items()}, tokens
+
+
+def check_tokens(policy: str, given: Mapping[int, list[int]], known: dict[int, list[int]]) -> None:
+    """Add tokens of a lossless policy to those that are known; raise RuntimeFailure where they differ."""
+    for index, tokens in given.items():
+        if known.setdefault(index, list(tokens)) != tokens:
+            what = f"{policy} is lossless and gives other tokens than those before it for prompt {index + 1}"
+            raise RuntimeFailure(what, "report this as a bug")
+
+
+def counters(stats: Any) -> Measures:
+    """Totals of an `EngineStats`; what is nested is joined with dots, what is no number is left out."""
+
+    def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from flat(f"{prefix}{name}.", value)
+            elif isinstance(value, bool | int | float):
+                yield f"{prefix}{name}", float(value)
+
+    return dict(flat("", {key: value for key, value in stats.as_dict().items() if key != "layers"}))
+
+
+def layer_counters(stats: Any) -> list[Measures]:
+    """The counters of each layer that are not zero."""
+    return [{k: float(v) for k, v in layer.items() if v} for layer in stats.as_dict()["layers"]]
+
+
+def added(sums: list[Measures], more: list[Measures]) -> list[Measures]:
+    """Both, layer by layer."""
+    if not sums:
+        return more
+    return [{n: a.get(n, 0.0) + b.get(n, 0.0) for n in {**a, **b}} for a, b in zip(sums, more, strict=True)]
+
+
+@lru_cache(maxsize=1)
+def _evaluation(model_dir: Path, options: EvaluationOptions) -> Any:
+    """Windows, choices and the lossless reference, which is made once."""
+    from ..evaluate.scoring import Evaluation  # torch: seconds that refused options need not pay
+
+    return Evaluation(model_dir, options)
+
+
+def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str, Any]:
+    """Figures of `Quality.as_dict`, their sums by document, and what was counted meanwhile.
+
+    On a stepped link another worker of the same settings is scored: the link's clock goes on by the same time for each
+    layer, so that no figure depends on how busy the machine is.
+
+    `picks`: (token, expert) pairs that the routers picked; `replaced` and `left_out`: shares of these.
+    """
+    from ...local import LocalWorker
+
+    assert cell.scoring is not None  # or nothing is scored
+    evaluation = _evaluation(cell.base.model_dir, cell.scoring.options)
+    evaluation.reference(progress)
+    with ExitStack() as stack:
+        if cell.scoring.layer_us is not None:
+            link = worker.settings.link.model_copy(update={"layer_us": cell.scoring.layer_us})
+            stepped = LocalWorker(worker.settings.model_copy(update={"link": link}), worker.store, 0)
+            worker = stack.enter_context(closing(stepped))
+            worker.start()
+        worker.reset_stats()
+        quality = evaluation.measure(worker, progress)
+        stats = worker.stats()
+        total = stats.total()
+        windows = sum(len(window.ids) - 1 for window in evaluation.windows)
+        choices = (len(item.context) + sum(len(t) - 1 for t in item.candidates) for item in evaluation.items)
+        picks = (windows + sum(choices)) * len(stats.layers) * worker.engine.top_k
+        return quality.as_dict() | {
+            "sums": {name: values.tolist() for name, values in quality.sums.items()},
+            "picks": picks, "substitutions": stats.substitutions, "dropped": stats.dropped,
+            "replaced": ratio(stats.substitutions, picks), "left_out": ratio(stats.dropped, picks),
+            "scored_hit_rate": ratio(total.hits, total.hits + total.misses),
+            "ndp_share": ratio(total.ndp_experts, total.ndp_experts + total.hits + total.misses),
+            **{name: getattr(total, name) for name in _SCORED},
+        }  # fmt: skip
+
+
+# -- journal -----------------------------------------------------------------------------------------------------------
+
+
+def journal_file(out: Path) -> Path:
+    """Where the unfinished part of a result is kept."""
+    return out.with_name(f"{out.stem}.partial.json")
+
+
+class Journal:
+    """What an interrupted experiment has measured, in a file that is there while its result is unfinished.
+
+    Args:
+        out: the result's file; None: nothing is kept on disk.
+        fingerprint: whatever changes a figure, by name, as plain values: a file with another one is refused.
+
+    Attributes:
+        tokens: that lossless variants gave, by context and by the index of a prompt.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of an experiment with other settings.
+    """
+
+    def __init__(self, out: Path | None, fingerprint: Mapping[str, Any]) -> None:
+        self.path = None if out is None else journal_file(out)
+        self._fingerprint = json.loads(json.dumps(fingerprint))  # as it comes back from a file
+        self._cells: list[tuple[list[Any], Measured]] = []
+        self._steps: dict[str, Any] = {}
+        self.tokens: dict[str, dict[int, list[int]]] = {}
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        remedy = f"delete '{path}' to begin again"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["format"] != _FORMAT:
+                raise ValueError(f"format {record['format']}")
+            then = record["fingerprint"]
+            self._steps = dict(record["steps"])
+            for entry in record["cells"]:
+                self._add(entry["key"], _measured(entry))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"'{path}' holds no part of an experiment: {error}", remedy) from error
+        if changed := [name for name, value in self._fingerprint.items() if then.get(name) != value]:
+            raise ConfigError(
+                f"'{path}' is of an experiment with other {', '.join(changed)}",
+                f"run it with those settings to resume it, or {remedy}",
+            )
+
+    def find(self, cell: Cell) -> Measured | None:
+        """What was measured of a cell."""
+        return next((found for key, found in self._cells if key == cell.key), None)
+
+    def add(self, cell: Cell, found: Measured) -> None:
+        """A cell is measured.
+
+        Raises:
+            RuntimeFailure: lossless variants gave other tokens than in cells before. ConfigError: the file cannot be
+                written.
+        """
+        self._add(cell.key, found)
+        self._write()
+
+    def step(self, name: str, measure: Callable[[], Any]) -> Any:
+        """A result by name, as plain values; measured, and kept, where it is not there yet."""
+        if name not in self._steps:
+            self._steps[name] = measure()
+            self._write()
+        return self._steps[name]
+
+    def discard(self) -> None:
+        """The result is written: nothing is left to resume."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _add(self, key: list[Any], found: Measured) -> None:
+        check_tokens(f"section {key[0]}", found.tokens, self.tokens.setdefault(key[1], {}))
+        self._cells.append((key, found))
+
+    def _write(self) -> None:
+        if self.path is not None:
+            cells = [{"key": key, **asdict(found)} for key, found in self._cells]
+            record = {"format": _FORMAT, "fingerprint": self._fingerprint, "steps": self._steps, "cells": cells}
+            write_json(self.path, record)
+
+
+def _measured(entry: Mapping[str, Any]) -> Measured:
+    tokens = {int(index): list(ids) for index, ids in entry["tokens"].items()}
+    return Measured([Outcome(**outcome) for outcome in entry["outcomes"]], tokens, entry["node"])
+
+
+def digest(value: Any) -> str:
+    """Of plain values."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,1 +1,0 @@
-"""`tiermoe bench compare`: presets side by side on the same prompts."""

@@ -1,0 +1,514 @@
+"""What is measured on the engine, or on rows of engine sections, for one paper: MoEpic, BuddyMoE, near-data."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ....actors.requests import GenerationRequest, SamplingParams
+from ....actors.store.artifacts import read_profile
+from ....actors.store.format import read_manifest
+from ....errors import ConfigError, RuntimeFailure
+from ...config import RunConfig, engine_settings, load_hardware
+from ..evaluate.quality import EvaluationOptions, Quality
+from .metrics import Bar, Row, Spread, cells_of, median_of, metric, ratio
+from .random_model import MoeShape, save_random_model
+from .run import Study
+from .serving import Prompt, prepared_store, serve, start_worker
+
+# -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------
+
+Point = tuple[float, float]  # bytes of the budget, TPOT in milliseconds
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least budget that reaches a target.
+
+    nbytes: None where no measured budget does. at_most: the smallest measured budget does, so that a smaller one may.
+    """
+
+    nbytes: float | None
+    at_most: bool = False
+
+
+@metric("moepic-memory")
+def moepic_memory(study: Study, *, section: str, targets: int = 5) -> dict[str, Any]:
+    """The least expert memory that reaches a TPOT, by policy, interpolated from the budgets at the first link."""
+    rows = [row for row in study.rows if row["section"] == section]
+    rows = [row for row in rows if row["link_gbps"] == rows[0]["link_gbps"]]
+    points: dict[str, list[Point]] = {}
+    for row in rows:
+        points.setdefault(row["policy"], []).append((median_of(row, "expert_budget_bytes"), float(row["tpot_ms"])))
+    points = {policy: sorted(found) for policy, found in points.items()}
+    found = []
+    for policy, measured in points.items():
+        for target in targets_of(points, targets):
+            least = least_budget(measured, target)
+            found.append({"policy": policy, "target_ms": target, "bytes": least.nbytes, "at_most": least.at_most})
+    return {"footprints": found}
+
+
+def targets_of(points: Mapping[str, Sequence[Point]], count: int) -> list[float]:
+    """Milliseconds, evenly from the lowest TPOT of all to the middle policy's at the smallest budget, rounded up."""
+    low = min(tpot for found in points.values() for _, tpot in found)
+    smallest = sorted(found[0][1] for found in points.values())
+    high = max(smallest[len(smallest) // 2], low)
+    steps = [low + (high - low) * (i + 1) / count for i in range(count)]
+    return sorted({float(f"{step + 0.05:.1f}") for step in steps})
+
+
+def least_budget(points: Sequence[Point], target_ms: float) -> Least:
+    """Linear between measured budgets; more memory can always do what less did, so that TPOT never rises with it."""
+    reached: list[Point] = []
+    best = float("inf")
+    for nbytes, tpot in points:
+        best = min(best, tpot)
+        reached.append((nbytes, best))
+    if reached[0][1] <= target_ms:
+        return Least(reached[0][0], at_most=True)
+    for (small, above), (large, below) in pairwise(reached):
+        if below <= target_ms:
+            return Least(small + (large - small) * (above - target_ms) / (above - below))
+    return Least(None)
+
+
+# -- MoEpic: where a decode step's time goes ---------------------------------------------------------------------------
+
+Spans = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Of each decode step, mean, in milliseconds.
+
+    wait_ms: the compute waited for a copy. link_ms: the link carried one. idle_wait_ms: it waited while the link was
+    idle, or busy with something else than demand and prefetch. experts_ms: layers' experts without those waits.
+    """
+
+    steps: int
+    token_ms: float
+    wait_ms: float
+    link_ms: float
+    idle_wait_ms: float
+    experts_ms: float
+
+
+@metric("moepic-timelines")
+def moepic_timelines(study: Study) -> dict[str, Any]:
+    """Of each missed bar the timelines of both variants, on the prompts of the first repetition."""
+
+    def measure() -> list[dict[str, Any]]:
+        missed = [judged for judged in study.judged if not judged.bar.ok]
+        stepped, found = study.stepped("timelines", 2 * len(missed)), []
+        for judged in missed:
+            cell, traced = judged.cell, dict[str, Any]()
+            for name in (judged.of, judged.over):
+                policy = next(policy for policy in cell.policies if policy.name == name)
+                prompts = [cell.prompts[i] for i in cell.round(0)]
+                config = cell.config(policy, study.scratch)
+                traced[name] = asdict(trace_decode(config, cell.warm_up, prompts, cell.max_tokens))
+                stepped()
+            found.append({"budget": cell.budget, "link_gbps": cell.gbps, "best": judged.over,
+                          "own": traced[judged.of], "other": traced[judged.over]})  # fmt: skip
+        return found
+
+    return {"timelines": study.journal.step("moepic-timelines", measure)}
+
+
+def trace_decode(config: RunConfig, warm: Sequence[Prompt], prompts: Sequence[Prompt], max_tokens: int) -> Decode:
+    """Serve `warm`, then `prompts`, one at a time, with a timeline of each.
+
+    Raises:
+        RuntimeFailure: a request failed.
+    """
+    from ...local import LocalWorker
+
+    settings = engine_settings(config, trace=True)
+    with closing(LocalWorker(settings, prepared_store(config, settings))) as worker:
+        worker.start()
+        for prompt in warm:
+            serve(worker.submit, [prompt], max_tokens)
+        found = []
+        for number, prompt in enumerate(prompts):
+            worker.reset_stats()
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            events = list(worker.submit(GenerationRequest(f"timeline-{number}", prompt, sampling)))
+            if events[-1].finish != "length":
+                raise RuntimeFailure(f"a request ended with {events[-1].finish}", "run again; report it if it stays")
+            found.append(decode_of(worker.trace_events(), len(worker.engine.layers)))
+    names = ("token_ms", "wait_ms", "link_ms", "idle_wait_ms", "experts_ms")
+    return Decode(sum(d.steps for d in found), *(mean(getattr(d, name) for d in found) for name in names))
+
+
+def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
+    """Of the timeline of one request, whose prompt was one forward: from the end of its last layer to the last one's.
+
+    Args:
+        events: of `Timeline.events`. layers: MoE layers of the model.
+
+    Raises:
+        RuntimeFailure: there is no decode step in it.
+    """
+    spans: dict[str, Spans] = {}
+    last: list[float] = []
+    rows = {1: "compute", 2: "wait", 3: "link", 4: "link"}
+    for event in events:
+        kind = rows.get(event["tid"]) if event["ph"] == "X" else None
+        if kind is not None:
+            begin = event["ts"] / 1e3
+            spans.setdefault(kind, []).append((begin, begin + event["dur"] / 1e3))
+            if kind == "compute" and event["name"] == f"L{layers - 1} experts":
+                last.append(begin + event["dur"] / 1e3)
+    if len(last) < 2:
+        raise RuntimeFailure("a timeline has no decode step", "generate at least two tokens")
+    last.sort()
+    begin, end = last[0], last[-1]
+    compute, wait, link = (joined(spans.get(kind, ()), begin, end) for kind in ("compute", "wait", "link"))
+    steps = len(last) - 1
+    waited = _length(wait)
+    return Decode(
+        steps, (end - begin) / steps, waited / steps, _length(link) / steps,
+        (waited - _length(common(wait, link))) / steps, (_length(compute) - _length(common(compute, wait))) / steps,
+    )  # fmt: skip
+
+
+def joined(spans: Iterable[tuple[float, float]], begin: float, end: float) -> Spans:
+    """The same time without overlaps, in order, within [begin, end]."""
+    out: Spans = []
+    for start, stop in sorted((max(a, begin), min(b, end)) for a, b in spans):
+        if stop <= start:
+            continue
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def common(a: Spans, b: Spans) -> Spans:
+    """Time in both, of two results of `joined`."""
+    both = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
+    return sorted((start, stop) for start, stop in both if start < stop)
+
+
+def _length(spans: Spans) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+# -- BuddyMoE: comparisons with paired intervals, redundancy -----------------------------------------------------------
+
+QUALITY = {  # by key of `evaluate.quality.MEASURES`: name, and whether less is better
+    "perplexity_ratio": ("perplexity over lossless", True), "top1_agreement": ("top-1 agreement", False),
+    "kl_nats": ("KL", True), "choice_accuracy": ("choice accuracy", False), "loaded_per_token": ("bytes", True),
+}  # fmt: skip
+Wanted = Literal["better", "no worse"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method less another in one measure, at one cache rate.
+
+    low, high: 95% interval of the paired difference over documents. wanted: what a bar asks for; None: there is none.
+    """
+
+    rate: str
+    own: str
+    other: str
+    measure: str
+    value: float
+    low: float
+    high: float
+    wanted: Wanted | None
+
+    @property
+    def verdict(self) -> Literal["better", "tie", "worse"]:
+        """Of `own`; a difference whose interval holds 0 is a tie."""
+        if self.low <= 0 <= self.high:
+            return "tie"
+        return "better" if (self.high < 0) == QUALITY[self.measure][1] else "worse"
+
+    @property
+    def bar(self) -> Bar:
+        """Better: the end of the interval that is worse for `own` must be on its side of 0. No worse: the other end."""
+        worst, best = (self.high, self.low) if QUALITY[self.measure][1] else (-self.low, -self.high)
+        text = f"cache rate {self.rate}: {QUALITY[self.measure][0]}, {self.own} less {self.other}"
+        if self.wanted == "better":
+            return Bar(f"{text}, worse end of 95%", worst, "<", 0.0)
+        return Bar(f"{text}, better end of 95%", best, "<=", 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        ok = None if self.wanted is None else self.bar.ok
+        return asdict(self) | {"name": QUALITY[self.measure][0], "verdict": self.verdict, "ok": ok}
+
+
+@metric("buddymoe-comparisons")
+def buddymoe_comparisons(
+    study: Study, *, section: str, wanted: Sequence[Mapping[str, Any]], against: Sequence[str]
+) -> dict[str, Any]:
+    """Every method against some, with paired intervals over documents; those that are wanted are bars.
+
+    Args:
+        wanted: own, other, measures, and what is asked for (`better` or `no worse`). against: the other methods.
+    """
+    asked = {
+        (pair["own"], pair["other"], measure): pair["is"] for pair in wanted for measure in pair["measures"]
+    }  # fmt: skip
+    found = list(comparisons(study.rows, section, asked, against, study.experiment.workload.quality.options))
+    study.bars += [comparison.bar for comparison in found if comparison.wanted is not None]
+    return {"comparisons": [comparison.as_dict() for comparison in found]}
+
+
+def comparisons(
+    rows: Sequence[Row], section: str, asked: Mapping[tuple[str, str, str], Wanted], against: Sequence[str],
+    options: EvaluationOptions,
+) -> Iterator[Comparison]:  # fmt: skip
+    """Those that are asked for, then every other method against those of `against`."""
+    for (_, rate, _), of in cells_of(rows, section).items():
+        qualities = {name: quality_of(row["quality"], row, options) for name, row in of.items()}
+        pairs = [(*pair, is_wanted) for pair, is_wanted in asked.items()]
+        pairs += [
+            (own, other, measure, None)
+            for other in against for own in of for measure in QUALITY
+            if own != other and (own, other, measure) not in asked
+        ]  # fmt: skip
+        for own, other, measure, is_wanted in pairs:
+            if own in of and other in of:
+                estimate = qualities[own].minus(qualities[other], measure)
+                yield Comparison(rate, own, other, measure, estimate.value, estimate.low, estimate.high, is_wanted)
+
+
+def quality_of(found: Mapping[str, Any], row: Row, options: EvaluationOptions) -> Quality:
+    """The `Quality` of what `cells.score_worker` found with these options, for paired differences."""
+    sums = {name: np.asarray(values, np.float64) for name, values in found["sums"].items()}
+    return Quality(row["policy"], row["lossless"], found["executor"], sums, options)
+
+
+@metric("buddymoe-redundancy")
+def buddymoe_redundancy(study: Study) -> dict[str, Any]:
+    """What the profile says of the experts: whether there is anything that a buddy could stand in for.
+
+    best_cosine: of each layer, of an expert's outputs with those of its most alike other expert, mean over experts;
+    empty without output similarity. better_than_none: share of the experts that have another whose output is nearer
+    than no output. taken: by ranking, how often a token has its expert's best buddy already. peers: experts that hold
+    95% of the co-activations of one, mean.
+
+    Raises:
+        StoreError: there is no profile, or it is damaged.
+    """
+    from ..profile.command import alikeness, size_distributions, taken
+
+    store = prepared_store(study.base, engine_settings(study.base))
+    profile = read_profile(store, read_manifest(store))
+    alike = alikeness(profile)
+    sizes = [row["uncapped_mean"] for row in size_distributions(profile)
+             if (row["by"], row["alpha"]) == ("coactivation", 0.95)]  # fmt: skip
+    return {"profile": {
+        "best_cosine": [row["best_cosine"] for row in alike],
+        "better_than_none": mean(row["better_than_none"] for row in alike) if alike else None,
+        "taken": {row["by"]: row["taken"] for row in taken(profile)}, "peers": mean(sizes), "experts": profile.experts,
+    }}  # fmt: skip
+
+
+# -- near-data execution: quality, similarity of prefill and decode, overlap -------------------------------------------
+
+
+@metric("ndp-quality")
+def ndp_quality(study: Study, *, section: str, pairs: Sequence[Sequence[str]], placement: str) -> dict[str, Any]:
+    """Bars on pairs of variants (prefix-split, uniform) of the same average width, and on bytes of decode steps.
+
+    Two bars each: it is not significantly worse (KL), and the text suffices to tell that it is not noticeably worse.
+    Variants of `placement` must demand nothing while they decode.
+    """
+    options = study.experiment.workload.quality.options
+    found = {
+        outcome.policy: quality_of(outcome.quality, {"policy": outcome.policy, "lossless": outcome.lossless}, options)
+        for cell, measured in study.ran if cell.section == section
+        for outcome in measured.outcomes if outcome.quality is not None
+    }  # fmt: skip
+    for own, other in pairs:
+        what = f"{own} less {other}"
+        lower = found[own].minus(found[other], "kl_nats").low
+        study.add_bar(f"KL (nats), lower end of the paired interval, {what}", lower, "<=", 0.0)
+        worse = found[own].minus(found[other], "perplexity").high / found[other]["perplexity"].value
+        study.add_bar(f"perplexity, upper end of the paired interval, relative, {what}", worse, "<=", 0.005)
+    demanded = sum(row["bytes_demanded_decode"] for row in study.rows if row["policy"].startswith(placement))
+    study.add_bar(f"bytes demanded by decode under {placement} placement", float(demanded), "<=", 0)
+    return {}
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosine similarity of prefill and decode activations.
+
+    Args:
+        per_layer: [L], mean over the sequences.
+        overall: mean of the layers (the paper: 0.89 for Mixtral-8x7B on TruthfulQA).
+        sequences: D.
+    """
+
+    per_layer: tuple[float, ...]
+    overall: float
+    sequences: int
+
+
+def activation_similarity(prefill_counts: ArrayLike, decode_counts: ArrayLike) -> Similarity:
+    """Compare the expert activation distributions of both phases, for each sequence and layer.
+
+    The cosine of two count vectors is that of their distributions, so nothing is normalized. Uniform routing
+    gives 1 as well: on its own the number says that both phases agree, and not that routing is skewed.
+
+    Args:
+        prefill_counts: [D, L, E], how often sequence d selected expert e in layer l during prefill.
+        decode_counts: [D, L, E], the same during decoding.
+
+    Raises:
+        ValueError: the shapes differ, or a count is negative or not finite.
+        ConfigError: a sequence has no activations in one of the phases.
+    """
+    prefill, decode = np.asarray(prefill_counts, np.float64), np.asarray(decode_counts, np.float64)
+    if prefill.ndim != 3 or prefill.shape != decode.shape or 0 in prefill.shape:
+        raise ValueError(f"counts must both be [D, L, E], not {list(prefill.shape)} and {list(decode.shape)}")
+    for name, counts in (("prefill", prefill), ("decode", decode)):
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            raise ValueError(f"{name} counts must be finite and not negative")
+        empty = np.argwhere(counts.sum(axis=2) == 0)
+        if len(empty):
+            sequence, layer = empty[0].tolist()
+            raise ConfigError(
+                f"sequence {sequence} activated no expert of layer {layer} during {name}",
+                "give each sequence a prompt and at least two generated tokens",
+            )
+    dot = (prefill * decode).sum(axis=2)  # [D, L]
+    cosine = dot / (np.linalg.norm(prefill, axis=2) * np.linalg.norm(decode, axis=2))
+    per_layer = cosine.mean(axis=0)
+    return Similarity(tuple(per_layer.tolist()), float(per_layer.mean()), len(prefill))
+
+
+@metric("ndp-similarity")
+def ndp_similarity(study: Study) -> dict[str, Any]:
+    """Of each document's own prefill and decode, and of its prefill with the next document's decode (figure 4)."""
+
+    def measure() -> dict[str, Any]:
+        from ....actors.engine.serving.scoring import score_with
+        from ..evaluate.scoring import Evaluation
+
+        options = study.experiment.workload.quality.options
+        windows = Evaluation(study.base.model_dir, options).windows
+        stepped = study.stepped("prefill and decode activations", len(windows))
+        with closing(start_worker(study.base.model_copy(update={"policy": "all-resident", "budget": "1.0"}))) as worker:
+            engine = worker.engine
+            counts = np.zeros((2, len(windows), len(engine.layers), engine.experts), np.int64)  # [phase, D, L, E]
+            for number, window in enumerate(windows):
+                of_window = counts[:, number]
+
+                def count(layer: int, ids: np.ndarray, weights: np.ndarray, of: np.ndarray = of_window) -> None:
+                    of[int(engine.cache.decode_only), layer] += np.bincount(ids.ravel(), minlength=engine.experts)
+
+                for layer in engine.layers:
+                    layer.observe = count
+                score_with(worker, window.ids, options.prefix)
+                stepped()
+        prefill, decode = counts
+        own, other = (activation_similarity(prefill, d) for d in (decode, np.roll(decode, 1, axis=0)))
+        layers = [{"layer": i, "own": a, "other": b}
+                  for i, (a, b) in enumerate(zip(own.per_layer, other.per_layer, strict=True))]  # fmt: skip
+        return {"own": own.overall, "other": other.overall, "sequences": own.sequences, "layers": layers}
+
+    return {"similarity": study.journal.step("ndp-similarity", measure)}
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer of one decode step, seconds."""
+
+    layer_s: float
+    gpu_s: float
+    ndp_s: float
+
+
+@metric("ndp-overlap")
+def ndp_overlap(
+    study: Study, *, shape: Mapping[str, int], memory_gbps: float, tokens: int, limit: float
+) -> dict[str, Any]:
+    """Do the device and the NDP worker work at the same time? Layer times against the longer of their two parts.
+
+    The worker is paced to a modelled device whose time is near the device's own (the case in which overlap matters
+    most); decode steps of a random model with real-sized experts are taken apart, layer by layer:
+
+        layer = from sending to the NDP worker until the layer's experts are combined
+        GPU part = layer - time that the compute waited for the worker
+        NDP part = the worker's own time for its answer, pacing included
+    """
+
+    def measure() -> dict[str, Any]:
+        repeats = study.experiment.workload.repeats
+        times = _layer_times(MoeShape(**shape), memory_gbps, tokens, repeats, study)
+        longer = Spread.of([ratio(t.layer_s, max(t.gpu_s, t.ndp_s)) for t in times])
+        summed = Spread.of([ratio(t.layer_s, t.gpu_s + t.ndp_s) for t in times])
+        parts = {name: statistics.median(getattr(t, name) for t in times) for name in ("layer_s", "gpu_s", "ndp_s")}
+        short = [{k: v for k, v in asdict(s).items() if k != "values"} for s in (longer, summed)]
+        return {"shape": dict(shape), "modelled_memory_gbps": memory_gbps, "repeats": repeats, "layers": len(times),
+                **parts, "over_longer": short[0], "over_sum": short[1]}  # fmt: skip
+
+    found = study.journal.step("ndp-overlap", measure)
+    study.add_bar("layer time over the longer of GPU and NDP part", found["over_longer"]["median"], "<=", limit)
+    return {"overlap": found}
+
+
+def _layer_times(shape: MoeShape, memory_gbps: float, tokens: int, repeats: int, study: Study) -> list[LayerTime]:
+    """One request of so many decode steps for each repetition, after one that warms up."""
+    from ...local import LocalWorker
+    from ..prepare import prepare
+
+    stepped, times = study.stepped("overlap", repeats + 1), list[LayerTime]()
+    with tempfile.TemporaryDirectory(prefix="tiermoe-overlap-") as folder:
+        checkpoint = save_random_model(shape, Path(folder) / "model")
+        store = prepare(checkpoint, Path(folder) / "store", progress=False)
+        config = RunConfig(policy="context-ndp-full", budget=0.5, device="cpu", threads=1)
+        profile = replace(load_hardware(config.ndp.hardware), name="overlap", memory_gbps=memory_gbps)
+        settings = engine_settings(config, trace=True)
+        paced = settings.ndp.model_copy(update={"pace": True, "hardware": asdict(profile)})
+        with closing(LocalWorker(settings.model_copy(update={"ndp": paced}), store)) as worker:
+            worker.start()
+            for number in range(repeats + 1):
+                worker.reset_stats()
+                serve(worker.submit, [tuple(range(3, 35))], tokens)
+                if number:
+                    times += layer_times(worker.trace_events())
+                stepped()
+    return times
+
+
+def layer_times(events: Iterable[dict[str, Any]]) -> list[LayerTime]:
+    """The layers of a timeline that the NDP worker took part in.
+
+    Args:
+        events: `GpuWorker.trace_events`: spans "L<n> NDP" (from sending, the worker's own time), "L<n> NDP wait" and
+            "L<n> experts", in this order for each layer.
+    """
+    times: list[LayerTime] = []
+    ndp: dict[str, Any] | None = None
+    wait: dict[str, Any] | None = None
+    for event in events:
+        name = event["name"]
+        if name.endswith(" NDP wait"):
+            wait = event
+        elif name.endswith(" NDP"):
+            ndp = event
+        elif name.endswith(" experts"):
+            if ndp is not None and wait is not None:
+                layer_us = event["ts"] + event["dur"] - ndp["ts"]
+                times.append(LayerTime(layer_us * 1e-6, (layer_us - wait["dur"]) * 1e-6, ndp["dur"] * 1e-6))
+            ndp = wait = None
+    return times

@@ -1,0 +1,487 @@
+"""An experiment as a YAML file: what is compared, on which workload and grid, what is measured, shown and demanded.
+
+`configs/experiments` holds one file for each paper. `tiermoe bench NAME` reads one of those; `tiermoe bench FILE.yaml`
+reads a user's own. Options of the command line override single fields (`options` says which).
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from ....actors.base_settings import Settings
+from ....actors.policy_settings import PolicySettings
+from ....errors import ConfigError
+from ...config import configs_dir, load_policy, parse_budget
+from ...yaml_file import explain, merged, read_yaml
+from ..evaluate.quality import EvaluationOptions
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Variant(Settings):
+    """One row of a comparison: a preset, or a policy file, with other values.
+
+    A plain string is a preset under its own name. `changes` are nested as in the preset. `least_top_k`, `most_top_k`
+    restrict the variant to models whose tokens use so many experts.
+    """
+
+    name: str
+    preset: str
+    changes: dict[str, Any] = Field(default_factory=dict)
+    least_top_k: int = 0
+    most_top_k: int = 1 << 30
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value, "preset": value}
+        return {"preset": value["name"], **value} if isinstance(value, dict) and "name" in value else value
+
+    def policy(self, tau: int | None = None) -> PolicySettings:
+        """The preset with its changes, and with `tau` tokens between two configurations where it configures itself.
+
+        Raises:
+            ConfigError: there is no such preset, or a change is refused.
+        """
+        preset = load_policy(self.preset)
+        changes = self.changes
+        if tau is not None and preset.split.kind == "adaptive":
+            changes = merged(changes, {"split": {"tau": tau}})
+        if not changes:
+            return preset
+        values = merged(preset.model_dump(mode="json"), {**changes, "name": self.name})
+        try:
+            return PolicySettings(**values)
+        except ValidationError as error:
+            raise explain(error, PolicySettings, f"{self.name} of preset {self.preset}") from error
+
+
+class TraceSizes(Settings):
+    """The routing trace that simulated sections and metrics are played on."""
+
+    learn: Count | None = Field(default=None, description="Prompts of the trace to learn from; none: 70% of all.")
+    measure: Count | None = Field(default=None, description="Prompts of the trace that count; none: 30% of all.")
+    tokens: Count = Field(default=64, description="Generated after each prompt of the recorded trace.")
+    distances: Count = Field(default=4, description="Layers ahead whose predictions the trace holds.")
+
+
+class Quality(Settings):
+    """How much held-out text is scored; see `EvaluationOptions`."""
+
+    documents: Count | None = Field(default=None, description="Held-out documents to score; none: all.")
+    windows: Count = Field(default=1, description="Windows of each document.")
+    items: Count = Field(default=1, description="Choices of each document at most.")
+    prefix: Count = Field(default=128, description="Tokens of a document before those that are scored.")
+    continuation: Count = Field(default=128, description="Tokens of each document that are scored.")
+    resamples: Count = Field(default=2000, description="Of the bootstrap.")
+    rows: Count | None = Field(default=None, description="Scored tokens in one forward at most; none: as many as fit.")
+
+    @property
+    def options(self) -> EvaluationOptions:
+        return EvaluationOptions(**self.model_dump())
+
+
+class Workload(Settings):
+    """What every variant serves. Prompts are held-out text (`contexts`), or come from a file."""
+
+    prompt_tokens: Count | None = Field(default=32, description="Tokens of each prompt.")
+    contexts: dict[str, Count] = Field(default_factory=dict, description="Tokens of the prompts by context.")
+    prompts_file: Path | None = Field(default=None, description="Text, one prompt a line, or JSON lines.")
+    warm_file: Path | None = Field(
+        default=None, description="Prompts served first, uncounted. (one round of --prompts)"
+    )
+    total_prompts: Count | None = Field(default=None, description="Held-out prompts, 70% of them to learn from.")
+    prompts: Count = Field(default=1, description="Held-out prompts of a repetition, each met once.")
+    warm: Count = Field(default=2, description="Prompts served first, uncounted.")
+    max_tokens: Count = Field(default=32, description="Tokens to generate for each prompt.")
+    repeats: Count = Field(default=5, description="Counted repetitions of each cell.")
+    batch: Count = Field(default=1, description="Prompts in flight together.")
+    fresh: bool = Field(default=True, description="Each repetition takes its own share of the prompts.")
+    tau: Count | None = Field(default=None, description="Tokens between two cache configurations.")
+    trace: TraceSizes = TraceSizes()
+    quality: Quality = Quality()
+
+
+class Grid(Settings):
+    """Budgets and links at which every variant runs.
+
+    A ratio is of the time to load a token's experts in a layer over the time to compute the layer. `calibrate` says
+    how the computing time is found: from decoding with everything resident, or from the costs that a trace recorded.
+    """
+
+    budgets: tuple[str, ...] = Field(
+        default=("0.25",), description="Device memory for experts: shares or sizes, separated by commas."
+    )
+    links: tuple[float | None, ...] = Field(
+        default=(), description="Emulated links in 1e9 bytes per second, or none, separated by commas."
+    )
+    ratios: tuple[float, ...] = Field(default=(), description="Of each emulated link: loading over computing.")
+    link: float | None = Field(default=None, description="Emulated link in 1e9 bytes per second, in place of a ratio.")
+    latency_us: float | None = Field(default=None, description="Of each copy; none: the configuration's.")
+    calibrate: Literal["resident", "trace", "off"] = "off"
+
+    @field_validator("links", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return [None if link == "none" else link for link in value] if isinstance(value, list | tuple) else value
+
+
+class Section(Settings):
+    """Variants that are measured together, at each budget and link of the grid.
+
+    executor: `engine` serves the prompts (`real` on a GPU, `emulated` on the CPU that stands in for one); `simulated`
+        replays the recorded trace on a virtual clock.
+    budgets, ratios: in place of the grid's. links: all of the grid's, or the first.
+    twins: each variant a second time, with `evict_writeback` the other way round.
+    serve: whether prompts are served. score: whose quality is scored. stepped: on a link whose clock layers move.
+    """
+
+    name: str
+    executor: Literal["engine", "simulated"] = "engine"
+    variants: tuple[Variant, ...] = Field(default=(), description="Presets or YAML files, separated by commas.")
+    budgets: tuple[str, ...] | None = None
+    ratios: tuple[float, ...] | None = None
+    links: Literal["all", "first", "none"] = "all"
+    warm: bool = True
+    twins: bool = False
+    serve: bool = True
+    score: Literal["lossy", "all", "none"] = "none"
+    stepped: bool = False
+
+
+class RatioBar(Settings):
+    """In each cell one variant's measure over another's, paired by repetition, must hold a limit.
+
+    over: the baselines; the one with the lowest median counts. regime: links in the experiment's `regime` only.
+    """
+
+    section: str
+    of: str
+    over: tuple[str, ...]
+    measure: str = "tpot_s"
+    op: Literal["<", "<=", ">", ">="] = "<="
+    limit: float
+    budgets: tuple[str, ...] = ()
+    regime: bool = False
+
+
+class Option(Settings):
+    """A command-line option: the fields it sets, by path; a type and a default follow from the first."""
+
+    fields: tuple[str, ...]
+    help: str | None = None
+    also: tuple[str, ...] = ()
+    least: float | None = None
+    required: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        value = value if isinstance(value, dict) else {"fields": value}
+        return value | {"fields": [value["fields"]] if isinstance(value.get("fields"), str) else value.get("fields")}
+
+
+class Metric(Settings):
+    """A named metric function with its options."""
+
+    metric: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        return {"metric": value} if isinstance(value, str) else value
+
+
+class Column(Settings):
+    """A column: its title, and what a cell shows as a format string over the row (`table.Cells`).
+
+    over: `paired` of the format is this measure over that of the variant `of` in the same cell and repetition.
+    """
+
+    title: str
+    show: str
+    of: str | None = None
+    measure: str = "tpot_s"
+
+
+class Table(Settings):
+    """A table of rows of the record.
+
+    from: path of a list in the record, or in the experiment's `paper`. where: what rows must have; a list: one of them.
+    each: a table for each value of these keys, under `heading`. columns: what each row shows. Or, in place of columns,
+    a pivot: `rows` are format strings of the first columns by title, `across` that of the other columns, `cell` the
+    content.
+    """
+
+    source: str = Field(default="rows", alias="from")
+    where: dict[str, Any] = Field(default_factory=dict)
+    each: tuple[str, ...] = ()
+    heading: str = ""
+    columns: tuple[Column, ...] = ()
+    rows: dict[str, str] = Field(default_factory=dict)
+    across: str = ""
+    cell: str = ""
+
+
+class Panel(Settings):
+    """One plot of a figure: lines, bars or points of a list of the record.
+
+    each: a panel for each value of these keys; the first gives columns, the second rows. x, y: keys of a row. A y that
+    names a measure with repetitions shows its range.
+    """
+
+    source: str = Field(default="rows", alias="from")
+    where: dict[str, Any] = Field(default_factory=dict)
+    kind: Literal["line", "bar", "point"] = "line"
+    each: tuple[str, ...] = ()
+    title: str = ""
+    x: str
+    y: str
+    series: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    x_scale: float = 1.0
+    y_scale: float = 1.0
+    log_x: bool = False
+    from_zero: bool = False
+    mean: bool = False
+
+
+class Plot(Settings):
+    """A PNG file of panels, one below the other, or side by side. highlight: series that stand out."""
+
+    panels: tuple[Panel, ...]
+    beside: bool = False
+    size: tuple[float, float] = (4.2, 3.2)
+    highlight: tuple[str, ...] = ()
+
+
+class Experiment(Settings):
+    """A whole experiment. See the classes of its fields."""
+
+    name: str
+    title: str
+    summary: str
+    own_keys: tuple[str, ...] = ("policy", "budget", "link")
+    workload: Workload = Workload()
+    grid: Grid = Grid()
+    sections: tuple[Section, ...] = Field(min_length=1)
+    parts: tuple[str, ...] = Field(default=(), description="Sections to run, by name or executor; none: all.")
+    regime: tuple[float, float] = (0.0, float("1e30"))
+    metrics: tuple[Metric, ...] = ()
+    bars: tuple[RatioBar, ...] = ()
+    shown: tuple[str, ...] = ()
+    tables: dict[str, Table] = Field(default_factory=dict)
+    plots: dict[str, Plot] = Field(default_factory=dict)
+    paper: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Option] = Field(default_factory=dict)
+
+    @property
+    def running(self) -> tuple[Section, ...]:
+        """The sections that are asked for."""
+        return tuple(s for s in self.sections if not self.parts or {s.name, s.executor} & set(self.parts))
+
+    def metric(self, name: str) -> dict[str, Any] | None:
+        """The options of a metric; None where it is not measured."""
+        return next((metric.options for metric in self.metrics if metric.metric == name), None)
+
+
+# Options of an experiment whose file names none.
+_COMMON = (
+    "workload.repeats", "workload.prompts", "workload.warm", "workload.prompt_tokens", "workload.max_tokens",
+    "grid.budgets", "grid.links", "grid.ratios",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FieldAt:
+    """A field of an experiment: its value, type (None: a list, given as text) and description."""
+
+    value: Any
+    kind: type | None
+    description: str
+
+
+def experiment_names() -> list[str]:
+    """The experiments that ship with the package, sorted."""
+    return sorted(path.stem for path in (configs_dir() / "experiments").glob("*.yaml"))
+
+
+def read_experiment(name_or_path: str) -> Experiment:
+    """Read an experiment as it stands in its file; see `load_experiment`, which also checks it as a whole.
+
+    Raises:
+        ConfigError: no such file, or a value is refused.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        path = configs_dir() / "experiments" / f"{name_or_path}.yaml"
+        if not path.is_file():
+            known = ", ".join(experiment_names())
+            raise ConfigError(f"no experiment '{name_or_path}'", f"choose one of {known}, or give a YAML file")
+    return _built(read_yaml(path), str(path), {})
+
+
+def load_experiment(name_or_path: str, given: Mapping[str, Any] | None = None) -> Experiment:
+    """An experiment by its name in configs/experiments, or from a file by its path, with options on top, checked.
+
+    Args:
+        given: values of command-line options by their names; None is left out, text becomes a list where the field is
+            one.
+
+    Raises:
+        ConfigError: no such file, or a value is refused; the message names the option where one was given.
+        BudgetError: a budget is malformed.
+    """
+    experiment = read_experiment(name_or_path)
+    if chosen := {name: value for name, value in (given or {}).items() if value is not None}:
+        values, named = experiment.model_dump(mode="python", by_alias=True), dict[str, str]()
+        for name, value in chosen.items():
+            option = options_of(experiment)[name]
+            for field in option.fields:
+                is_list = field_at(experiment, field).kind is None
+                _set(values, field.split("."), parts(value) if is_list else value)
+                named[field] = name
+            if option.least is not None and isinstance(value, int | float) and value < option.least:
+                raise ConfigError(f"--{name} is {value:g}", option.help or f"give at least {option.least:g}")
+        experiment = _built(values, name_or_path, named)
+    _check(experiment)
+    return experiment
+
+
+def options_of(experiment: Experiment) -> dict[str, Option]:
+    """The command-line options of an experiment by name."""
+    if experiment.options:
+        return experiment.options
+    return {field.rpartition(".")[2].replace("_", "-"): Option(fields=(field,)) for field in _COMMON}
+
+
+def field_at(experiment: Experiment, path: str) -> FieldAt:
+    """The field at a path such as `workload.trace.tokens`, `workload.contexts.short` or `sections.0.variants`.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    value: Any = experiment
+    annotation: Any = None
+    description = ""
+    for part in path.split("."):
+        try:
+            if isinstance(value, BaseModel):
+                field = type(value).model_fields[part]
+                annotation, description, value = field.annotation, field.description or "", getattr(value, part)
+            elif isinstance(value, Mapping):
+                annotation, value = typing.get_args(annotation)[1], value[part]
+            else:
+                value = value[int(part)]
+                annotation = type(value)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(f"options name no field '{path}'", "name a field of the experiment") from error
+    kinds = [_bare(member) for member in _members(annotation) if member is not type(None)]
+    kind = kinds[0] if len(kinds) == 1 else str
+    return FieldAt(value, None if kind is tuple else kind, description)
+
+
+def parts(text: Any) -> Any:
+    """What an option names, separated by commas; what is no text stays as it is."""
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
+
+
+def require_each_once(option: str, values: Sequence[Hashable]) -> None:
+    """Raise ConfigError where an option names nothing, or something twice."""
+    if not values:
+        raise ConfigError(f"--{option} names nothing", "give at least one, separated by commas")
+    if len(set(values)) < len(values):
+        raise ConfigError(f"--{option} names one twice: {', '.join(map(str, values))}", "name each once")
+
+
+def _built(values: Mapping[str, Any], source: str, named: Mapping[str, str]) -> Experiment:
+    """named: options by the field that they set, for a refusal that names the option."""
+    try:
+        return Experiment(**values)
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in finding["loc"])
+        message = str(finding["msg"])
+        for field, option in named.items():
+            if path == field or path.startswith(f"{field}."):
+                raise ConfigError(f"--{option} is {finding['input']}", message[:1].lower() + message[1:]) from error
+        raise explain(error, Experiment, source) from error
+
+
+def _check(experiment: Experiment) -> None:
+    """Refuse what no field can refuse alone."""
+    names = {field: name for name, option in options_of(experiment).items() for field in option.fields}
+    grid, work = experiment.grid, experiment.workload
+    for i, section in enumerate(experiment.sections):
+        label = names.get(f"sections.{i}.variants", "policies")
+        require_each_once(label, [variant.name for variant in section.variants])
+        for variant in section.variants:
+            variant.policy(work.tau)
+        for budget in section.budgets or ():
+            parse_budget(budget)
+    require_each_once(_named(names, "grid.budgets"), grid.budgets)
+    for budget in grid.budgets:
+        parse_budget(budget)
+    if not grid.links and grid.link is None:
+        require_each_once(_named(names, "grid.ratios", "grid.links"), grid.ratios)
+    if len(set(grid.links)) < len(grid.links):
+        require_each_once(_named(names, "grid.links"), grid.links)
+    for name, numbers in (("links", (*grid.links, grid.link)), ("ratios", grid.ratios)):
+        if any(number is not None and not 0 < number < float("inf") for number in numbers):
+            option = _named(names, f"grid.{name}")
+            raise ConfigError(f"--{option} must be above 0", "give numbers, or none for a link")
+    known = [name for section in experiment.sections for name in (section.name, section.executor)]
+    known = list(dict.fromkeys(known))
+    if unknown := set(experiment.parts) - set(known):
+        raise ConfigError(f"--parts has '{', '.join(sorted(unknown))}'", f"give some of {', '.join(known)}")
+    if work.tau is not None and not work.contexts and work.prompt_tokens is not None:
+        before = (work.warm - 1) * (work.prompt_tokens + work.max_tokens - 1)
+        if before < work.tau:
+            raise ConfigError(
+                f"the warm-up has {before} tokens before its last prompt, the configurator runs after {work.tau}",
+                "raise --warm, or lower --tau",
+            )
+
+
+def _named(names: Mapping[str, str], *fields: str) -> str:
+    """The option that sets the first of these fields, or a part of it, that an option sets; else the field's name."""
+    for field in fields:
+        for path, option in names.items():
+            if path == field or path.startswith(f"{field}."):
+                return option
+    return fields[0].rpartition(".")[2].replace("_", "-")
+
+
+def _set(values: Any, path: Sequence[str], value: Any) -> None:
+    first, rest = path[0], path[1:]
+    key: Any = int(first) if isinstance(values, list) else first
+    if not rest:
+        values[key] = value
+        return
+    if isinstance(values[key], tuple):
+        values[key] = list(values[key])
+    _set(values[key], rest, value)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _bare(annotation: Any) -> Any:
+    """int of Annotated[int, ...], tuple of tuple[str, ...]."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _bare(typing.get_args(annotation)[0])
+    return annotation if origin is None else origin

@@ -1,1 +1,0 @@
-"""`tiermoe bench fmoe`: fMoE's evaluation on a model of ours, as a page."""

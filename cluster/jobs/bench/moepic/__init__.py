@@ -1,1 +1,0 @@
-"""`tiermoe bench moepic`: MoEpic's evaluation on a model of ours, as a page."""

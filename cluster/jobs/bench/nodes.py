@@ -1,0 +1,102 @@
+"""An experiment's cells as Ray tasks over the nodes of a cluster: one timed cell a node at a time.
+
+Each node has at most one cell, which runs there in a process of its own. When a node is lost, its cell runs again on
+another; a node that joins takes part. With `ray_session.py`, `placement.py` and `attach.py` one of the files that place
+work on nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from ....errors import RuntimeFailure
+from ...ray_session import join, leave, refuse_second, without_ray_notices
+
+T = TypeVar("T")
+_LOSSES = 5  # of one cell: then the cluster, and not a node, is at fault
+_NOBODY_S = 60.0  # without any node
+
+
+def in_a_ray_job() -> bool:
+    """Whether `ray job submit` started this process: the cluster is there to be used."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Join a Ray at HOST:PORT, or with `auto` the one of this machine or of this Ray job; leave it at the end.
+
+    Raises:
+        RuntimeFailure: this process uses Ray already, nobody answers, or the cluster refuses.
+    """
+    refuse_second()
+    with without_ray_notices():
+        join(address)
+        try:
+            yield
+        finally:
+            leave()
+
+
+def over_nodes(run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0) -> Iterator[tuple[int, T, str]]:
+    """Call `run` on each thing on the nodes of the Ray that this process has joined.
+
+    Args:
+        run: a function of a module that every node can import; its argument and result are pickled by Ray.
+        cpus: that each call takes of its node.
+
+    Yields:
+        The index of the thing, the result, and the node's address, as they come.
+
+    Raises:
+        Exception: what a call raised; the others are cancelled. RuntimeFailure: a thing was lost with five nodes, or
+            there has been no node for a minute.
+    """
+    import ray
+    from ray.exceptions import NodeDiedError, RaySystemError, RayTaskError, TaskUnschedulableError, WorkerCrashedError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    lost_errors = (NodeDiedError, WorkerCrashedError, TaskUnschedulableError, RaySystemError)
+    remote = ray.remote(num_cpus=cpus, max_retries=0)(run)
+    waiting, running = list(range(len(things))), dict[Any, tuple[int, str, str]]()
+    losses: dict[int, int] = {}
+    seen_s = time.monotonic()
+    try:
+        while waiting or running:
+            nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if _usable(n, cpus)}
+            seen_s = time.monotonic() if nodes or running else seen_s
+            if time.monotonic() - seen_s > _NOBODY_S:
+                raise RuntimeFailure(f"no node with {cpus:g} CPUs", "start one with `ray start --address ...`")
+            for node in set(nodes) - {at for _, at, _ in running.values()}:
+                if waiting:
+                    number = waiting.pop(0)
+                    pinned = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                    running[pinned.remote(things[number])] = (number, node, nodes[node])
+            done, _ = ray.wait(list(running), timeout=1.0) if running else ([], [])
+            if not running:
+                time.sleep(0.2)
+            for reference in done:
+                number, _, address = running.pop(reference)
+                try:
+                    found = ray.get(reference)
+                except RayTaskError as error:
+                    raise error.cause if isinstance(error.cause, Exception) else error from None
+                except lost_errors as error:
+                    losses[number] = losses.get(number, 0) + 1
+                    if losses[number] >= _LOSSES:
+                        what = f"a cell was lost {_LOSSES} times, the last time with {address}"
+                        raise RuntimeFailure(what, "see whether it exceeds the nodes' memory") from error
+                    waiting.insert(0, number)
+                    continue
+                yield number, found, address
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _usable(node: dict[str, Any], cpus: float) -> bool:
+    return bool(node["Alive"]) and node["Resources"].get("CPU", 0.0) >= cpus

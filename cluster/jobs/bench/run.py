@@ -1,0 +1,423 @@
+"""Run an experiment: its cells in turn or spread over a cluster's nodes, its metrics, its bars."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from ....errors import ConfigError
+from ...config import RunConfig, check_model_dir, engine_settings
+from ...host import cpu, has_gpu, versions
+from ...simulate.executor import Machine, load_machine
+from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, digest, measure_cell
+from .experiment import Experiment, Section
+from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, paired, rounded
+from .serving import (
+    Calibration,
+    Recorded,
+    Split,
+    calibrate,
+    prompts_of_file,
+    read_split,
+    record_split,
+    run_config,
+    split_prompts,
+    start_worker,
+)
+
+_QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A bar on one cell's ratio, and the baseline that it is over."""
+
+    bar: Bar
+    cell: Cell
+    of: str
+    over: str
+
+
+@dataclass
+class Study:
+    """A running experiment, as metric functions see it.
+
+    base: the configuration. passages: prompts to choose from, by context. scratch: a folder of its own.
+    calibration: None where no ratio is asked for. ran: engine cells with what was measured. earlier: the result of a
+    run before, whose sections are taken where they are not to be run again.
+    """
+
+    experiment: Experiment
+    base: RunConfig
+    passages: dict[str, Split]
+    journal: Journal
+    scratch: Path
+    progress: Progress | None = None
+    calibration: Calibration | None = None
+    cells: list[Cell] = field(default_factory=list)
+    ran: list[tuple[Cell, Measured]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    _traces: dict[str, Path] = field(default_factory=dict)
+
+    @cached_property
+    def contexts(self) -> list[str]:
+        return list(self.passages)
+
+    def traced(self, context: str) -> Split:
+        """The prompts of a context's trace."""
+        sizes = self.experiment.workload.trace
+        return self.passages[context].take(sizes.learn, sizes.measure)
+
+    def trace(self, context: str) -> Path:
+        """The routing trace of a context's prompts; recorded when first asked for."""
+        if context not in self._traces:
+            sizes = self.experiment.workload.trace
+            out = self.scratch / f"trace-{context}"
+            self._traces[context] = record_split(
+                self.base, self.traced(context), sizes.tokens, sizes.distances, out, self.progress
+            )
+        return self._traces[context]
+
+    def recorded(self, context: str) -> Recorded:
+        """The same in memory."""
+        return read_split(self.trace(context), len(self.traced(context).learn))
+
+    def stepped(self, what: str, total: int) -> Callable[[], None]:
+        """Shows progress of something in so many steps; to be called after each."""
+        if self.progress is None:
+            return lambda: None
+        progress, task = self.progress, self.progress.add_task(what, total=total)
+        return lambda: progress.advance(task)
+
+    def add_bar(self, name: str, value: float, op: str, limit: float) -> None:
+        self.bars.append(Bar(name, value, op, limit))
+
+
+def run_experiment(
+    experiment: Experiment, model: str | None = None, file: str | None = None, out: Path | None = None,
+    progress: Progress | None = None, cells: Cells | None = None, start: Start = start_worker,
+    score: Score | None = None, earlier: Path | None = None,
+) -> tuple[Report, Journal]:  # fmt: skip
+    """Run an experiment, or the rest of it.
+
+    Args:
+        model, file: checkpoint and configuration, of everything but the experiment's own keys.
+        out: the result's file: what is finished is kept beside it until the caller discards it. None: nowhere.
+        cells: where engine cells run; None: in this process, one after the other. start, score: see `measure_cell`.
+        earlier: the result of a run before, for sections that are not run now.
+
+    Returns:
+        The report, and the journal. A counter that no row of a section has was zero in all of them.
+
+    Raises:
+        ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
+        RuntimeFailure: see `measure_cell`.
+    """
+    from . import engine_metrics, trace_metrics  # noqa: F401 (they register the metric functions)
+
+    base, load_average = run_config(model, file), os.getloadavg()[0]
+    if experiment.grid.latency_us is not None:
+        link = base.link.model_copy(update={"latency_us": experiment.grid.latency_us})
+        base = base.model_copy(update={"link": link})
+    _check_metrics(experiment)
+    with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
+        journal = Journal(None, {})
+        study = Study(experiment, base, _passages(experiment, base), journal, Path(scratch), progress)
+        _refuse(study)
+        study.journal = journal = Journal(out, _fingerprint(study))
+        study.settings = _settings(study) | {"load_average": load_average}
+        if experiment.parts and (absent := [s for s in experiment.sections if s not in experiment.running]):
+            trace_metrics.take_earlier(study, earlier, [section.name for section in absent])
+        links = _links(study)
+        files = trace_metrics.predictor_files(study)
+        top_k = study.calibration.top_k if study.calibration is not None else None
+        for section in experiment.running:
+            if section.executor == "simulated":
+                key = f"section {section.name}"
+                study.rows += journal.step(key, lambda s=section: trace_metrics.simulate_section(study, s, links))
+            else:
+                study.cells += _cells(study, section, links, files, top_k)
+        if cells is None:
+            cells = _in_turn(study, start, score)
+        _run_cells(study, cells)
+        _judge(study)
+        figures: dict[str, Any] = {}
+        if study.calibration is not None:
+            figures["calibration"] = asdict(study.calibration)
+        for metric in experiment.metrics:
+            figures |= METRICS[metric.metric].run(study, **metric.options)
+    executors = {o.executor for _, found in study.ran for o in found.outcomes}
+    executors |= {"simulated"} if any(s.executor == "simulated" for s in experiment.sections) else set()
+    report = Report(
+        experiment.name, ", ".join(sorted(executors, key=lambda name: name != "simulated")), rounded(study.rows),
+        study.bars, rounded(study.settings), experiment.shown or _shown(study.rows), rounded(figures),
+    )  # fmt: skip
+    return report, journal
+
+
+def _check_metrics(experiment: Experiment) -> None:
+    for metric in experiment.metrics:
+        if metric.metric not in METRICS:
+            raise ConfigError(f"no metric '{metric.metric}'", f"choose one of {', '.join(METRICS)}")
+        if unknown := set(metric.options) - METRICS[metric.metric].options:
+            raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
+
+
+def _passages(experiment: Experiment, base: RunConfig) -> dict[str, Split]:
+    work = experiment.workload
+    check_model_dir(base.model_dir)
+    if work.prompts_file is not None:
+        warm = () if work.warm_file is None else prompts_of_file(
+            work.warm_file, base, work.max_tokens, work.prompt_tokens)  # fmt: skip
+        return {"": Split(warm, prompts_of_file(work.prompts_file, base, work.max_tokens, work.prompt_tokens))}
+    contexts: Mapping[str, int] = work.contexts or {"": work.prompt_tokens or 32}
+    return {context: split_prompts(base.model_dir, tokens) for context, tokens in contexts.items()}
+
+
+def _served(study: Study, context: str) -> Split:
+    """The prompts of a context that engine sections serve."""
+    work, passages = study.experiment.workload, study.passages[context]
+    if work.prompts_file is not None:
+        return passages
+    if work.total_prompts is not None:
+        return passages.first(work.total_prompts)
+    return passages.take(work.warm, work.repeats * work.prompts if work.fresh else work.prompts)
+
+
+def _refuse(study: Study) -> None:
+    """What could not be run, before anything is measured."""
+    experiment, base = study.experiment, study.base
+    work, grid = experiment.workload, experiment.grid
+    engine = [section for section in experiment.running if section.executor == "engine"]
+    throttled = any(link is not None for link in (*grid.links, *grid.ratios, grid.link))
+    on_gpu = base.device == "cuda" or (base.device == "auto" and has_gpu())
+    if throttled and on_gpu and any(section.links != "none" for section in engine):
+        remedy = "pass --links none, leave the section out with --parts, or pass --config FILE with device: cpu"
+        raise ConfigError("links are emulated on the CPU stand-in only", remedy)
+    if any(section.serve for section in engine):
+        for context in study.contexts:
+            count = len(_served(study, context).measure)
+            if work.fresh and count < work.repeats:
+                what = f"{count} prompts cannot be new in each of {work.repeats} repetitions"
+                raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
+            if count < 1:
+                raise ConfigError("--prompts is 0", "give at least 1")
+    if any(section.executor == "simulated" for section in experiment.running):
+        for context in study.contexts:
+            study.traced(context)
+    for section in engine:
+        for policy in _policies(section, work.tau, None):
+            for budget in section.budgets or grid.budgets:
+                config = base.model_copy(update={"policy": policy.source(study.scratch), "budget": budget})
+                engine_settings(config)
+
+
+def _policies(section: Section, tau: int | None, top_k: int | None) -> list[Policy]:
+    """top_k: experts of a token; None: of no matter."""
+    found = []
+    for variant in section.variants:
+        if top_k is not None and not variant.least_top_k <= top_k <= variant.most_top_k:
+            continue
+        settings = variant.policy(tau)
+        changed = variant.name != variant.preset or variant.changes or (tau and settings.split.kind == "adaptive")
+        found.append(Policy(variant.name, settings, variant.preset, None if changed else variant.preset))
+    return found
+
+
+def _links(study: Study) -> list[tuple[float | None, float | None]]:
+    """Gigabytes (1e9) per second of each link, with its ratio of loading over computing where that is known."""
+    grid, base = study.experiment.grid, study.base
+    if grid.calibrate == "off":
+        return [(gbps, None) for gbps in (grid.links or (base.link.gbps,))]
+    digits = 2
+    if grid.calibrate == "resident":
+        work, context = study.experiment.workload, study.contexts[0]
+        prompts = _served(study, context).measure
+        measure = lambda: asdict(calibrate(base, prompts, work.max_tokens, study.progress))  # noqa: E731
+        found = Calibration(**study.journal.step("calibration", measure))
+    else:
+        digits = 3
+        if "machine" not in study.settings:  # of an earlier result
+            header = study.recorded(study.contexts[0]).header
+            machine = load_machine(header, None, None, None)
+            shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
+            study.settings |= study.journal.step("machine", lambda: {"machine": machine.model_dump(), "shape": shape})
+        machine = Machine(**study.settings["machine"])
+        found = Calibration.of_machine(study.settings["shape"], machine, base.link.latency_us)
+    study.calibration = found
+    given = (grid.link,) if grid.link is not None else grid.links or tuple(
+        dict.fromkeys(found.link(wanted, digits) for wanted in grid.ratios))  # fmt: skip
+    low, high = study.experiment.regime
+    study.settings["links"] = [
+        {"gbps": gbps, "load_s": found.load_s(gbps), "compute_s": found.compute_s, "ratio": found.ratio(gbps),
+         "in_regime": low <= found.ratio(gbps) <= high}
+        for gbps in given if gbps is not None
+    ]  # fmt: skip
+    exact = grid.calibrate == "trace" and not grid.links and grid.link is None
+    return [
+        (gbps, None if gbps is None else grid.ratios[i] if exact else found.ratio(gbps)) for i, gbps in enumerate(given)
+    ]
+
+
+def _cells(
+    study: Study, section: Section, links: Sequence[tuple[float | None, float | None]], files: Mapping[str, bytes],
+    top_k: int | None,
+) -> Iterator[Cell]:  # fmt: skip
+    work, grid = study.experiment.workload, study.experiment.grid
+    policies = tuple(_policies(section, work.tau, top_k))
+    scoring = None
+    if section.score != "none":
+        layer_us = study.calibration.compute_s * 1e6 if section.stepped and study.calibration is not None else None
+        scoring = Scoring(work.quality.options, section.score == "all", layer_us)
+    chosen = {"all": links, "first": links[:1], "none": [(None, None)]}[section.links]
+    for context in study.contexts if section.serve else study.contexts[:1]:
+        split = _served(study, context) if section.serve else Split((), ())
+        for budget in section.budgets or grid.budgets:
+            for gbps, loading in chosen:
+                yield Cell(
+                    section.name, context, budget, gbps, loading, study.base, policies, split.measure,
+                    split.learn if section.warm else (), work.repeats, work.max_tokens, work.batch, work.fresh,
+                    section.serve, scoring, files,
+                )  # fmt: skip
+
+
+def _in_turn(study: Study, start: Start, score: Score | None) -> Cells:
+    """In this process, with the tokens of the cells before."""
+
+    def run(cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]:
+        advanced = study.stepped("measuring", sum(_visits(cell) for cell in cells))
+        for i, cell in enumerate(cells):
+            known = study.journal.tokens.get(cell.context, {})
+            yield i, measure_cell(cell, known, study.progress, advanced, start, score)
+
+    return run
+
+
+def _visits(cell: Cell) -> int:
+    return len(cell.policies) * (cell.repeats + 1 if cell.serve else 1)
+
+
+def _run_cells(study: Study, run: Cells) -> None:
+    """Those that the journal lacks; rows are in the order of the cells."""
+    found: dict[int, Measured] = {}
+    for i, cell in enumerate(study.cells):
+        if (known := study.journal.find(cell)) is not None:
+            found[i] = known
+    left = [i for i in range(len(study.cells)) if i not in found]
+    if left:
+        for number, measured in run([study.cells[i] for i in left]):
+            found[left[number]] = measured
+            study.journal.add(study.cells[left[number]], measured)
+    study.ran = [(cell, found[i]) for i, cell in enumerate(study.cells)]
+    for section in dict.fromkeys(cell.section for cell in study.cells):
+        study.rows += _rows([(cell, m) for cell, m in study.ran if cell.section == section])
+
+
+def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
+    """Medians with spread of every outcome of a section."""
+    every = [(cell, found, outcome) for cell, found in ran for outcome in found.outcomes]
+    counted = {key for *_, outcome in every for key, values in outcome.values.items() if any(values)} | {"same_tokens"}
+    rows = []
+    for cell, found, outcome in every:
+        ran_as = next(policy for policy in cell.policies if policy.name == outcome.policy)
+        quality = outcome.quality or {}
+        row: dict[str, Any] = {
+            "section": cell.section, "context": cell.context, "policy": outcome.policy, "preset": ran_as.preset,
+            "budget": cell.budget, "link_gbps": cell.gbps, "ratio": cell.ratio, "lossless": outcome.lossless,
+            "writes_back": ran_as.settings.evict_writeback,
+        }  # fmt: skip
+        if found.node is not None:
+            row["node"] = found.node
+        if not cell.serve:
+            rest = {k: v for k, v in quality.items() if k not in ("policy", "executor", "sums", "lossless")}
+            rows.append(row | {"case": outcome.policy} | rest)
+            continue
+        spreads = {key: Spread.of(values) for key, values in sorted(outcome.values.items()) if key in counted}
+
+        def middle(measure: str, spreads: Mapping[str, Spread] = spreads) -> float:
+            return spreads[measure].median if measure in spreads else 0.0
+
+        row |= {
+            "hit_rate": middle("hit_rate"), "ttft_ms": 1e3 * middle("ttft_s"), "tpot_ms": 1e3 * middle("tpot_s"),
+            "blocked_io_s": middle("blocked_io_s"), "mb_loaded": middle("bytes_loaded") / 1e6,
+            "mb_wasted": middle("bytes_wasted") / 1e6,
+        }  # fmt: skip
+        known = quality | {"same_tokens": middle("same_tokens") if "same_tokens" in spreads else None}
+        row |= {key: known.get(key) for key in _QUALITY}
+        spread = {key: asdict(found) for key, found in spreads.items()}
+        rows.append(row | {"spread": spread, "layers": outcome.layers, "quality": outcome.quality})
+    return rows
+
+
+def _judge(study: Study) -> None:
+    """The experiment's bars on ratios."""
+    low, high = study.experiment.regime
+    cells = {(c.section, c.context, c.budget, c.gbps): c for c in study.cells}
+    for bar in study.experiment.bars:
+        for key, of in cells_of(study.rows, bar.section).items():
+            cell, names = cells[bar.section, *key], [name for name in bar.over if name in of]
+            if bar.of not in of or not names or (bar.budgets and cell.budget not in bar.budgets):
+                continue
+            if bar.regime and not (cell.ratio is not None and low <= cell.ratio <= high):
+                continue
+            best = min(names, key=lambda name: median_of(of[name], bar.measure))
+            link = "no emulated link" if cell.gbps is None else f"{cell.gbps:g} GB/s"
+            what = bar.measure.removesuffix("_s")
+            name = f"{what} of {bar.of} over {best}, budget {cell.budget}, {link}"
+            judged = Bar(name, paired(of[bar.of], of[best], bar.measure), bar.op, bar.limit)
+            study.bars.append(judged)
+            study.judged.append(Judged(judged, cell, bar.of, best))
+
+
+def _settings(study: Study) -> dict[str, Any]:
+    """For the report, as plain values."""
+    experiment, base = study.experiment, study.base
+    work = experiment.workload
+    return {
+        "model": base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
+        "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),
+        "policies": {section.name: [v.name for v in section.variants] for section in experiment.running},
+    }  # fmt: skip
+
+
+def _fingerprint(study: Study) -> dict[str, Any]:
+    """Whatever changes a figure, by name: an experiment resumes only with figures of the same."""
+    experiment, base = study.experiment, study.base
+    work = experiment.workload
+    matcher = base.matcher.warm
+    return {
+        **work.model_dump(mode="json", exclude={"trace", "quality", "prompts_file", "warm_file"}),
+        **experiment.grid.model_dump(mode="json"),
+        "trace": work.trace.model_dump(mode="json"), "quality": work.quality.model_dump(mode="json"),
+        "sections": [section.model_dump(mode="json", exclude={"variants"}) for section in experiment.sections],
+        "policies": {
+            section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.variants]
+            for section in experiment.sections
+        },
+        "metrics": [metric.model_dump(mode="json") for metric in experiment.metrics],
+        "prompts": digest([[split.learn, split.measure] for split in study.passages.values()]),
+        "maps": None if matcher is None else hashlib.sha256(Path(matcher).read_bytes()).hexdigest(),
+        "config": base.model_dump(mode="json", exclude={"policy", "budget", "ray", "store"}),
+        "checkpoint": digest((base.model_dir / "config.json").read_text(encoding="utf-8")),
+        "hardware": cpu(),
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def _shown(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Columns of the printed table where the experiment names none."""
+    first = next(iter(rows), {})
+    wanted = ("section", "policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s", "mb_loaded",
+              "mb_wasted", *_QUALITY)  # fmt: skip
+    return tuple(key for key in wanted if first.get(key) is not None or (key in first and key not in _QUALITY))

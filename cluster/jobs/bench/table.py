@@ -1,0 +1,199 @@
+"""Tables of an experiment's record in Markdown, and the pages whose table blocks they fill.
+
+A page is hand-written Markdown. Between `<!-- table: NAME -->` and `<!-- end -->` it holds a table that a program wrote
+from the data beside the page; all other text is a person's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....errors import ConfigError
+from .experiment import Column, Experiment, Table
+from .metrics import Spread, markdown, paired
+
+_CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
+
+
+def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | None) -> str:
+    """A page with its table blocks filled from a record.
+
+    Args:
+        before: the page as it is; None: a page of all tables and plots is made.
+
+    Raises:
+        ConfigError: the page has a block that the experiment has no table for.
+    """
+    if before is None:
+        names = ("run", "bars", *experiment.tables)
+        blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
+        images = [f"![{name}]({name})\n" for name in experiment.plots]
+        before = "\n".join([f"# {experiment.title}\n", *blocks, *images])
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}\n" + "\n".join(table_of(experiment, match["name"], record)) + f"\n\n{match[3]}"
+
+    return _BLOCK.sub(fill, before)
+
+
+def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> list[str]:
+    """Lines of a table by its name; `run` says what was run where, `bars` which bars hold.
+
+    Raises:
+        ConfigError: the experiment has no such table.
+    """
+    if name == "run":
+        return markdown(("", ""), _run(experiment, record))
+    if name == "bars":
+        body = (
+            (bar["name"], f"{bar['op']} {bar['limit']:g}", "-" if bar["value"] is None else f"{bar['value']:.3g}",
+             "holds" if bar["ok"] else "missed")
+            for bar in record["bars"]
+        )  # fmt: skip
+        return markdown(("bar", "limit", "value", ""), body)
+    if name not in experiment.tables:
+        raise ConfigError(f"experiment {experiment.name} has no table '{name}'", "name one of its `tables`")
+    table = experiment.tables[name]
+    lines: list[str] = []
+    for group in _groups(_list_at(table.source, record, experiment.paper), table):
+        if table.heading:
+            lines += [show(table.heading, group[0]), ""]
+        lines += [*(_plain(table.columns, group) if table.columns else _pivot(table, group)), ""]
+    return lines[:-1]
+
+
+class _Cells(string.Formatter):
+    """Format strings over a row, with what tables need besides: what is missing is `-`.
+
+    `{tpot_s:*1e3 .2f}` multiplies first, `{bytes:/1e6 .1f}` divides, `{tpot_s:1/ .1f}` takes the reciprocal;
+    `{lossless:yes/no}` says a truth in words.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (KeyError, TypeError, IndexError, AttributeError):
+            return None, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or (isinstance(value, float) and value != value):
+            return "-"
+        if isinstance(value, bool) and "/" in format_spec:
+            return format_spec.split("/")[not value]
+        if scaled := _SCALE.match(format_spec):
+            op, factor = scaled["op"], float(scaled["factor"] or 1)
+            value = value * factor if op == "*" else value / factor if op == "/" else 1 / value
+            format_spec = format_spec[scaled.end() :]
+        return str(super().format_field(value, format_spec))
+
+
+def show(form: str, row: Mapping[str, Any]) -> str:
+    """A format string over a row, see `_Cells`."""
+    return _Cells().vformat(form, (), row)
+
+
+def views(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as tables and plots read them: of a file's rows too, each measure's `Spread` under `spread`."""
+    found = []
+    for row in rows:
+        values = row["values"] if "values" in row else {k: s["values"] for k, s in row.get("spread", {}).items()}
+        found.append({**row, "spread": {name: Spread.of(v) for name, v in values.items() if v}})
+    return found
+
+
+def small(record: dict[str, Any]) -> dict[str, Any]:
+    """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
+    rows = []
+    for row in record["rows"]:
+        kept = {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
+        if "spread" in row:
+            kept["values"] = {n: s["values"] for n, s in row["spread"].items() if n not in _CONSTANT}
+        rows.append(kept)
+    return record | {"rows": rows}
+
+
+def select(source: str, where: Mapping[str, Any], record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows at a path of the record that have these values, or one of those in a list."""
+    return [row for row in _list_at(source, record, {}) if _matches(row, where)]
+
+
+def _list_at(source: str, record: Mapping[str, Any], paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: Any = {**record, "paper": paper}
+    for part in source.split("."):
+        found = found.get(part, []) if isinstance(found, Mapping) else []
+    return views(found)
+
+
+def _matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    return all(row.get(key) in (value if isinstance(value, list) else [value]) for key, value in where.items())
+
+
+def _groups(rows: Sequence[dict[str, Any]], table: Table) -> list[list[dict[str, Any]]]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if _matches(row, table.where):
+            groups.setdefault(tuple(row.get(key) for key in table.each), []).append(row)
+    return list(groups.values())
+
+
+def _plain(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    def cell(column: Column, row: dict[str, Any]) -> str:
+        if column.of is None:
+            return show(column.show, row)
+        same = ("section", "context", "budget", "link_gbps")
+        others = [r for r in rows if r["policy"] == column.of and all(r.get(k) == row.get(k) for k in same)]
+        over = paired(_values(row), _values(others[0]), column.measure) if others else None
+        return show(column.show, row | {"paired": over})
+
+    return markdown([c.title for c in columns], ([cell(c, row) for c in columns] for row in rows))
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"values": {name: spread.values for name, spread in row["spread"].items()}}
+
+
+def _pivot(table: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
+    across = list(dict.fromkeys(show(table.across, row) for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        key = tuple(show(form, row) for form in table.rows.values())
+        lines.setdefault(key, {})[show(table.across, row)] = show(table.cell, row)
+    return markdown((*table.rows, *across), ((*key, *(of.get(a, "-") for a in across)) for key, of in lines.items()))
+
+
+def _run(experiment: Experiment, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    settings, hardware = record["settings"], record["hardware"]
+    found = [
+        ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {experiment.name}`"),
+        ("executor", record["executor"]), ("hardware", f"{hardware['model']}, {hardware['cores']} cores"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())),
+    ]  # fmt: skip
+    plain = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
+    return found + [(key.replace("_", " "), f"{value:g}" if isinstance(value, float) else f"{value}")
+                    for key, value in plain.items()]  # fmt: skip
+
+
+def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -> None:
+    """Write NAME.json, the plots, and the table blocks of NAME.md.
+
+    Raises:
+        ConfigError: the folder cannot be written, the page has an unknown block, or matplotlib is missing.
+    """
+    from .plot import plot
+
+    record, page = small(record), folder / f"{experiment.name}.md"
+    try:
+        before = page.read_text(encoding="utf-8") if page.exists() else None
+        (folder / f"{experiment.name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        page.write_text(page_of(experiment, record, before), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be written: {error}", "give another folder") from error
+    for name, figure in experiment.plots.items():
+        plot(folder / name, figure, record)

@@ -1,0 +1,554 @@
+"""What is simulated on recorded traces: sections, and figures that one paper measures (MoEpic, fMoE, ActiveEvict).
+
+On a trace the routing is what the model picked; clocks are virtual, so that every figure is deterministic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....actors.policies.eviction import EvictionPolicy
+from ....actors.policies.fmoe import ExpertMapEviction, ExpertMapPolicy, ExpertMapPrefetch
+from ....actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch
+from ....actors.policies.moepic import Lcp
+from ....actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy, most_probable
+from ....actors.policies.registry import make, options
+from ....actors.policy_settings import PolicySettings
+from ....errors import ConfigError
+from ...config import load_policy, parse_budget
+from ...host import cpu
+from ...simulate.executor import (
+    Machine,
+    SimulatedEngine,
+    context_of,
+    engine_of,
+    eviction_of,
+    first_cut,
+    load_machine,
+)
+from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
+from ...simulate.predictors import recall, shown, train_predictors
+from ...simulate.trace import Iteration, TraceHeader
+from ..prepare.measures import add_predictors
+from .experiment import Section, Variant
+from .metrics import Row, Spread, metric, rounded, values_of
+from .run import Study
+from .serving import Calibration, Recorded, Split, own_store, read_split, record_split
+
+LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second, and its ratio of loading over computing
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def simulate_section(study: Study, section: Section, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
+    """Rows of all variants at each context, link and budget, as plain values.
+
+    All contexts run on the machine that the first one's trace was recorded on. Links of the section's own `ratios` are
+    those of that machine.
+
+    Raises:
+        ConfigError: a variant needs what a trace does not hold, or no link is as fast as a ratio asks for.
+    """
+    experiment, rows = study.experiment, list[dict[str, Any]]()
+    machine: Machine | None = None
+    presets: list[tuple[Variant, PolicySettings]] = []
+    for variant in section.variants:
+        preset = variant.policy(experiment.workload.tau)
+        presets.append((variant, preset))
+        if section.twins:
+            presets.append((variant, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})))
+    for context in study.contexts:
+        recorded = study.recorded(context)
+        header = recorded.header
+        if machine is None:
+            machine = load_machine(header, None, None, None)
+        chosen = _links(section, header, machine, study.base.link.latency_us, links)
+        budgets = section.budgets or experiment.grid.budgets
+        stepped = study.stepped(f"replaying {section.name}", len(chosen) * len(budgets) * len(presets))
+        for gbps, ratio in chosen:
+            for budget in budgets:
+                for variant, preset in presets:
+                    (figures,) = replay(
+                        preset, budget, _throttled(machine, gbps, study), recorded, len(recorded.measure)
+                    )
+                    rows.append({
+                        "section": section.name, "context": context, "policy": variant.name,
+                        "preset": variant.preset, "budget": budget,
+                        "link_gbps": gbps, "ratio": ratio, "lossless": preset.lossless,
+                        "writes_back": preset.evict_writeback, **figures,
+                    })  # fmt: skip
+                    stepped()
+    return rows
+
+
+def _links(
+    section: Section, header: TraceHeader, machine: Machine, latency_us: float, links: Sequence[LinkAt]
+) -> Sequence[LinkAt]:
+    if section.ratios is None:
+        return links[:1] if section.links == "first" else links
+    shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
+    computing = Calibration.of_machine(shape, machine, latency_us)
+    return [(computing.link(ratio, digits=3), ratio) for ratio in section.ratios]
+
+
+def _throttled(machine: Machine, gbps: float | None, study: Study) -> Machine:
+    return machine.model_copy(update={"link_gbps": gbps, "link_latency_us": study.base.link.latency_us})
+
+
+def replay(
+    preset: PolicySettings, budget: str, machine: Machine, recorded: Recorded, each: int
+) -> list[dict[str, float]]:
+    """Figures of a preset after the requests to learn from, of every `each` measured requests apart."""
+    header, share = recorded.header, parse_budget(budget)
+    top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
+    preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
+    cut = None if preset.split.kind == "off" else first_cut(header, preset, share)
+    policy = preset.make_prefetch(context_of(header))
+    engine = engine_of(preset, header, machine, share, eviction_of(preset, header), policy, cut)
+    serve(engine, recorded.learn)
+    found = []
+    for start in range(0, len(recorded.measure), each):
+        engine.reset_stats()
+        served = serve(engine, recorded.measure[start : start + each])
+        counted = transfers(result(engine, served), served.generated)
+        found.append({"tpot_ms": 1e3 * served.tpot_s, "ttft_ms": 1e3 * served.ttft_s, **asdict(counted)})
+    return found
+
+
+def predictor_files(study: Study) -> dict[str, bytes]:
+    """The stride predictors that variants read, trained on the prompts to learn from, by name of the file."""
+    presets = [v.policy() for section in study.experiment.running for v in section.variants]
+    distances = {preset.prefetch.distance for preset in presets if preset.prefetch.kind == "stride"}
+    if not distances or study.experiment.workload.prompts_file is not None:
+        return {}
+
+    def train() -> dict[str, str]:
+        store, files = own_store(study.base, study.scratch), dict[str, str]()
+        for distance in sorted(distances):
+            path = add_predictors(store, study.trace(study.contexts[0]), distance, len(study.traced("").learn))
+            files[path.name] = path.read_bytes().hex()
+        return files
+
+    return {name: bytes.fromhex(content) for name, content in study.journal.step("predictors", train).items()}
+
+
+def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> None:
+    """Rows of these sections, and the machine of their trace, from the result of an earlier run.
+
+    Raises:
+        ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size, so that
+            new rows could not stand beside its own.
+    """
+    name = study.experiment.name
+    remedy = "leave --parts out, or give what that run had"
+    if not any(s.executor == "simulated" for s in study.experiment.sections if s.name in sections):
+        return  # no running section depends on it
+    if file is None:
+        given = ",".join(study.experiment.parts)
+        raise ConfigError(f"--parts {given} needs rows from an earlier run", "give its --out")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in record["rows"] if row["section"] in sections]
+        then = record["settings"] | {"hardware": record["hardware"]["model"]}
+        if record["name"] != name or {row["section"] for row in rows} != set(sections):
+            raise ValueError(f"it lacks rows of {', '.join(sections)}")
+        kept = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
+        Machine(**kept["machine"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"'{file}' holds no result of `tiermoe bench {name}`: {error}", remedy) from error
+    now = rounded(study.settings) | {"hardware": cpu()["model"]}
+    changed = [key for key in ("model", "hardware") if kept[key] != now[key]]
+    for part in ("workload", "grid"):
+        changed += [k for k, v in now[part].items() if kept[part].get(k) != v and k not in ("repeats", "prompts")]
+    if changed:
+        raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", remedy)
+    study.rows += rows
+    before = then.get("earlier", {"versions": record["versions"]})  # unless that run had it from another
+    study.settings |= {"machine": kept["machine"], "shape": kept["shape"], "earlier": before}
+
+
+# -- ActiveEvict: transfers, blocking I/O (tables 2 and 3) -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Of one run, for each generated token; what its prompts cost is in it.
+
+    blocking_ms: the compute waited for copies (Table 3, blocking I/O). total_ms: the link was busy, by its own clock
+    (total I/O). loaded_mb: bytes brought to the device (transfer volume). written_back_mb: bytes copied back first.
+    redundant: of the bytes brought, the part that left unused or that pre-eviction had sent away since its layer last
+    ran (redundant transfer). precision: of the experts fetched before or after their gate, the part that was used
+    (Table 2). recall: of the experts that a layer needed and that were not there before, the part that the preset's own
+    way of fetching brought: by prefetch where it prefetches, by demand elsewhere. hit_rate: there when the routing
+    became known. dropped: (token, expert) pairs that did not run.
+    """
+
+    blocking_ms: float
+    total_ms: float
+    loaded_mb: float
+    written_back_mb: float
+    redundant: float
+    precision: float
+    recall: float
+    hit_rate: float
+    dropped: float
+
+
+def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
+    """From `EngineStats.as_dict()` after so many generated tokens."""
+
+    def share(part: float, whole: float, empty: float) -> float:
+        return min(part / whole, 1.0) if whole else empty
+
+    sources = counters["prefetch_sources"].values()
+    used = sum(s["hits"] + s["late"] for s in sources)
+    asked = sum(s["queued"] - s["cancelled"] for s in sources)
+    demanded = counters["misses"] - counters["late_prefetches"]
+    loaded = counters["bytes_loaded"]
+    avoidable = counters["bytes_wasted"] + counters["bytes_premature"]
+    return Transfers(
+        1e3 * counters["blocked_io_s"] / tokens, 1e3 * counters["link_s"] / tokens, loaded / 1e6 / tokens,
+        counters["bytes_written_back"] / 1e6 / tokens, share(avoidable, loaded, 0.0),
+        share(used + demanded, asked + demanded, 1.0), share(used, used + demanded, 1.0) if asked else 1.0,
+        counters["hit_rate"], counters["dropped"] / tokens,
+    )  # fmt: skip
+
+
+def transfers_of_row(row: Row, tokens: int) -> dict[str, list[float]]:
+    """The same of each repetition of an engine's row, whose repetitions generated so many tokens each.
+
+    late_ms: the link's copies ended later than at its stated rate, for each token.
+    """
+    each: list[dict[str, float]] = []
+    for number in range(len(row["spread"]["tpot_s"]["values"])):
+        counters: defaultdict[str, Any] = defaultdict(float)  # a counter that the row lacks was zero
+        sources: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for name, found in row["spread"].items():
+            group, _, rest = name.partition(".")
+            if group == "prefetch_sources":
+                source, _, counter = rest.rpartition(".")
+                sources[source][counter] = found["values"][number]
+            else:
+                counters[name] = found["values"][number]
+        counters["prefetch_sources"] = sources
+        late_s = counters["total_io_s"] - counters["link_s"]
+        each.append(asdict(transfers(counters, tokens)) | {"late_ms": 1e3 * late_s / tokens})
+    return {name: [found[name] for found in each] for name in each[0]}
+
+
+def median_ratio(values: Sequence[float], over: Sequence[float]) -> float | None:
+    """Median of the ratios, repetition by repetition; None where `over` is 0 too often for one.
+
+    A repetition with a 0 below counts as infinite: to leave it out would hide the worst.
+    """
+    ratios = [a / b if b else math.inf for a, b in zip(values, over, strict=True) if a or b]
+    middle = median(ratios) if ratios else math.inf
+    return None if math.isinf(middle) else middle
+
+
+@metric("activeevict-transfers")
+def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
+    """Adds to a section's rows the measures of `Transfers`, and under `replayed` those of a replay of its prompts."""
+    work, latency_us = study.experiment.workload, study.base.link.latency_us
+    cells = {(c.context, c.budget, c.gbps): c for c, _ in study.ran if c.section == section}
+    recordings: dict[str, Recorded] = {}
+    stepped = study.stepped("replaying the same prompts", sum(row["section"] == section for row in study.rows))
+    for row in (row for row in study.rows if row["section"] == section):
+        cell = cells[row["context"], row["budget"], row["link_gbps"]]
+        if cell.context not in recordings:
+            prompts, out = Split(cell.warm, cell.prompts), study.scratch / f"served-{cell.context}"
+            trace = record_split(study.base, prompts, work.max_tokens, 2, out, study.progress)
+            recordings[cell.context] = read_split(trace, len(cell.warm))
+        recorded = recordings[cell.context]
+        machine = Machine(**study.settings["machine"])
+        machine = machine.model_copy(update={"link_gbps": cell.gbps, "link_latency_us": latency_us})
+        policy = next(policy for policy in cell.policies if policy.name == row["policy"])
+        again = replay(policy.settings, cell.budget, machine, recorded, work.prompts)
+        for name, values in transfers_of_row(row, work.prompts * work.max_tokens).items():
+            row[name] = median(values)
+            row["spread"][name] = asdict(Spread.of(values))
+        row["same_tokens"] = 1.0 if row["lossless"] else row["same_tokens"]
+        row["replayed"] = {name: [found[name] for found in again] for name in again[0]}
+        row["blocked_over_replay"] = median_ratio(values_of(row, "blocking_ms"), row["replayed"]["blocking_ms"])
+        if section not in study.settings:  # of the first context, as the machine of the replays is
+            header, then = recorded.header, Machine(**study.settings["machine"])
+            now = load_machine(header, None, None, None)
+            shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
+            steps = [1e3 * Calibration.of_machine(shape, m, latency_us).tpot_s for m in (now, then)]
+            study.settings[section] = {"slot_bytes": header.slot_bytes, "step_ms": steps[0],
+                                       "replayed_step_ms": steps[1]}  # fmt: skip
+        stepped()
+    return {}
+
+
+@metric("activeevict-bars")
+def activeevict_bars(
+    study: Study, *, sections: Mapping[str, str], own: str, lossy: str, baselines: Sequence[str], limit: float
+) -> dict[str, Any]:
+    """Of each context the least blocking I/O of `own` over that of the best prefetching baseline of the same budget
+    and link: as the baselines are, which write back, and where nobody does; and whether all fetches were exact.
+
+    Of engine rows the ratio is the median over repetitions, which the rows had with the same prompts.
+
+    Args:
+        sections: what a bar's name says after the context, by section.
+    """
+    for section, label in sections.items():
+        for context in dict.fromkeys(row["context"] for row in study.rows if row["section"] == section):
+            mine = [row for row in study.rows if (row["section"], row["context"]) == (section, context)]
+            for swaps, of in ((True, "as the baselines are, which write back"), (False, "where nobody writes back")):
+                ratios = []
+                for row in (row for row in mine if row["preset"] == own and not row["writes_back"]):
+                    over = [
+                        median_ratio(values_of(row, "blocking_ms"), values_of(other, "blocking_ms"))
+                        for other in mine
+                        if other["preset"] in baselines and other["writes_back"] == swaps
+                        and (other["budget"], other["link_gbps"]) == (row["budget"], row["link_gbps"])
+                    ]  # fmt: skip
+                    if over and None not in over:
+                        ratios.append(max(ratio for ratio in over if ratio is not None))
+                study.add_bar(
+                    f"{context}{label}: blocking I/O, {of}", min(ratios, default=math.nan), "<=", limit
+                )
+            exact = [min(values_of(row, name)) for row in mine if row["preset"] in (own, lossy)
+                     for name in ("precision", "recall")]  # fmt: skip
+            study.add_bar(f"{context}{label}: fetch precision and recall", min(exact, default=math.nan), ">=", 1.0)
+    return {}
+
+
+# -- MoEpic: hit rates by cache size (Table 1) -------------------------------------------------------------------------
+
+
+@metric("moepic-table1")
+def moepic_table1(
+    study: Study, *, shares: Sequence[float], rhos: Sequence[float] = (), omegas: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Hit rates by policy and size of each layer's cache, and those of LCP by rho and omega at the middle size.
+
+    What is learnt from is played first and not counted. shares: of a layer's experts that its cache holds.
+    """
+
+    def measure() -> dict[str, Any]:
+        recorded = study.recorded(study.contexts[0])
+        header = recorded.header
+        sizes = sorted({max(1, round(share * header.experts)) for share in shares})
+        half = sizes[len(sizes) // 2]
+        makers = {(rho, omega): partial(_lcp, rho, omega) for rho in rhos for omega in omegas}
+        stepped = study.stepped("hit rates on the trace", len(POLICIES) * len(sizes) + len(makers))
+        ids, _ = token_ids(header, [*recorded.learn, *recorded.measure])
+        learnt, _ = token_ids(header, recorded.learn)
+        counted = np.arange(ids.shape[1]) >= learnt.shape[1]
+        table = hit_rates(ids, sizes, policies(), counted, stepped)
+        named = {f"{rho:g} {omega}": make for (rho, omega), make in makers.items()}
+        grid = {row.policy: row.overall for row in hit_rates(ids, [half], named, counted, stepped)}
+        return {
+            "experts": header.experts, "tokens": int(counted.sum()), "lcp_size": half,
+            "rates": [{"policy": row.policy, "size": row.size, "hit_rate": row.overall} for row in table],
+            "lcp": [{"rho": rho, "omega": omega, "hit_rate": grid[f"{rho:g} {omega}"]} for rho, omega in makers],
+        }  # fmt: skip
+
+    return {"hits": study.journal.step("moepic-table1", measure)}
+
+
+def _lcp(rho: float, omega: int, ids: Ids) -> EvictionPolicy:
+    return Lcp(rho, omega, one_layer=True)
+
+
+# -- fMoE: what expert maps can do -------------------------------------------------------------------------------------
+
+
+@metric("fmoe-maps")
+def fmoe_maps(
+    study: Study, *, distances: Sequence[int], capacities: Sequence[int], distance: int = 3, capacity: int = 1000,
+    budget: float = 0.25, gbps: float = 2.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Recall by source and distance, simulated hit rate by distance and capacity, similarity against hit rate.
+
+    The search takes no time: it runs in the forward (`ExpertMapPolicy`), on the simulated executor's clock.
+    """
+
+    def measure() -> dict[str, Any]:
+        recorded = study.recorded(study.contexts[0])
+        header = recorded.header
+        maps = Maps(recorded, distance, capacity)
+        stepped = study.stepped("expert maps on the trace", len(distances) * 7 + len(capacities))
+        cases = [("distance", d, max(capacities)) for d in distances if d < header.layers]
+        cases += [("capacity", distance, size) for size in capacities]
+        hits = []
+        for varied, ahead, size in cases:
+            found = maps.replayed(ahead, size, budget, gbps)
+            hits.append({"varied": varied, "distance": ahead, "capacity": size, "budget": budget, "link_gbps": gbps,
+                         **found})  # fmt: skip
+            stepped()
+        return {
+            "executor": "simulated", "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
+            "recall": maps.recalls(distances, (capacity, max(capacities)), stepped), "hit_rates": hits,
+            "correlations": [row for learns in (True, False) for row in maps.correlations(learns)],
+            "balance": balance(recorded),
+        }  # fmt: skip
+
+    return {"expert_maps": study.journal.step("fmoe-maps", measure)}
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Expert maps on a trace. distance: layers ahead of the preset; capacity: of the matcher's store."""
+
+    recorded: Recorded
+    distance: int
+    capacity: int
+
+    def recalls(
+        self, distances: Sequence[int], capacities: Sequence[int], stepped: Callable[[], None]
+    ) -> list[dict[str, Any]]:
+        """Recall of the true top-k by source and distance; a map's distance counts from the layer seen last."""
+        header, learn = self.recorded.header, self.recorded.learn
+
+        def plain(kind: str, ahead: int) -> PrefetchPolicy | None:
+            if kind == "next-gate" and ahead > header.distances:
+                return None
+            trained = train_predictors(header, learn, ahead) if kind == "stride" else None
+            chosen = options("prefetch", {"kind": kind, "distance": ahead})
+            found: PrefetchPolicy | None = make("prefetch", chosen, context_of(header, predictors=trained))
+            return found
+
+        def of_maps(size: int, ahead: int) -> PrefetchPolicy:
+            return self._policy(ahead - 1, size)[0]
+
+        sources: dict[str, Callable[[int], PrefetchPolicy | None]] = {
+            kind: partial(plain, kind) for kind in ("next-gate", "popularity", "activation-matrix", "stride")
+        }
+        sources |= {f"expert-map, {size} maps": partial(of_maps, size) for size in capacities}
+        usable = [d for d in distances if d < header.layers]
+        found = recall(header, sources, usable, learn, self.recorded.measure, stepped)
+        return [
+            {"source": r.source, "distance": r.distance, "recall": r.overall, "predictions": r.predictions}
+            for r in found
+        ]
+
+    def replayed(self, distance: int, capacity: int, budget: float, gbps: float) -> dict[str, float]:
+        """Simulated hit rate, TPOT and bytes of `fmoe`."""
+        header, preset = self.recorded.header, load_policy("fmoe")
+        eviction = make("eviction", preset.eviction, context_of(header))
+        assert isinstance(eviction, ExpertMapEviction)  # the preset's
+        policy, store = self._policy(distance, capacity, eviction)
+        self._teach(policy)
+        machine = load_machine(header, None, gbps, 10.0)
+        governor = PrefetchGovernor(preset.prefetch.min_useful)
+        engine = SimulatedEngine(header, machine, budget, eviction, policy, governor)
+        served = serve(engine, self.recorded.measure)
+        total = engine.stats.total()
+        return {
+            "hit_rate": engine.stats.hit_rate, "tpot_ms": 1e3 * served.tpot_s, "bytes_wasted": total.bytes_wasted,
+            "bytes_loaded_prefetch": total.bytes_loaded_prefetch, "maps": len(store),
+        }  # fmt: skip
+
+    def correlations(self, learns: bool) -> list[dict[str, Any]]:
+        """Pearson's r of a match's similarity and the share of the true top-k among the map's K most probable experts.
+
+        Args:
+            learns: measured iterations are stored too, as when serving; earlier tokens of a request are then matched.
+
+        Returns:
+            For each search (semantic, trajectory): seen, the layers observed ("-", their number, or "all" together); r,
+            None where one of the two does not vary; mean_score, mean_hit, pairs.
+        """
+        header = self.recorded.header
+        policy, store = self._policy(self.distance, self.capacity)
+        self._teach(policy)
+        sketch, pairs = Sketch(header.hidden), dict[tuple[str, str], list[tuple[float, float]]]()
+        for request in self.recorded.measure:
+            for step in (step for step in request.iterations if step.decode):
+                search = MapSearch(store, sketch(step.embedding[None]))
+                match = search.semantic()
+                assert match is not None  # it has learnt
+                first = range(min(self.distance, header.layers))
+                shares = [_share(store, match.entries, step.ids[0], layer) for layer in first]
+                pairs.setdefault(("semantic", "-"), []).append((float(match.scores[0]), float(np.mean(shares))))
+                for layer in range(header.layers - 1 - self.distance):
+                    search.observe(layer, _mean(step, layer))
+                    match = search.trajectory()
+                    assert match is not None
+                    share = _share(store, match.entries, step.ids[0], layer + 1 + self.distance)
+                    for key in (("trajectory", str(layer + 1)), ("trajectory", "all")):
+                        pairs.setdefault(key, []).append((float(match.scores[0]), share))
+                if learns:
+                    whole = MapSearch(store, sketch(step.embedding[None]))
+                    for layer in range(store.layers):
+                        whole.observe(layer, _mean(step, layer))
+                    whole.commit()
+        return [_correlation(search, seen, learns, found) for (search, seen), found in pairs.items()]
+
+    def _teach(self, policy: PrefetchPolicy) -> None:
+        """Show a policy what it would have seen while serving the requests to learn from."""
+        for request in self.recorded.learn:
+            for _ in shown(policy, request, self.recorded.header):
+                pass
+
+    def _policy(
+        self, distance: int, capacity: int, eviction: ExpertMapEviction | None = None
+    ) -> tuple[ExpertMapPolicy, ExpertMapStore]:
+        header = self.recorded.header
+        width = Sketch(header.hidden).width
+        store = ExpertMapStore(header.layers, header.experts, width, distance, capacity)
+        maps = ExpertMapPrefetch(store, header.hidden, header.top_k)
+        return ExpertMapPolicy(maps, header.hidden, None if eviction is None else eviction.expect), store
+
+
+def balance(recorded: Recorded) -> dict[str, float]:
+    """How even routing is over the measured decode rows.
+
+    entropy: of the experts' shares in a layer over log E, mean over layers; 1 is even. top_share: part of all choices
+    that falls on the K most popular experts of each layer. persistence: part of a token's experts that the token
+    before it used in the same layer.
+    """
+    header = recorded.header
+    counts = np.zeros((header.layers, header.experts))
+    again, asked = 0, 0
+    for request in recorded.measure:
+        before: NDArray[Any] | None = None
+        for step in (step for step in request.iterations if step.decode):
+            ids = step.ids[0].astype(np.int64)  # [L, K]
+            np.add.at(counts, (np.arange(header.layers)[:, None], ids), 1)
+            if before is not None:
+                again += int((ids[:, :, None] == before[:, None, :]).any(axis=2).sum())
+                asked += ids.size
+            before = ids
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    entropy = -np.sum(shares * np.log(np.where(shares > 0, shares, 1.0)), axis=1) / np.log(header.experts)
+    most = np.sort(shares, axis=1)[:, -header.top_k :].sum(axis=1)
+    return {"entropy": float(entropy.mean()), "top_share": float(most.mean()), "persistence": again / max(asked, 1)}
+
+
+def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:
+    """P_layer of an iteration [1, E]."""
+    found: NDArray[np.float32] = step.probabilities[:, layer].astype(np.float32).mean(axis=0, keepdims=True)
+    return found
+
+
+def _share(store: ExpertMapStore, entries: NDArray[np.int64], ids: NDArray[Any], layer: int) -> float:
+    """Of the experts ids [L, K] of a layer, those among the K most probable of the matched map."""
+    row = store.maps_of(entries, range(layer, layer + 1))[0, 0]
+    return len(set(most_probable(row, ids.shape[1])) & set(ids[layer].tolist())) / ids.shape[1]
+
+
+def _correlation(search: str, seen: str, learns: bool, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    scores, hits = np.array(pairs).T
+    varies = scores.std() > 0 and hits.std() > 0
+    return {
+        "search": search, "seen": seen, "learns": learns,
+        "r": float(np.corrcoef(scores, hits)[0, 1]) if varies else None, "mean_score": float(scores.mean()),
+        "mean_hit": float(hits.mean()), "pairs": len(pairs),
+    }  # fmt: skip

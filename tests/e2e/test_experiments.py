@@ -1,0 +1,273 @@
+"""The shipped experiments and a user's own, end to end on the default model with hardly any tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.jobs.bench import cells, engine_metrics, run, serving
+from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
+from tiermoe.cluster.jobs.bench.experiment import Experiment
+from tiermoe.cluster.jobs.bench.metrics import Report
+from tiermoe.cluster.jobs.bench.run import run_experiment
+from tiermoe.cluster.jobs.bench.serving import own_store, run_config
+from tiermoe.cluster.jobs.bench.table import write_folder
+from tiermoe.cluster.jobs.profile.command import ProfileOptions
+from tiermoe.cluster.jobs.profile.job import profile_text
+from tiermoe.cluster.yaml_file import merged, read_yaml
+
+pytestmark = pytest.mark.slow
+
+_MAIN = "from tiermoe.cluster.cli import main; main()"
+
+
+def tiny(name: str, **changes: Any) -> Experiment:
+    """A shipped experiment with other values, nested as in its file; sections by name keep what is not changed."""
+    values = read_yaml(configs_dir() / "experiments" / f"{name}.yaml")
+    sections = {s["name"]: s for s in values["sections"]}
+    wanted = changes.pop("sections", {})
+    values["sections"] = [section | wanted.get(name, {}) for name, section in sections.items()]
+    metrics = changes.pop("metrics", {})
+    values["metrics"] = [
+        {"metric": m["metric"], "options": m.get("options", {}) | metrics.get(m["metric"], {})}
+        if isinstance(m, dict) else m for m in values["metrics"]
+    ]  # fmt: skip
+    return Experiment(**merged(values, changes))
+
+
+def ran(experiment: Experiment, folder: Path, **more: Any) -> tuple[Report, Journal]:
+    """Run into a folder, and write its page."""
+    report, journal = run_experiment(experiment, out=folder / f"{experiment.name}.json", **more)
+    write_folder(experiment, report.as_dict(), folder)
+    return report, journal
+
+
+def test_two_policies_side_by_side(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts.write_text("The quick brown fox\ndef main(arguments):\n")
+    done = subprocess.run(
+        [
+            sys.executable, "-c", _MAIN, "bench", "compare", "--policies", "on-demand,next-gate", "--budgets", "0.25",
+            "--links", "2", "--prompts", str(prompts), "--repeat", "1", "--max-tokens", "4", "--json", str(out),
+        ],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert (report["name"], report["executor"]) == ("compare", "emulated")
+    on_demand, next_gate = report["rows"]
+    assert (on_demand["policy"], next_gate["policy"]) == ("on-demand", "next-gate")
+    asked = [sum(row["spread"][name]["median"] for name in ("hits", "misses")) for row in report["rows"]]
+    assert asked[0] == asked[1] > 0  # the same tokens, so the same experts
+    assert next_gate["spread"]["prefetched_hits"]["median"] > 0
+    assert "prefetched_hits" in on_demand["spread"]
+    assert len(on_demand["layers"]) == 8
+    assert not journal_file(out).exists()
+
+
+def test_a_user_s_own_file_runs_in_both_executors_and_judges_its_bar(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("""
+name: mine
+title: Mine
+summary: Next-gate against on-demand.
+workload: {prompt_tokens: 8, max_tokens: 3, warm: 1, repeats: 1, trace: {learn: 1, measure: 1, tokens: 3}}
+grid: {budgets: ["0.25"], links: [2]}
+sections:
+  - name: served
+    variants: [on-demand, {name: no governor, preset: next-gate, changes: {prefetch: {min_useful: 0.0}}}]
+  - {name: replayed, executor: simulated, variants: [on-demand, next-gate]}
+bars: [{section: served, of: no governor, over: [on-demand], measure: bytes_loaded, limit: 0.01}]
+tables: {rows: {columns: [{title: policy, show: "{policy}"}, {title: TPOT, show: "{tpot_ms:.2f}"}]}}
+plots: {tpot.png: {panels: [{kind: bar, each: [section], x: policy, y: tpot_ms, title: "{section}"}]}}
+""")
+    bench = [sys.executable, "-c", _MAIN, "bench", str(file), "--max-tokens", "4"]
+    done = subprocess.run(
+        [*bench, "--out", str(tmp_path / "page"), "--check"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 1, done.stderr  # the bar cannot hold
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {"mine.md", "mine.json", "tpot.png"}
+    record = json.loads((tmp_path / "page" / "mine.json").read_text())
+    assert record["executor"] == "simulated, emulated"
+    assert [(row["section"], row["policy"]) for row in record["rows"]] == [
+        ("replayed", "on-demand"), ("replayed", "next-gate"), ("served", "on-demand"), ("served", "no governor"),
+    ]  # fmt: skip
+    assert record["settings"]["workload"]["max_tokens"] == 4
+    (bar,) = record["bars"]
+    assert bar["name"] == "bytes_loaded of no governor over on-demand, budget 0.25, 2 GB/s"
+    assert not bar["ok"]
+    assert "| no governor |" in (tmp_path / "page" / "mine.md").read_text()
+
+
+def test_fmoe(tmp_path: Path) -> None:
+    experiment = tiny(
+        "fmoe", workload={"total_prompts": 4, "prompt_tokens": 16, "max_tokens": 3, "repeats": 1,
+                          "trace": {"tokens": 3, "learn": 3, "measure": 1}},
+        grid={"budgets": ["0.25"], "links": [16]},
+        sections={"7:3": {"variants": ["promoe", "fmoe"]}, "online": {"variants": ["fmoe"]}},
+        metrics={"fmoe-maps": {"distances": [1, 3], "capacities": [8]}},
+    )  # fmt: skip
+    report, journal = ran(experiment, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.partial.json")] == ["fmoe.partial.json"]
+    journal.discard()
+    assert not list(tmp_path.glob("*.partial.json"))
+    assert [(row["section"], row["policy"]) for row in report.rows] == [
+        ("7:3", "promoe"), ("7:3", "fmoe"), ("online", "fmoe"),
+    ]  # fmt: skip
+    promoe, fmoe, _ = (row["spread"] for row in report.rows)
+    assert promoe["prefetch_sources.stride.queued"]["median"] > 0
+    assert fmoe["hits"]["median"] + fmoe["misses"]["median"] == promoe["hits"]["median"] + promoe["misses"]["median"]
+    assert report.figures["expert_maps"]["hit_rates"][0]["maps"] == 8
+    assert "| 0.25 | 16 | promoe |" in (tmp_path / "fmoe.md").read_text()
+
+
+def test_moepic_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bar can hold here, so that timelines are made too."""
+    experiment = tiny(
+        "moepic", workload={"prompt_tokens": 16, "max_tokens": 5, "warm": 3, "prompts": 1, "repeats": 1, "tau": 40,
+                            "trace": {"learn": 2, "measure": 2, "tokens": 4}},
+        grid={"budgets": ["0.25"], "ratios": [2.5]},
+        sections={
+            "budgets": {"variants": ["mixtral-offloading", "moepic"]},
+            "ablation": {"variants": ["moepic"], "budgets": ["0.25"]},
+            "sensitivity": {"variants": ["moepic", {"name": "theta 0.4", "preset": "moepic-no-cca",
+                                                    "changes": {"split": {"theta": 0.4}}}]},
+            "links": {"variants": ["mixtral-offloading", "moepic"], "budgets": ["0.25"], "ratios": [2.5]},
+        },
+        metrics={"moepic-table1": {"rhos": [0.25], "omegas": [128]}},
+        bars=[{"section": "budgets", "of": "moepic", "over": ["mixtral-offloading"], "regime": True, "limit": 1e-3}],
+    )  # fmt: skip
+    report, journal = ran(experiment, tmp_path)
+    monkeypatch.setattr(run, "calibrate", lambda *a: pytest.fail("calibrated again"))
+    monkeypatch.setattr(run, "record_split", lambda *a: pytest.fail("recorded again"))
+    monkeypatch.setattr(run, "measure_cell", lambda *a: pytest.fail("served again"))
+    monkeypatch.setattr(engine_metrics, "trace_decode", lambda *a: pytest.fail("traced again"))
+    assert ran(experiment, tmp_path)[0].rows == report.rows
+    journal.discard()
+    assert {path.name for path in tmp_path.iterdir()} == {"moepic.json", "moepic.md", *experiment.plots}
+    assert [(row["section"], row["policy"]) for row in report.rows] == [
+        ("links", "mixtral-offloading"), ("links", "moepic"), ("budgets", "mixtral-offloading"), ("budgets", "moepic"),
+        ("ablation", "moepic"), ("sensitivity", "moepic"), ("sensitivity", "theta 0.4"),
+    ]  # fmt: skip
+    assert len({row["link_gbps"] for row in report.rows[2:]}) == 1
+    assert 2 <= report.settings["links"][0]["ratio"] <= 3
+    assert [bar.ok for bar in report.bars] == [False]
+    (timeline,) = report.figures["timelines"]
+    assert timeline["best"] == "mixtral-offloading"
+    assert timeline["own"]["steps"] == timeline["other"]["steps"] == 4
+    assert 0 < timeline["own"]["experts_ms"] < timeline["own"]["token_ms"]
+    assert sorted({row["size"] for row in report.figures["hits"]["rates"]}) == [5, 11, 16, 21, 27]
+
+
+def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def experiment(part: str) -> Experiment:
+        return tiny(
+            "activeevict", parts=[part], workload={
+                "contexts": {"short": 12, "long": 16}, "warm": 1, "max_tokens": 6, "repeats": 2,
+                "trace": {"learn": 1, "measure": 1, "tokens": 6}},
+            grid={"budgets": ["0.25"], "ratios": [2.0]},
+            sections={"capacity": {"budgets": ["0.5"]},
+                      "alpha": {"variants": [{"name": "lru", "preset": "activeevict-lru"}]}},
+        )  # fmt: skip
+
+    report, journal = ran(experiment("simulated"), tmp_path)
+    presets = {"on-demand", "moe-offloading", "moe-apex", "activeevict-lossless", "activeevict"}
+    assert len(report.rows) == 2 * (2 * len(presets) + 5 + 1)
+    assert {row["policy"] for row in report.rows if row["section"] == "table"} == presets
+    for row in report.rows:
+        assert (row["written_back_mb"] > 0) == row["writes_back"]
+        assert row["lossless"] == (row["preset"] not in ("activeevict", "moe-apex"))
+        assert row["precision"] == row["recall"] == 1.0 or row["preset"].startswith("moe-")
+    assert len(report.bars) == 2 * 3
+    journal.discard()
+    names = {"activeevict.md", "activeevict.json", "activeevict.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+    earlier = tmp_path / "activeevict.json"
+    both, journal = ran(experiment("emulated"), tmp_path, earlier=earlier)
+    assert both.executor == "simulated, emulated"
+    assert both.rows[: len(report.rows)] == report.rows
+    emulated = [bar.name for bar in both.bars if "emulated" in bar.name]
+    assert emulated == [bar.name.replace(":", ", emulated:") for bar in report.bars]
+    served = both.rows[len(report.rows) :]
+    assert [row["preset"] for row in served[:7]] == [
+        "on-demand", "moe-offloading", "moe-apex", "activeevict-lossless", "activeevict", "moe-offloading", "moe-apex",
+    ]  # fmt: skip
+    for row in served:
+        assert row["link_gbps"] == report.rows[0]["link_gbps"]
+        assert (row["written_back_mb"] > 0) == row["writes_back"]
+        assert row["precision"] == row["recall"] == 1.0 or row["preset"].startswith("moe-")
+        assert row["same_tokens"] == 1.0 or not row["lossless"]
+        assert len(row["spread"]["blocking_ms"]["values"]) == len(row["replayed"]["blocking_ms"]) == 2
+    on_demand = served[0]  # its bytes depend on the routing alone
+    values = {name: on_demand["spread"][name]["values"] for name in ("loaded_mb", "total_ms")}
+    assert values["loaded_mb"] == pytest.approx(on_demand["replayed"]["loaded_mb"], rel=1e-4)
+    assert values["total_ms"] == pytest.approx(on_demand["replayed"]["total_ms"], rel=1e-3)
+    monkeypatch.setattr(run, "measure_cell", lambda *a: pytest.fail("served again"))
+    assert run_experiment(experiment("emulated"), out=earlier, earlier=earlier)[0].rows == both.rows
+    journal.discard()
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_buddymoe_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, text = own_store(run_config(None), tmp_path), tmp_path / "text.txt"
+    text.write_text((default_model_dir() / "calibration" / "prose.jsonl").read_text()[:6000])
+    profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=64), progress=False)
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text(f"store: {store}\n")  # the whole calibration text takes half a minute
+    out.mkdir()
+    names = ("original", "random", "drop", "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-weight")
+    whole = {variant.name: variant for variant in tiny("buddymoe").sections[0].variants}
+    experiment = tiny(
+        "buddymoe", workload={"prompt_tokens": 24, "max_tokens": 4, "warm": 1, "repeats": 1,
+                              "quality": {"documents": 2, "prefix": 12, "continuation": 5, "resamples": 50}},
+        grid={"budgets": ["0.5"], "link": 2.0},
+        sections={"rates": {"variants": [whole[name].model_dump() for name in names]}},
+    )  # fmt: skip
+    report, journal = ran(experiment, out, file=str(config))
+    monkeypatch.setattr(run, "calibrate", lambda *a: pytest.fail("measured again"))
+    monkeypatch.setattr(cells, "score_worker", lambda *a: pytest.fail("scored again"))
+    assert ran(experiment, out, file=str(config))[0].rows == report.rows
+    journal.discard()
+    assert {path.name for path in out.iterdir()} == {"buddymoe.json", "buddymoe.md", "buddymoe.png"}
+    of = {row["policy"]: row for row in report.rows}
+    assert tuple(of) == names
+    exact = of["original"]["quality"]
+    assert exact["top1_agreement"] == 1.0
+    assert exact["kl_nats"] < 1e-4
+    assert exact["substitutions"] == exact["dropped"] == 0
+    for name in ("random", *names[3:]):
+        assert of[name]["quality"]["substitutions"] > 0
+    assert of["drop"]["quality"]["dropped"] > 0
+    for row in report.rows:
+        quality = row["quality"]
+        assert quality["tokens"] == 10
+        assert quality["loaded_per_token"] > 0
+        assert quality["picks"] > quality["substitutions"] + quality["dropped"]
+        assert row["spread"]["tpot_s"]["median"] > 0
+    assert len(report.bars) == 16
+    assert len(report.figures["profile"]["best_cosine"]) == 8
+    assert {c["verdict"] for c in report.figures["comparisons"]} <= {"better", "tie", "worse"}
+
+
+@pytest.mark.timeout(900)  # it makes replicas where there are none yet
+def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = tiny("ndp", workload={"repeats": 1, "quality": {"documents": 1, "windows": 1}})
+    report, _ = ran(experiment, tmp_path)
+    monkeypatch.setattr(serving, "start_worker", lambda *a: pytest.fail("started again"))
+    assert [row["case"] for row in report.rows] == [variant.name for variant in experiment.sections[0].variants]
+    for row in report.rows:
+        assert 0 < row["ndp_share"] < 1, row["case"]
+        assert row["perplexity"] > 1.0
+    (demanded,) = [bar for bar in report.bars if bar.name.startswith("bytes demanded by decode")]
+    assert demanded.value == 0
+    assert len(report.bars) == 10
+    assert 0 < report.figures["similarity"]["own"] <= 1
+    page = (tmp_path / "ndp.md").read_text()
+    assert all(variant.name in page for variant in experiment.sections[0].variants)

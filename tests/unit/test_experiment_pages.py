@@ -1,0 +1,146 @@
+"""Tables and plots of experiments: format strings, pivots, pages whose text a person wrote, pictures."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiermoe.cluster.config import configs_dir
+from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_names, load_experiment
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread
+from tiermoe.cluster.jobs.bench.plot import plot
+from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table_of, write_folder
+from tiermoe.errors import ConfigError
+
+_DOCS = configs_dir().parent / "docs" / "results"
+KEPT = [name for name in experiment_names() if (_DOCS / f"{name}.json").exists()]
+
+
+def _row(policy: str, budget: str, tpot_s: list[float], **more: Any) -> dict[str, Any]:
+    spread = {"tpot_s": vars(Spread.of(tpot_s)), "experts": vars(Spread.of([8.0]))}
+    return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "tpot_ms": 1e3 * tpot_s[0],
+            "spread": spread, "layers": [{"hits": 1.0}], "quality": None} | more  # fmt: skip
+
+
+def _experiment(**values: Any) -> Experiment:
+    base = {"name": "x", "title": "X", "summary": "X.", "sections": [{"name": "s"}]}
+    return Experiment(**base | values)
+
+
+def _report() -> dict[str, Any]:
+    rows = [_row("a", "0.25", [0.01, 0.02]), _row("b", "0.25", [0.005, 0.005]), _row("b", "0.5", [0.004])]
+    settings = {"model": "tiny", "load_average": 0.5, "links": []}
+    bars = [Bar("fast", math.nan, "<=", 1)]
+    return Report("x", "emulated", rows, bars, settings, figures={"more": {"n": 3}}).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        ("{share:.1%} of {name}", "25.0% of x"),
+        ("{seconds:*1e3 .1f} ms, {seconds:1/ .0f}/s, {bytes:/1e6 .2f} MB", "20.0 ms, 50/s, 1.50 MB"),
+        ("{yes:<= /}{no:holds/missed}", "<= missed"),
+        ("{nested[deep]:.2f} {none:.3f} {absent[x]:.1f} {nan:.1f}", "1.00 - - -"),
+        ("{10 of 60}", "16.4"),
+    ],
+)
+def test_format_strings(form: str, shown: str) -> None:
+    row = {"share": 0.25, "name": "x", "seconds": 0.02, "bytes": 1.5e6, "yes": True, "no": False,
+           "nested": {"deep": 1.0}, "none": None, "nan": math.nan, "10 of 60": 16.4}  # fmt: skip
+    assert show(form, row) == shown
+
+
+def test_tables_of_columns_and_pivots() -> None:
+    tables = {
+        "plain": {"where": {"budget": "0.25"}, "columns": [
+            {"title": "policy", "show": "{policy}"},
+            {"title": "TPOT", "show": "{tpot_ms:.0f} ({spread[tpot_s].maximum:*1e3 .0f})"},
+            {"title": "over b", "show": "{paired:.1f}", "of": "b"}]},
+        "pivot": {"rows": {"policy": "{policy}"}, "across": "{budget}", "cell": "{tpot_ms:.0f}"},
+        "each": {"each": ["budget"], "heading": "### {budget}", "columns": [{"title": "policy", "show": "{policy}"}]},
+        "paper": {"from": "paper.numbers", "columns": [{"title": "n", "show": "{n}"}]},
+    }  # fmt: skip
+    experiment, record = _experiment(tables=tables, paper={"numbers": [{"n": 7}]}), _report()
+    for kept in (record, small(record)):  # of a run, and of its file
+        assert table_of(experiment, "plain", kept)[2:] == ["| a | 10 (20) | 3.0 |", "| b | 5 (5) | 1.0 |"]
+        assert table_of(experiment, "pivot", kept) == [
+            "| policy | 0.25 | 0.5 |", "|---|---|---|", "| a | 10 | - |", "| b | 5 | 4 |",
+        ]  # fmt: skip
+    assert table_of(experiment, "each", record).count("### 0.5") == 1
+    assert table_of(experiment, "paper", record)[-1] == "| 7 |"
+    assert table_of(experiment, "bars", record)[-1] == "| fast | <= 1 | - | missed |"
+    assert "| model | tiny |" in table_of(experiment, "run", record)
+
+
+def test_only_the_blocks_of_a_page_are_written() -> None:
+    experiment = _experiment(tables={"t": {"columns": [{"title": "policy", "show": "{policy}"}]}})
+    before = "# Mine\n\nText | with a bar.\n\n<!-- table: t -->\nold\n<!-- end -->\n\nMore text.\n"
+    after = page_of(experiment, _report(), before)
+    assert after.startswith("# Mine\n\nText | with a bar.\n\n<!-- table: t -->\n\n| policy |")
+    assert after.endswith("| b |\n\n<!-- end -->\n\nMore text.\n")
+    assert "old" not in after
+    assert page_of(experiment, _report(), after) == after
+    with pytest.raises(ConfigError, match="no table 'u'"):
+        page_of(experiment, _report(), before.replace("table: t", "table: u"))
+    whole = page_of(experiment, _report(), None)
+    assert whole.startswith("# X\n")
+    assert all(f"<!-- table: {name} -->" in whole for name in ("run", "bars", "t"))
+
+
+def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
+    panel = {"kind": "bar", "each": ["budget", "link_gbps"], "x": "policy", "y": "tpot_s", "title": "{budget}"}
+    experiment = _experiment(plots={"x.png": {"panels": [panel]}})
+    write_folder(experiment, _report(), tmp_path)
+    (tmp_path / "x.md").write_text("By hand.\n")
+    write_folder(experiment, _report(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.md", "x.json", "x.png"}
+    assert (tmp_path / "x.md").read_text() == "By hand.\n"
+    kept = json.loads((tmp_path / "x.json").read_text())
+    assert kept["rows"][0]["values"] == {"tpot_s": [0.01, 0.02]}  # without what is constant, and without layers
+    assert kept["more"] == {"n": 3}
+    assert "layers" not in kept["rows"][0]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_pages_of_docs_show_the_data_beside_them(name: str) -> None:
+    """`python -c` of `page_of` renews a page whose tables or data were changed by hand."""
+    record, page = json.loads((_DOCS / f"{name}.json").read_text()), (_DOCS / f"{name}.md").read_text()
+    experiment = load_experiment(name)
+    assert page_of(experiment, record, page) == page
+    assert all(f"({plotted})" in page for plotted in experiment.plots)
+    assert all(f"<!-- table: {table} -->" in page for table in ("run", *experiment.tables))
+    for figure in experiment.plots.values():
+        assert all(select(panel.source, panel.where, record) for panel in figure.panels)
+
+
+def test_the_same_numbers_give_the_same_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = json.loads((_DOCS / "ndp.json").read_text())
+    (figure,) = load_experiment("ndp").plots.values()
+    one, other = tmp_path / "one.png", tmp_path / "other.png"
+    for path in (one, other):
+        plot(path, figure, record)
+    assert one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert one.read_bytes() == other.read_bytes()
+    with pytest.raises(ConfigError, match="cannot write"):
+        plot(tmp_path / "none" / "x.png", figure, record)
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(f"No module named '{name}'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    record = json.loads((_DOCS / "ndp.json").read_text())
+    (figure,) = load_experiment("ndp").plots.values()
+    with pytest.raises(ConfigError, match=r"pip install 'tiermoe\[plots\]'"):
+        plot(tmp_path / "x.png", figure, record)

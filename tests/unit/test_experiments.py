@@ -1,0 +1,455 @@
+"""Experiments: what a file says and refuses, order of runs, warm-up, resuming, bars; with workers that are not real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.cluster.config import RunConfig, load_policy
+from tiermoe.cluster.jobs.bench import command, run
+from tiermoe.cluster.jobs.bench.cells import Cell, Journal, Policy, added, counters, journal_file, measure_cell
+from tiermoe.cluster.jobs.bench.experiment import (
+    Experiment,
+    Variant,
+    experiment_names,
+    field_at,
+    load_experiment,
+    options_of,
+)
+from tiermoe.cluster.jobs.bench.metrics import Report
+from tiermoe.cluster.jobs.bench.run import run_experiment
+from tiermoe.cluster.jobs.bench.serving import Split, run_config
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
+
+_PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
+
+
+class FakeWorker:
+    """Gives prompt[0], prompt[0] + 1, ... and counts one miss for each token."""
+
+    def __init__(self, config: RunConfig, log: list[str], shift: Callable[[str], int]) -> None:
+        self.name = f"{Path(config.policy).stem}@{config.budget}/{config.link.gbps}"
+        self.log, self._shift, self._policy = log, shift, Path(config.policy).stem
+        self._stats = EngineStats(layers=[LayerStats()], executor="emulated")
+
+    def submit(self, request: GenerationRequest) -> list[TokenEvent]:
+        self.log.append(f"{self.name} {list(request.prompt_ids)}")
+        count, first = request.sampling.max_tokens, request.prompt_ids[0] + self._shift(self._policy)
+        self._stats.layers[0].misses += count
+        tokens = tuple(range(first, first + count))
+        return [TokenEvent(request.request_id, tokens, "length", ttft_s=0.1, tpot_s=0.01)]
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def reset_stats(self) -> None:
+        self._stats.layers[0] = LayerStats()
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
+
+
+class Starter:
+    """Starts fake workers; raises at the start of one by name, if asked to."""
+
+    def __init__(self, shift: Callable[[str], int] = lambda policy: 0, executor: str = "emulated") -> None:
+        self.log: list[str] = []
+        self.fail: str | None = None
+        self._shift, self._executor = shift, executor
+
+    def __call__(self, config: RunConfig) -> FakeWorker:
+        worker = FakeWorker(config, self.log, self._shift)
+        worker._stats = replace(worker._stats, executor=self._executor)
+        if worker.name == self.fail:
+            raise KeyboardInterrupt
+        self.log.append(f"{worker.name} started")
+        return worker
+
+
+def _experiment(**changes: Any) -> Experiment:
+    """changes: policies, score, or fields of the workload and the grid."""
+    grid: dict[str, Any] = {"budgets": ["0.25"], "links": [2.0]}
+    work: dict[str, Any] = {"repeats": 2, "max_tokens": 3, "fresh": False, "prompts_file": "prompts.txt"}
+    section = {"name": "s", "variants": ["on-demand", "next-gate"], "score": "none"}
+    for name, value in changes.items():
+        of = section if name in ("variants", "score") else grid if name in ("budgets", "links") else work
+        of[name] = value
+    return Experiment(name="x", title="X", summary="X.", workload=work, grid=grid, sections=[section])
+
+
+@pytest.fixture
+def passages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def use(*prompts: tuple[int, ...], warm: tuple[tuple[int, ...], ...] = ()) -> None:
+        monkeypatch.setattr(run, "_passages", lambda *a: {"": Split(warm, prompts)})
+
+    use(*_PROMPTS)
+    return use
+
+
+def _scored(worker: Any, progress: Any) -> dict[str, Any]:
+    worker.log.append(f"{worker.name} scored")
+    return {"perplexity_ratio": 1.01, "top1_agreement": 0.9, "kl_nats": 0.02}
+
+
+def _run(experiment: Experiment, start: Starter, out: Path | None = None) -> tuple[Report, Journal]:
+    return run_experiment(experiment, out=out, start=start, score=_scored)
+
+
+# -- order of runs -----------------------------------------------------------------------------------------------------
+
+
+def test_policies_take_turns_and_warm_up_is_not_counted(passages: Callable[..., None]) -> None:
+    passages((1, 2), warm=((9,),))
+    start = Starter()
+    report, _ = _run(_experiment(), start)
+    a, b = "on-demand@0.25/2.0", "next-gate@0.25/2.0"
+    assert start.log == [
+        f"{a} started", f"{b} started", f"{a} [9]", f"{b} [9]",
+        f"{a} [1, 2]", f"{b} [1, 2]", f"{a} [1, 2]", f"{b} [1, 2]", f"{b} closed", f"{a} closed",
+    ]  # fmt: skip
+    row = report.rows[0]
+    assert (row["policy"], row["hit_rate"], row["ttft_ms"]) == ("on-demand", 0.0, pytest.approx(100.0))
+    assert row["tpot_ms"] == pytest.approx(10.0)
+    assert row["spread"]["misses"]["values"] == [3.0, 3.0]  # of two repetitions; the warm-up's are not there
+    assert row["layers"] == [{"misses": 6.0}]
+    assert "hits" not in row["spread"]  # zero everywhere
+
+
+@pytest.mark.usefixtures("passages")
+def test_one_cell_is_closed_before_the_next_starts() -> None:
+    start = Starter()
+    report, _ = _run(_experiment(budgets=["0.25", "0.5"], links=[2.0, "none"], variants=["on-demand"]), start)
+    ends = [line for line in start.log if line.endswith(("started", "closed"))]
+    names = ["on-demand@0.25/2.0", "on-demand@0.25/None", "on-demand@0.5/2.0", "on-demand@0.5/None"]
+    assert ends == [f"{name} {what}" for name in names for what in ("started", "closed")]
+    assert [(row["budget"], row["link_gbps"]) for row in report.rows] == [
+        ("0.25", 2.0), ("0.25", None), ("0.5", 2.0), ("0.5", None),
+    ]  # fmt: skip
+
+
+def test_fresh_prompts_are_each_met_once_after_a_few_tokens_to_warm_up(passages: Callable[..., None]) -> None:
+    passages(*_PROMPTS, (9,))
+    start = Starter()
+    _run(_experiment(fresh=True, variants=["on-demand"]), start)
+    name = "on-demand@0.25/2.0"
+    assert start.log[1:-1] == [f"{name} {list(p)}" for p in ((1, 2), *_PROMPTS)]
+
+
+@pytest.mark.usefixtures("passages")
+def test_lossless_policies_with_other_tokens_fail_the_run() -> None:
+    start = Starter(lambda policy: int(policy == "next-gate"))
+    with pytest.raises(RuntimeFailure, match=r"next-gate is lossless and gives other tokens .* prompt 1"):
+        _run(_experiment(), start)
+    assert start.log[-2:] == ["next-gate@0.25/2.0 closed", "on-demand@0.25/2.0 closed"]
+
+
+@pytest.mark.usefixtures("passages")
+def test_a_lossy_policy_is_scored_and_its_tokens_are_compared() -> None:
+    start = Starter(lambda policy: int(policy == "context-ndp-3bit"))
+    report, _ = _run(_experiment(variants=["context-ndp-3bit", "on-demand"], score="lossy"), start)
+    lossy, lossless = report.rows
+    assert (lossy["perplexity_ratio"], lossy["same_tokens"], lossless["perplexity_ratio"]) == (1.01, 0.0, None)
+    assert [line for line in start.log if line.endswith("scored")] == ["context-ndp-3bit@0.25/2.0 scored"]
+    assert "kl_nats" in report.shown
+
+
+@pytest.mark.usefixtures("passages")
+def test_links_are_not_emulated_on_real_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="emulated on the CPU stand-in only"):
+        _run(_experiment(), Starter(executor="real"))
+    report, _ = _run(_experiment(links=["none"]), Starter(executor="real"))
+    assert report.executor == "real"
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    with pytest.raises(ConfigError, match="emulated on the CPU stand-in only"):  # before anything starts
+        _run(_experiment(), Starter())
+
+
+def test_a_cell_with_files_of_its_own_store_leaves_the_prepared_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = []
+
+    def own(base: RunConfig, folder: Path) -> Path:
+        stores.append(folder / "store")
+        stores[-1].mkdir()
+        return stores[-1]
+
+    monkeypatch.setattr("tiermoe.cluster.jobs.bench.cells.own_store", own)
+    policy = Policy("on-demand", load_policy("on-demand"), "on-demand", "on-demand")
+    cell = Cell("s", "", "0.25", None, None, run_config(None), (policy,), _PROMPTS, repeats=1, files={"p": b"x"})
+    seen = []
+
+    def start(config: RunConfig) -> FakeWorker:
+        assert config.store is not None
+        seen.append((Path(config.store) / "p").read_bytes())
+        return FakeWorker(config, [], lambda policy: 0)
+
+    measure_cell(cell, start=start)
+    assert seen == [b"x"]
+    assert not stores[0].exists()
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("passages")
+def test_an_interrupted_experiment_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    out, experiment, start = tmp_path / "out.json", _experiment(budgets=["0.25", "0.5"]), Starter()
+    start.fail = "next-gate@0.5/2.0"
+    with pytest.raises(KeyboardInterrupt):
+        _run(experiment, start, out)
+    assert start.log[-1] == "on-demand@0.5/2.0 closed"
+    again = Starter()
+    report, journal = _run(experiment, again, out)
+    assert not any("@0.25/" in line for line in again.log)
+    whole, _ = _run(experiment, Starter())
+    found, expected = (json.loads(json.dumps(r.as_dict())) for r in (report, whole))
+    for record in (found, expected):
+        del record["settings"]["load_average"]
+    assert found == expected
+    journal.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("passages")
+def test_tokens_of_an_interrupted_experiment_still_bind_the_rest(tmp_path: Path) -> None:
+    out, start = tmp_path / "out.json", Starter()
+    experiment, start.fail = _experiment(budgets=["0.25", "0.5"]), "on-demand@0.5/2.0"
+    with pytest.raises(KeyboardInterrupt):
+        _run(experiment, start, out)
+    with pytest.raises(RuntimeFailure, match="other tokens"):
+        _run(experiment, Starter(lambda policy: 1), out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"max_tokens": 4}, "max_tokens"),
+        ({"variants": ["next-gate", "on-demand"]}, "policies"),
+        ({"variants": ["on-demand", {"name": "next-gate", "preset": "next-gate", "changes": {"eviction": "lfu"}}]},
+         "policies"),
+        ({"repeats": 3}, "repeats"),
+        ({"fresh": True}, "fresh"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("passages")
+def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    out = tmp_path / "out.json"
+    _run(_experiment(), Starter(), out)
+    with pytest.raises(ConfigError, match=f"other .*({named})"):
+        _run(_experiment(**changes), Starter(), out)
+
+
+def test_other_prompts_and_files_that_are_no_journal_are_refused(
+    tmp_path: Path, passages: Callable[..., None]
+) -> None:
+    out = tmp_path / "out.json"
+    _run(_experiment(), Starter(), out)
+    passages(*_PROMPTS[::-1])
+    with pytest.raises(ConfigError, match="other prompts"):
+        _run(_experiment(), Starter(), out)
+    journal_file(out).write_text("[]")
+    with pytest.raises(ConfigError, match="holds no part of an experiment"):
+        Journal(out, {})
+
+
+def test_a_step_that_is_done_is_not_done_again(tmp_path: Path) -> None:
+    out, done = tmp_path / "parts.json", list[str]()
+
+    def measure() -> dict[str, float]:
+        done.append("once")
+        return {"value": 1.5}
+
+    assert Journal(out, {"a": 1}).step("calibration", measure) == {"value": 1.5}
+    again = Journal(out, {"a": 1})
+    assert again.step("calibration", measure) == {"value": 1.5}
+    assert again.step("none", lambda: None) is None
+    assert done == ["once"]
+    with pytest.raises(ConfigError, match="with other a"):
+        Journal(out, {"a": 2})
+    again.discard()
+    assert not journal_file(out).exists()
+
+
+# -- bars --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("passages")
+def test_a_ratio_bar_is_over_the_best_baseline_of_each_of_its_cells() -> None:
+    bar = {"section": "s", "of": "next-gate", "over": ["on-demand"], "measure": "misses", "budgets": ["0.5"],
+           "limit": 0.9}  # fmt: skip
+    experiment = Experiment(**_experiment(budgets=["0.25", "0.5"]).model_dump(by_alias=True) | {"bars": [bar]})
+    report, _ = _run(experiment, Starter())
+    (found,) = report.bars
+    assert (found.name, found.value) == ("misses of next-gate over on-demand, budget 0.5, 2 GB/s", 1.0)
+    assert not report.ok
+
+
+def test_counters_are_flat_and_layers_add_up() -> None:
+    stats = EngineStats(layers=[LayerStats(hits=3, misses=1)], prefetch_resting=True)
+    stats.count_worker("ndp/0", 2, 5)
+    found = counters(stats)
+    assert (found["hits"], found["hit_rate"], found["prefetch_resting"]) == (3.0, 0.75, 1.0)
+    assert found["ndp_workers.ndp/0.pairs"] == 5.0
+    assert "executor" not in found
+    assert added([{"a": 1.0}], [{"a": 2.0, "b": 1.0}]) == [{"a": 3.0, "b": 1.0}]
+
+
+# -- files and options -------------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_experiment_is_a_command_with_a_sound_file() -> None:
+    assert sorted(command.EXPERIMENTS) == experiment_names()
+    for name in experiment_names():
+        if name != "compare":  # which names no policies
+            experiment = load_experiment(name)
+            assert experiment.name == name
+            for path in (path for option in options_of(experiment).values() for path in option.fields):
+                field_at(experiment, path)
+
+
+def test_options_override_fields_and_what_is_given_is_named(tmp_path: Path) -> None:
+    found = load_experiment("moepic", {"budgets": "0.5,1GiB", "links": "0.5,none", "max-tokens": 25, "tau": None})
+    assert (found.grid.budgets, found.grid.links, found.workload.max_tokens) == (("0.5", "1GiB"), (0.5, None), 25)
+    assert found.workload.tau == 240
+    both = load_experiment("activeevict", {"warm": 2, "long-tokens": 100}).workload
+    assert (both.warm, both.trace.learn, both.contexts) == (2, 2, {"short": 32, "long": 100})
+    assert load_experiment("buddymoe", {"ratio": 3.0}).grid.ratios == (3.0,)
+    parts = load_experiment("activeevict", {"parts": "simulated"}).running
+    assert [section.name for section in parts] == ["table", "capacity", "alpha"]
+
+
+WRONG: list[tuple[str, Mapping[str, Any], str]] = [
+    ("moepic", {"warm": 2}, "51 tokens before its last prompt, the configurator runs after 240"),
+    ("moepic", {"max-tokens": 2}, "--max-tokens is 2"),
+    ("moepic", {"ratios": ""}, "--ratios names nothing"),
+    ("moepic", {"ratios": "fast"}, "--ratios is fast"),
+    ("moepic", {"budgets": "2"}, "budget '2' is a share outside"),
+    ("moepic", {"budgets": "0.5,0.5"}, "--budgets names one twice"),
+    ("fmoe", {"max-tokens": 0}, "--max-tokens is 0"),
+    ("buddymoe", {"max-tokens": 2}, "--max-tokens is 2"),
+    ("buddymoe", {"ratio": 0.0}, "--ratio must be above 0"),
+    ("buddymoe", {"warm": 0}, "--warm is 0"),
+    ("buddymoe", {"rates": "2"}, "budget '2' is a share outside"),
+    ("buddymoe", {"rates": "0.5,0.5"}, "--rates names one twice"),
+    ("activeevict", {"prompts": 0}, "--prompts is 0"),
+    ("activeevict", {"budgets": ""}, "--budgets names nothing"),
+    ("activeevict", {"budgets": "0.5,0.5"}, "--budgets names one twice"),
+    ("activeevict", {"ratios": "0"}, "--ratios must be above 0"),
+    ("activeevict", {"ratios": "nan"}, "--ratios"),
+    ("activeevict", {"ratios": "1,inf"}, "--ratios"),
+    ("activeevict", {"ratios": "1,1"}, "--ratios names one twice"),
+    ("activeevict", {"repeats": 0}, "--repeats is 0"),
+    ("activeevict", {"parts": "real"}, "--parts has 'real'"),
+    ("compare", {"policies": ""}, "--policies names nothing"),
+    ("compare", {"policies": "on-demand,on-demand"}, "--policies names one twice"),
+    ("compare", {"policies": "no-such"}, "no policy 'no-such'"),
+    ("compare", {"policies": "on-demand", "links": "0"}, "--links must be above 0"),
+    ("compare", {"policies": "on-demand", "repeat": 0}, "--repeat is 0"),
+    ("compare", {"policies": "on-demand", "batch": 0}, "--batch is 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "what"), WRONG)
+def test_what_is_of_no_use_is_refused(name: str, given: Mapping[str, Any], what: str) -> None:
+    with pytest.raises((ConfigError, BudgetError), match=what):
+        load_experiment(name, given)
+
+
+@pytest.mark.usefixtures("passages")
+def test_what_does_not_fit_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Starter()
+    with pytest.raises(BudgetError, match="keeps every expert"):
+        _run(_experiment(variants=["on-demand", "all-resident"], budgets=["0.5"]), start)
+    with pytest.raises(ConfigError, match="4 prompts cannot be new in each of 5 repetitions"):
+        _run(_experiment(fresh=True, repeats=5), start)
+    assert start.log == []
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="3 prompts cannot be new in each of 5 repetitions"):
+        run_experiment(load_experiment("fmoe", {"prompts": 10}), start=start)
+    with pytest.raises(CheckpointError, match="500"):
+        run_experiment(load_experiment("activeevict", {"prompts-each": 100}), start=start)
+    with pytest.raises(ConfigError, match="needs rows from an earlier run"):
+        run_experiment(load_experiment("activeevict", {"parts": "emulated"}), start=start)
+
+
+def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    content = {"name": "mine", "title": "Mine", "summary": "My own.", "grid": {"links": [2]},
+               "sections": [{"name": "s", "variants": ["on-demand"]}]}  # fmt: skip
+    file.write_text(yaml.safe_dump(content))
+    done = CliRunner().invoke(command.bench_app, [str(file), "--help"])
+    assert done.exit_code == 0
+    assert all(option in done.output for option in ("--budgets", "--max-tokens", "--address", "--check"))
+    for wrong, said in (
+        ({"grids": {}}, "unknown key 'grids'; did you mean 'grid'"),
+        ({"sections": []}, "sections"),
+        ({"options": {"x": "workload.no"}}, "options name no field 'workload.no'"),
+    ):
+        file.write_text(yaml.safe_dump(content | wrong))
+        with pytest.raises(ConfigError, match=said):
+            command.experiment_command(str(file))
+    file.write_text(yaml.safe_dump(content | {"metrics": ["no-such"]}))
+    with pytest.raises(ConfigError, match="no metric 'no-such'"):
+        run_experiment(load_experiment(str(file)), start=Starter())
+
+
+def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:
+    variant = Variant(name="min 0.5", preset="next-gate", changes={"prefetch": {"min_useful": 0.5}})
+    preset, found = load_policy("next-gate"), variant.policy()
+    assert (found.name, found.prefetch.min_useful) == ("min 0.5", 0.5)
+    assert found.prefetch.kind == preset.prefetch.kind == "next-gate"
+    assert preset.prefetch.min_useful != 0.5
+    with pytest.raises(ConfigError, match="min_useful"):
+        Variant(name="wrong", preset="next-gate", changes={"prefetch": {"min_useful": 2}}).policy()
+    path = Policy("min 0.5", found, "next-gate", None).source(tmp_path)
+    assert load_policy(path) == found
+
+
+def test_policies_that_configure_themselves_do_so_every_tau_tokens() -> None:
+    sections = {section.name: section for section in load_experiment("moepic").sections}
+    of = {name: {p.name: p for p in run._policies(section, 240, None)} for name, section in sections.items()}
+    for name, section in (("moepic", "budgets"), ("adapmoe", "budgets"), ("moepic-no-sp", "ablation")):
+        assert of[section][name].settings.split == load_policy(name).split.model_copy(update={"tau": 240})
+        assert of[section][name].file is None
+    assert of["budgets"]["moe-infinity"].settings == load_policy("moe-infinity")
+    assert of["budgets"]["moe-infinity"].file == "moe-infinity"
+    fixed, finest = (of["sensitivity"][name].settings.split for name in ("theta 0.4", "zeta 0.05"))
+    assert (fixed.kind, fixed.theta, finest.kind, finest.zeta, finest.tau) == ("fixed", 0.4, "adaptive", 0.05, 240)
+
+
+def test_buddymoe_s_methods_derive_from_presets_and_depend_on_k() -> None:
+    section = load_experiment("buddymoe").sections[0]
+    few, many = ({p.name: p.settings for p in run._policies(section, None, top_k)} for top_k in (4, 6))
+    paper = "cft 0.95, 16 buddies, rho 3, by "
+    assert len(few) == len(many) == 13
+    preset = load_policy("buddymoe").on_miss
+    assert few[paper + "output"].on_miss == preset.model_copy(update={"by": "output"})
+    assert few[paper + "coactivation"].on_miss == preset
+    assert few["random, rho 3"].on_miss.rho == 3
+    own = load_policy("buddymoe-own-weight").on_miss
+    assert (own.weights, own.by, own.rho) == ("buddy", "output", None)
+    assert own.eta > 0
+    assert set(many) - set(few) == {"cft 0.95, 16 buddies, by output", "cft 0.95, 16 buddies, by coactivation"}
+
+
+def test_malformed_options_end_the_command(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a b c\n" * 2)
+    common = ["compare", "--policies", "on-demand", "--prompts", str(prompts)]
+    for options, error in (
+        (["--links", "fast"], ConfigError),
+        (["--prompt-tokens", "0"], ConfigError),
+        (["--max-tokens", "100000"], RequestError),
+        (["--out", str(prompts)], ConfigError),  # a folder that cannot be made
+    ):
+        assert isinstance(CliRunner().invoke(command.bench_app, [*common, *options]).exception, error), options

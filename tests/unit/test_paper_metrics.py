@@ -1,0 +1,485 @@
+"""Named metrics: what one paper measures, on traces and on rows, in exact small cases."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import traces
+
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench import trace_metrics
+from tiermoe.cluster.jobs.bench.cells import Journal, counters
+from tiermoe.cluster.jobs.bench.engine_metrics import (
+    Comparison,
+    Least,
+    activation_similarity,
+    common,
+    comparisons,
+    decode_of,
+    joined,
+    layer_times,
+    least_budget,
+    moepic_memory,
+    quality_of,
+)
+from tiermoe.cluster.jobs.bench.experiment import load_experiment
+from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, paired, rounded
+from tiermoe.cluster.jobs.bench.run import Study
+from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, read_split, run_config, split_prompts
+from tiermoe.cluster.jobs.bench.trace_metrics import (
+    Maps,
+    activeevict_bars,
+    balance,
+    median_ratio,
+    moepic_table1,
+    simulate_section,
+    take_earlier,
+    transfers,
+    transfers_of_row,
+)
+from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
+from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.cluster.simulate.executor import Machine
+from tiermoe.errors import CheckpointError, ConfigError, RuntimeFailure
+
+_CALIBRATION = Calibration(
+    layers=8, experts=32, top_k=4, expert_bytes=400_000, tpot_s=8e-3, moe_s=5e-4, latency_us=10.0
+)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    traces.write(tmp_path / "t", traces.header(layers=5), [(1, 2), (3,), (4, 5), (1, 2)], decodes=4)
+    return read_split(tmp_path / "t", 3)
+
+
+def _study(name: str, tmp_path: Path, recorded: Recorded | None = None, **options: Any) -> Study:
+    study = Study(load_experiment(name, options), run_config(None), {}, Journal(None, {}), tmp_path)
+    study.passages = dict.fromkeys(study.experiment.workload.contexts or {"": 32}, cast(Any, None))
+    if recorded is not None:
+        study.recorded = lambda context: recorded  # type: ignore[method-assign]
+    return study
+
+
+# -- rows, prompts, links ----------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_paired_within_repetitions() -> None:
+    slow, fast = ({"values": {"tpot_s": values}} for values in ([10.0, 40.0, 90.0], [5.0, 10.0, 30.0]))
+    assert paired(slow, fast, "tpot_s") == 3.0
+    assert math.isnan(paired(slow, {"values": {"tpot_s": [0.0, 0.0, 0.0]}}, "tpot_s"))
+    assert (median_of(slow, "tpot_s"), median_of(slow, "hits"), median_of({"hits": 2.0}, "hits")) == (40.0, 0.0, 2.0)
+
+
+def test_no_document_is_on_both_sides_of_the_split() -> None:
+    split, heldout = split_prompts(default_model_dir(), 32), load_heldout(default_model_dir())
+    document = {p.ids[:32]: i for i, passages in enumerate(heldout.documents) for p in passages}
+    lead = len(heldout.leading)
+    sides = [{document.get(prompt[lead:]) for prompt in side} for side in (split.learn, split.measure)]
+    if lead == 0:
+        assert not sides[0] & sides[1]
+        assert None not in sides[0] | sides[1]
+    assert len(split.learn) + len(split.measure) == len(heldout.passages)
+    assert {len(prompt) for prompt in (*split.learn, *split.measure)} == {32}
+    first = split.first(50)
+    assert (len(first.learn), len(first.measure)) == (35, 15)
+    with pytest.raises(CheckpointError, match=r"gives .* prompts, not 700 and 300"):
+        split.first(1000)
+
+
+def test_a_link_is_as_fast_as_a_ratio_asks_for() -> None:
+    assert _CALIBRATION.compute_s == pytest.approx(1e-3)
+    assert _CALIBRATION.load_s(1.0) == pytest.approx(4 * (4e-4 + 1e-5))
+    slow, fast = _CALIBRATION.link(2.5), _CALIBRATION.link(1.0)
+    assert (slow, fast) == (0.65, 1.7)
+    assert _CALIBRATION.ratio(slow) == pytest.approx(2.5, rel=0.02)
+    with pytest.raises(ConfigError, match="latency of 10 us alone"):
+        _CALIBRATION.link(0.01)
+    machine = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
+    shape = {"layers": 8, "experts": 32, "top_k": 4, "slot_bytes": 2_000_000}
+    # a layer of one token takes 1 + 1 + 4 * 0.5 = 4 ms; at ratio 2 each of 4 experts has 2 ms
+    found = Calibration.of_machine(shape, machine, 10.0).link(2.0, digits=3)
+    assert found == pytest.approx(2e6 / (2e-3 - 1e-5) / 1e9, rel=0.01)
+
+
+# -- MoEpic ------------------------------------------------------------------------------------------------------------
+
+
+def _memory(tpot_ms: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    return [
+        {"section": "budgets", "policy": policy, "budget": budget, "link_gbps": gbps, "tpot_ms": tpot,
+         "values": {"expert_budget_bytes": [1e8 * float(budget)]}}
+        for gbps in (0.65, 1.6) for (policy, budget), tpot in tpot_ms.items()
+    ]  # fmt: skip
+
+
+def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_path: Path) -> None:
+    points = [(10.0, 30.0), (20.0, 20.0), (40.0, 25.0), (80.0, 10.0)]
+    assert least_budget(points, 25.0) == Least(15.0)
+    assert least_budget(points, 15.0) == Least(60.0)  # from 20 ms at 40: more memory is not slower
+    assert least_budget(points, 30.0) == Least(10.0, at_most=True)
+    assert least_budget(points, 9.0) == Least(None)
+    study = _study("moepic", tmp_path)
+    study.rows = _memory({("a", "0.125"): 20.0, ("a", "0.5"): 10.0, ("b", "0.125"): 30.0, ("b", "0.5"): 20.0})
+    found = moepic_memory(study, section="budgets")["footprints"]
+    targets = sorted({row["target_ms"] for row in found})
+    assert len(targets) == 5
+    assert 10.0 < targets[0] < targets[-1] <= 30.1
+    assert {(row["policy"], row["bytes"]) for row in found if row["target_ms"] == targets[-1]} == {
+        ("a", 1.25e7), ("b", 1.25e7),
+    }  # fmt: skip
+
+
+def _event(track: int, name: str, start_ms: float, end_ms: float) -> dict[str, Any]:
+    return {"ph": "X", "tid": track, "name": name, "ts": 1e3 * start_ms, "dur": 1e3 * (end_ms - start_ms)}
+
+
+def test_a_decode_step_of_a_timeline_is_taken_apart() -> None:
+    events = [
+        {"ph": "M", "tid": 1, "name": "thread_name"},
+        _event(1, "L0 experts", 0, 4), _event(1, "L1 experts", 5, 10),  # the prompt
+        _event(1, "L0 experts", 12, 16), _event(1, "L1 experts", 17, 20),
+        _event(1, "L0 experts", 22, 24), _event(1, "L1 experts", 25, 30),
+        _event(2, "L0 wait", 13, 15), _event(2, "L1 wait", 26, 28), _event(2, "L1 wait", 8, 10),
+        _event(3, "L0 E1", 9, 15), _event(4, "L1 E2", 14, 18), _event(4, "L1 E3", 27, 29),
+    ]  # fmt: skip
+    assert asdict(decode_of(events, 2)) == pytest.approx({
+        "steps": 2, "token_ms": 10.0, "wait_ms": 2.0, "link_ms": (8 + 2) / 2, "idle_wait_ms": 0.5,
+        "experts_ms": (4 + 3 + 2 + 5 - 4) / 2,
+    })  # fmt: skip
+    with pytest.raises(RuntimeFailure, match="no decode step"):
+        decode_of(events[:3], 2)
+
+
+def test_overlapping_spans() -> None:
+    merged = joined([(5, 7), (0, 2), (1, 3), (8, 12)], 1, 10)
+    assert merged == [(1, 3), (5, 7), (8, 10)]
+    assert common(merged, [(2, 6), (9, 20)]) == [(2, 3), (5, 6), (9, 10)]
+
+
+def test_hit_rates_by_size_policy_rho_and_omega(tmp_path: Path) -> None:
+    traces.write(tmp_path / "t", traces.header(layers=3), [(1, 2), (3,), (4, 5), (1, 2)], decodes=6)
+    study = _study("moepic", tmp_path, read_split(tmp_path / "t", 2))
+    shares = [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]
+    found = moepic_table1(study, shares=shares, rhos=(0.1, 0.9), omegas=(2, 64))["hits"]
+    assert (found["experts"], found["tokens"], found["lcp_size"]) == (6, 16, 3)
+    rates = {(row["policy"], row["size"]): row["hit_rate"] for row in found["rates"]}
+    assert sorted({size for _, size in rates}) == [1, 2, 3, 4, 5]
+    assert all(rate <= rates["belady", size] for (_, size), rate in rates.items())
+    assert [(row["rho"], row["omega"]) for row in found["lcp"]] == [(0.1, 2), (0.1, 64), (0.9, 2), (0.9, 64)]
+
+
+def test_links_are_simulated_from_fast_to_slow(tmp_path: Path) -> None:
+    header = traces.header(layers=5, slot_bytes=48 * 64)  # of 64 neurons, which a split divides
+    traces.write(tmp_path / "t", header, [(1, 2), (3,), (4, 5), (1, 2)], decodes=4)
+    study = _study("moepic", tmp_path, read_split(tmp_path / "t", 3))
+    section = next(section for section in study.experiment.sections if section.name == "links")
+    section = section.model_copy(update={"budgets": ("0.5",), "ratios": (0.5, 6.0)})
+    rows = simulate_section(study, section, [])
+    assert {row["policy"] for row in rows} == {"mixtral-offloading", "moe-infinity", "moepic"}
+    for policy in ("mixtral-offloading", "moepic"):
+        fast, slow = (row for row in rows if row["policy"] == policy)
+        assert fast["link_gbps"] > slow["link_gbps"]
+        assert fast["tpot_ms"] < slow["tpot_ms"]
+
+
+# -- fMoE --------------------------------------------------------------------------------------------------------------
+
+
+def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: Recorded) -> None:
+    known = Recorded(recorded.header, recorded.measure, recorded.measure)
+    table = {(c["search"], c["seen"]): c for c in Maps(known, 1, 50).correlations(learns=False)}
+    for layer in (2, 3):  # of two layers on, the trajectory tells iterations of random routing apart
+        found = table["trajectory", str(layer)]
+        assert found["mean_hit"] == 1.0
+        assert found["mean_score"] == pytest.approx(1.0, abs=1e-3)
+        assert found["r"] is None  # nothing varies
+    assert table["trajectory", "all"]["pairs"] == 4 * 3
+    new = {(c["search"], c["seen"]): c for c in Maps(recorded, 1, 50).correlations(learns=True)}
+    assert new["trajectory", "3"]["mean_hit"] < 1.0
+    rows = Maps(known, 3, 1000).recalls((1, 2), (1000,), lambda: None)
+    best = {(r["source"], r["distance"]): r["recall"] for r in rows}
+    assert best["next-gate", 1] == best["next-gate", 2] == 1.0
+    assert best["expert-map, 1000 maps", 1] > best["popularity", 1]
+
+
+def test_hit_rates_by_distance_and_capacity(recorded: Recorded, tmp_path: Path) -> None:
+    study = _study("fmoe", tmp_path, recorded)
+    found = trace_metrics.fmoe_maps(study, distances=(1, 2, 9), capacities=(2, 8), budget=0.5, gbps=1.0)["expert_maps"]
+    rows = found["hit_rates"]
+    assert [(r["varied"], r["distance"], r["capacity"]) for r in rows] == [
+        ("distance", 1, 8), ("distance", 2, 8), ("capacity", 3, 2), ("capacity", 3, 8),
+    ]  # fmt: skip
+    assert [r["maps"] for r in rows] == [8, 8, 2, 8]
+    assert all(0 < r["hit_rate"] < 1 for r in rows)
+    assert {row["learns"] for row in found["correlations"]} == {True, False}
+
+
+def test_balance_of_routing(recorded: Recorded) -> None:
+    found = balance(recorded)
+    assert 0 < found["persistence"] < 1
+    assert found["top_share"] >= 2 / 6
+    assert 0 < found["entropy"] <= 1
+
+
+# -- ActiveEvict -------------------------------------------------------------------------------------------------------
+
+
+def test_measures_of_a_preset_that_prefetches() -> None:
+    layer = LayerStats(
+        hits=6, misses=4, late_prefetches=1, bytes_loaded_demand=300, bytes_loaded_prefetch=700, bytes_wasted=200,
+        bytes_premature=100, bytes_written_back=500, blocked_io_s=0.02, link_s=0.1,
+    )  # fmt: skip
+    sources = {"next-gate": SourceStats(queued=8, hits=4, late=1, wasted=2, cancelled=1)}
+    found = transfers(EngineStats(layers=[layer], prefetch_sources=sources, dropped=5).as_dict(), 10)
+    assert asdict(found) == pytest.approx({
+        "blocking_ms": 2.0, "total_ms": 10.0, "loaded_mb": 1e-4, "written_back_mb": 5e-5, "redundant": 0.3,
+        "precision": (5 + 3) / (7 + 3), "recall": 5 / (5 + 3), "hit_rate": 0.6, "dropped": 0.5,
+    })  # fmt: skip
+
+
+def test_measures_of_a_preset_that_fetches_after_the_router() -> None:
+    found = transfers(EngineStats(layers=[LayerStats(misses=3, bytes_loaded_demand=30)]).as_dict(), 1)
+    assert (found.precision, found.recall, found.redundant) == (1.0, 1.0, 0.0)
+    nothing = transfers(EngineStats(layers=[LayerStats()]).as_dict(), 1)
+    assert (nothing.precision, nothing.recall, nothing.redundant) == (1.0, 1.0, 0.0)
+
+
+def test_measures_of_a_repetition_are_those_of_its_counters() -> None:
+    def stats(scale: int) -> EngineStats:
+        layer = LayerStats(
+            hits=6, misses=4, late_prefetches=1, bytes_loaded_demand=300 * scale, bytes_loaded_prefetch=700 * scale,
+            bytes_wasted=200, blocked_io_s=0.02 * scale, link_s=0.1, total_io_s=0.16,
+        )  # fmt: skip
+        sources = {"next-gate": SourceStats(queued=8, hits=4, late=1, wasted=2, cancelled=1)}
+        return EngineStats(layers=[layer], prefetch_sources=sources)
+
+    each = [stats(scale) for scale in (1, 3)]
+    spread = {
+        name: asdict(Spread.of([counters(found)[name] for found in each]))
+        for name in counters(each[0])
+        if any(counters(found)[name] for found in each)
+    } | {"tpot_s": asdict(Spread.of([0.01, 0.02]))}
+    found = transfers_of_row({"spread": spread}, 10)
+    for name, value in asdict(transfers(each[1].as_dict(), 10)).items():
+        assert found[name][1] == pytest.approx(value), name
+    assert found["late_ms"] == pytest.approx([6.0, 6.0])
+
+
+def test_a_baseline_that_never_blocks_in_a_repetition_is_not_left_out() -> None:
+    """Guards against a ratio of the other repetitions only, which such a baseline is best in."""
+    assert median_ratio([5, 6, 5], [0, 5, 4]) == 1.25
+    assert median_ratio([5, 6], [0, 5]) is None
+    assert median_ratio([0, 6], [0, 5]) == 1.2  # neither blocks: nothing to compare
+    assert median_ratio([0], [0]) is None
+
+
+def _row(policy: str, blocking_ms: Sequence[float], section: str = "table", **more: Any) -> dict[str, Any]:
+    """A row of one value is simulated, one of several was served."""
+    values = {"blocking_ms": list(blocking_ms), "precision": more.pop("precision", [1.0]), "recall": [1.0]}
+    return {
+        "context": "short", "section": section, "policy": policy, "preset": policy, "writes_back": False,
+        "budget": "0.25", "link_gbps": 2.0, "values": values,
+    } | more  # fmt: skip
+
+
+def _bars(rows: list[dict[str, Any]], tmp_path: Path) -> list[Any]:
+    study = _study("activeevict", tmp_path)
+    study.rows = rows
+    activeevict_bars(study, **(study.experiment.metric("activeevict-bars") or {}))
+    return study.bars
+
+
+def test_bars_compare_with_the_best_prefetching_baseline_both_ways(tmp_path: Path) -> None:
+    def rows(swapped_ms: float) -> list[dict[str, Any]]:
+        return [
+            _row("on-demand", [6.0]), _row("moe-offloading", [swapped_ms], writes_back=True),
+            _row("moe-offloading", [3.0], precision=[0.9]), _row("moe-apex", [9.0], writes_back=True),
+            _row("moe-apex", [3.5]), _row("activeevict-lossless", [4.0]),
+            _row("activeevict-lossless", [9.0], writes_back=True), _row("activeevict", [3.8]),
+        ]  # fmt: skip
+
+    swapped, plain, exact = _bars(rows(8.0), tmp_path)
+    assert swapped.name == "short: blocking I/O, as the baselines are, which write back"
+    assert (swapped.value, swapped.ok) == (0.5, True)
+    assert (plain.value, plain.ok) == (pytest.approx(4 / 3), False)
+    assert (exact.value, exact.ok) == (1.0, True)
+    assert not _bars(rows(5.0), tmp_path)[0].ok
+
+
+def test_bars_of_served_rows_are_paired_by_repetition(tmp_path: Path) -> None:
+    rows = [
+        _row("moe-offloading", [9.0, 11.0], "emulated", writes_back=True),
+        _row("moe-offloading", [3.0, 5.0], "emulated"),
+        _row("activeevict-lossless", [5.0, 7.0], "emulated"),
+        _row("activeevict", [4.0, 6.0], "emulated", precision=[1.0, 0.9]),
+    ]  # fmt: skip
+    swapped, plain, exact = _bars(rows, tmp_path)
+    assert swapped.name == "short, emulated: blocking I/O, as the baselines are, which write back"
+    assert swapped.value == pytest.approx((5 / 9 + 7 / 11) / 2)
+    assert plain.value == pytest.approx((5 / 3 + 7 / 5) / 2)
+    assert (exact.value, exact.ok) == (0.9, False)  # one repetition is enough
+    rows[1] = _row("moe-offloading", [0.0, 5.0], "emulated")
+    assert math.isnan(_bars(rows, tmp_path)[1].value)
+
+
+def _earlier(study: Study, **changes: Any) -> Path:
+    sections = ("table", "capacity", "alpha")
+    machine = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
+    kept = {
+        "name": "activeevict", "hardware": {"model": "this one"}, "versions": {"tiermoe": "1"},
+        "rows": [_row("on-demand", [1.0], name) for name in (*sections, "emulated")],
+        "settings": rounded(study.settings) | {"machine": machine.model_dump(), "shape": {"layers": 8}},
+    }  # fmt: skip
+    path = study.scratch / "activeevict.json"
+    path.write_text(json.dumps(kept | changes))
+    return path
+
+
+def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def study(**options: Any) -> Study:
+        found = _study("activeevict", tmp_path, parts="emulated", **options)
+        work, grid = found.experiment.workload, found.experiment.grid
+        found.settings = {"model": "m", "workload": work.model_dump(mode="json"), "grid": grid.model_dump(mode="json")}
+        return found
+
+    monkeypatch.setattr(trace_metrics, "cpu", lambda: {"model": "this one"})
+    sections = ["table", "capacity", "alpha"]
+    now = study(repeats=3)
+    take_earlier(now, _earlier(study()), sections)
+    assert [row["section"] for row in now.rows] == sections
+    assert now.settings["machine"]["name"] == "x"
+    assert now.settings["earlier"] == {"versions": {"tiermoe": "1"}}
+    again = study()
+    kept = _earlier(study(), versions={"tiermoe": "9"}, settings=rounded(now.settings))  # of its emulated part
+    take_earlier(again, kept, sections)
+    assert again.settings["earlier"] == {"versions": {"tiermoe": "1"}}
+    for options, said in (({"short-tokens": 9, "max-tokens": 9}, "another contexts, max_tokens"),
+                          ({"ratios": "2.5,1"}, "another ratios")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):  # or what is given would be ignored
+            take_earlier(study(**options), _earlier(study()), sections)
+    with pytest.raises(ConfigError, match="another hardware"):
+        take_earlier(study(), _earlier(study(), hardware={"model": "that"}), sections)
+    for changes in ({"rows": [_row("x", [1.0], "emulated")]}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}):
+        with pytest.raises(ConfigError, match="holds no result"):
+            take_earlier(study(), _earlier(study(), **changes), sections)
+    with pytest.raises(ConfigError, match="holds no result"):
+        take_earlier(study(), tmp_path / "none.json", sections)
+    with pytest.raises(ConfigError, match="from an earlier run"):
+        take_earlier(study(), None, sections)
+
+
+# -- BuddyMoE ----------------------------------------------------------------------------------------------------------
+
+_OPTIONS = EvaluationOptions(documents=6, resamples=200, rows=1)
+_PAPER, _OWN = "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-weight"
+
+
+def _scored(policy: str, kl: list[float], loaded_mb: float) -> dict[str, Any]:
+    """A row. kl: of each document, also what it costs in likelihood."""
+    documents = len(kl)
+    sums = {name: np.full(documents, 100.0) for name in SUMS}
+    sums |= {
+        "kl": 100 * np.array(kl), "extra_nll": 100 * np.array(kl), "agree": 100 * (1 - np.array(kl)),
+        "nll": np.full(documents, 280.0), "loaded": np.full(documents, 1e8 * loaded_mb),
+        "correct": np.full(documents, 60.0),
+    }  # fmt: skip
+    quality = Quality(policy, policy == "original", "emulated", sums, _OPTIONS).as_dict()
+    quality["sums"] = {name: values.tolist() for name, values in sums.items()}
+    return {"section": "rates", "context": "", "policy": policy, "budget": "0.5", "link_gbps": 0.65,
+            "lossless": policy == "original", "quality": quality}  # fmt: skip
+
+
+def test_a_difference_whose_interval_holds_zero_is_a_tie() -> None:
+    def one(measure: str, value: float, low: float, high: float, wanted: Any = "better") -> Comparison:
+        return Comparison("0.5", _OWN, "drop", measure, value, low, high, wanted)
+
+    tie = one("kl_nats", -0.01, -0.03, 0.01)
+    assert (tie.verdict, tie.bar.ok) == ("tie", False)
+    for better in (one("kl_nats", -0.02, -0.03, -0.01), one("top1_agreement", 0.02, 0.01, 0.03)):
+        assert (better.verdict, better.bar.ok, better.bar.value) == ("better", True, -0.01)
+    worse = one("top1_agreement", -0.02, -0.03, -0.01)
+    assert (worse.verdict, worse.bar.ok) == ("worse", False)
+    same, more = (one("loaded_per_token", *values, "no worse") for values in ((0.0, 0.0, 0.0), (2.0, 1.0, 3.0)))
+    assert (same.verdict, same.bar.ok) == ("tie", True)
+    assert (more.verdict, more.bar.ok) == ("worse", False)
+
+
+def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
+    """The paper's beats random and loads more; the recommended one ties with drop."""
+    rows = [
+        _scored("original", [0.0] * 6, 9.0), _scored("random", [0.05, 0.06] * 3, 4.0),
+        _scored("drop", [0.03, 0.05] * 3, 3.0), _scored(_PAPER, [0.04, 0.05] * 3, 5.0),
+        _scored(_OWN, [0.05, 0.03] * 3, 4.0),
+    ]  # fmt: skip
+    options = load_experiment("buddymoe").metric("buddymoe-comparisons") or {}
+    asked = {(pair["own"], pair["other"], m): pair["is"] for pair in options["wanted"] for m in pair["measures"]}
+    every = list(comparisons(rows, "rates", asked, options["against"], _OPTIONS))
+    found = {(c.own, c.other, c.measure): c for c in every}
+    assert len(found) == len(every)
+    assert len([c for c in every if c.wanted]) == 16
+    for measure in ("perplexity_ratio", "top1_agreement", "kl_nats"):
+        assert found[_PAPER, "random", measure].verdict == "better"
+        assert found[_OWN, "drop", measure].verdict == "tie"
+    assert found[_PAPER, "random", "choice_accuracy"].verdict == "tie"
+    assert found[_PAPER, "random", "loaded_per_token"].verdict == "worse"
+    assert found[_PAPER, "original", "loaded_per_token"].verdict == "better"
+    assert found[_PAPER, "random", "kl_nats"].value == pytest.approx(-0.01)
+    assert found[_OWN, "random", "loaded_per_token"].bar.ok  # a tie
+    kept = json.loads(json.dumps(rows[1]))
+    assert quality_of(kept["quality"], kept, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)
+
+
+# -- near-data execution -----------------------------------------------------------------------------------------------
+
+
+def test_similarity_of_distributions_whatever_their_length() -> None:
+    result = activation_similarity([[[6, 2, 0, 2]]], [[[60, 20, 0, 20]]])
+    assert result.per_layer == pytest.approx((1.0,))
+    assert (result.overall, result.sequences) == (pytest.approx(1.0), 1)
+    assert activation_similarity([[[1, 1, 0, 0]]], [[[0, 0, 3, 0]]]).overall == 0.0
+
+
+def test_similarity_is_the_mean_over_sequences_then_layers() -> None:
+    prefill = [[[1, 0], [1, 1]], [[1, 0], [3, 4]]]
+    decode = [[[1, 0], [1, 0]], [[0, 1], [4, 3]]]
+    result = activation_similarity(prefill, decode)
+    per_layer = ((1 + 0) / 2, (1 / math.sqrt(2) + 24 / 25) / 2)
+    assert result.per_layer == pytest.approx(per_layer)
+    assert result.overall == pytest.approx(sum(per_layer) / 2)
+    assert result.sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [([[1, 2]], [[1, 2]]), ([[[1, 2]]], [[[1, 2, 3]]]), ([[[1, -2]]], [[[1, 2]]]), ([[[math.nan]]], [[[1]]]), ([], [])],
+)
+def test_malformed_counts(prefill: Any, decode: Any) -> None:
+    with pytest.raises(ValueError, match="counts must"):
+        activation_similarity(prefill, decode)
+
+
+def test_a_sequence_without_decoding_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence 1 activated no expert of layer 0 during decode; give each"):
+        activation_similarity([[[1, 0]], [[1, 0]]], [[[1, 0]], [[0, 0]]])
+
+
+def test_a_layer_s_parts_are_read_off_a_timeline() -> None:
+    def event(name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"name": name, "ts": ts, "dur": dur}
+
+    events = [
+        event("L0 experts", 0, 1),  # without the NDP worker
+        event("L1 NDP", 100, 70), event("L1 NDP wait", 180, 10), event("L1 experts", 150, 50),
+    ]  # fmt: skip
+    (found,) = layer_times(events)
+    assert asdict(found) == pytest.approx({"layer_s": 100e-6, "gpu_s": 90e-6, "ndp_s": 70e-6})
+
