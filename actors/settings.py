@@ -1,8 +1,6 @@
-"""What the actors need to know to start: frozen, validated, without defaults hidden elsewhere.
+"""What the actors need to know to start, frozen and validated; and how many bytes and slots a budget gives.
 
 `cluster.config` builds these from YAML files and command-line options.
-
-How many bytes of experts a budget allows: the one place that rounds.
 """
 
 from __future__ import annotations

@@ -201,16 +201,6 @@ class ReplicaTables:
     counts: NDArray[np.int64]
     scores: NDArray[np.float64]
 
-    def losses_at(self, bits: int) -> NDArray[np.float32]:
-        """float32 [L, E] of one width.
-
-        Raises:
-            StoreError: there are no replicas of that width.
-        """
-        if bits not in self.widths:
-            raise StoreError(f"the store has replicas of {list(self.widths)} bits, not {bits}", REQUANTIZE)
-        return self.losses[..., self.widths.index(bits)]
-
 
 def describe_replicas(
     store: str | os.PathLike[str], verify: Literal["full", "stamp"] = "full", tables_only: bool = False
@@ -237,7 +227,9 @@ def describe_replicas(
     files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE)
     records = (manifest.losses,) if tables_only else manifest.records()
     stamps = {record.file: files.stamp(record) for record in records}
-    shapes = {bits: PackedShape(experts.hidden, experts.intermediate, bits, manifest.group) for bits in manifest.widths}
+    shapes: dict[int, PackedShape] = {
+        bits: PackedShape(experts.hidden, experts.intermediate, bits, manifest.group) for bits in manifest.widths
+    }
     tensors = {
         bits: {name: (code, (experts.num_experts, *dims)) for name, (code, dims) in shape.tensors().items()}
         for bits, shape in shapes.items()

@@ -1,13 +1,9 @@
-"""How much is scored, and how: the same options give the same windows, items and resamples.
+"""What a policy costs in quality: figures with 95% intervals, from sums over documents.
 
-Confidence intervals by bootstrap over documents.
-
-Tokens of one document are not independent draws, documents are: so whole documents are drawn with replacement, as
-often as there are documents, and the percentiles of the resampled figure bound it. Every figure here is a ratio of
-two sums over documents, so all resamples are one matrix product. One seed draws the same resamples for every figure
-and every policy: differences between policies are paired.
-
-What a policy costs in quality: figures with intervals, from sums over documents.
+The intervals are by bootstrap over documents. Tokens of one document are not independent draws, documents are: so whole
+documents are drawn with replacement, as often as there are documents, and the percentiles of the resampled figure bound
+it. Every figure is a ratio of two sums over documents, so all resamples are one matrix product. One seed draws the same
+resamples for every figure and every policy: differences between policies are paired.
 """
 
 from __future__ import annotations

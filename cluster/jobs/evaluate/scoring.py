@@ -1,8 +1,7 @@
-"""Two distributions at every scored token, compared: the lossless one and the policy's.
+"""An evaluation: the same windows and items, scored once without loss and then under any number of policies.
 
-The lossless run, kept for many comparisons: its distribution at every scored token, and its choices.
-
-An evaluation: the same windows and items, scored once without loss and then under any number of policies.
+The lossless run's distribution at every scored token and its choices are stored, and each policy's are compared with
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..bench.serving import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
-from .text import CONTEXT, TOKENS, ChoiceTokens, as_tokens, cut_windows, load_choices, load_heldout
+from .text import CONTEXT, TOKENS, Window, as_tokens, cut_windows, load_choices, load_heldout
 
 
 @dataclass(frozen=True)
@@ -174,13 +173,13 @@ class Evaluation:
             RuntimeFailure: the worker serves a request, fails, or did without its NDP worker for a while.
         """
         reference = self.reference(progress)
-        failures = _ndp_failures(worker)
+        failures, policy = _ndp_failures(worker), worker.settings.policy
         sums = {name: np.zeros(self.documents) for name in SUMS}
-        policy, prefix = worker.settings.policy, self.options.prefix
-        for i, window in enumerate(_shown(self.windows, f"{policy.name}: windows", progress)):
-            targets, before = torch.tensor(window.ids[prefix:]), worker.stats().total().bytes_loaded
-            log_probs = score_with(worker, window.ids, prefix, self.options.rows)
+        before = worker.stats().total().bytes_loaded
+        scored = self._windows(worker, policy.name, self.options.rows, progress)
+        for i, (window, targets, log_probs) in enumerate(scored):
             found = compare(reference.distributions.get(i), log_probs, targets)
+            loaded = worker.stats().total().bytes_loaded
             for name, value in {
                 "tokens": len(targets),
                 "bytes": window.nbytes,
@@ -189,13 +188,12 @@ class Evaluation:
                 "reference_nll": reference.nll[i].sum(),
                 "agree": (found.top1 == reference.top1[i]).sum(),
                 "kl": found.kl.sum(),
-                "loaded": worker.stats().total().bytes_loaded - before,
+                "loaded": loaded - before,
             }.items():
                 sums[name][window.document] += float(value)
-        for item, expected in zip(
-            _shown(self.items, f"{policy.name}: choices", progress), reference.choices, strict=True
-        ):
-            choice = _choice(worker, item, self.options.rows)
+            before = loaded
+        choices = self._choices(worker, policy.name, self.options.rows, progress)
+        for item, choice, expected in zip(self.items, choices, reference.choices, strict=True):
             sums["items"][item.document] += 1
             sums["correct"][item.document] += choice == item.answer
             sums["same_choice"][item.document] += choice == expected
@@ -205,23 +203,32 @@ class Evaluation:
         return Quality(policy.name, policy.lossless, worker.stats().executor, sums, self.options)
 
     def _without_loss(self, worker: Any, progress: Progress | None) -> Reference:
-        prefix, reference = self.options.prefix, None
-        for i, window in enumerate(_shown(self.windows, "lossless: windows", progress)):
-            log_probs = score_with(worker, window.ids, prefix)
+        reference = None
+        for i, (_, targets, log_probs) in enumerate(self._windows(worker, "lossless", None, progress)):
             if reference is None:
                 reference = Reference(Distributions(len(self.windows), *log_probs.shape))
             reference.distributions.put(i, log_probs)
-            reference.nll.append(token_nll(log_probs, torch.tensor(window.ids[prefix:])))
+            reference.nll.append(token_nll(log_probs, targets))
             reference.top1.append(log_probs.argmax(-1))
         assert reference is not None  # there is at least one window
-        reference.choices += [_choice(worker, item) for item in _shown(self.items, "lossless: choices", progress)]
+        reference.choices += self._choices(worker, "lossless", None, progress)
         return reference
 
+    def _windows(
+        self, worker: Any, name: str, rows: int | None, progress: Progress | None
+    ) -> Iterator[tuple[Window, torch.Tensor, torch.Tensor]]:
+        """Each window with its scored tokens [N] and their log-probabilities [N, V]."""
+        prefix = self.options.prefix
+        for window in _shown(self.windows, f"{name}: windows", progress):
+            yield window, torch.tensor(window.ids[prefix:]), score_with(worker, window.ids, prefix, rows)
 
-def _choice(worker: Any, item: ChoiceTokens, rows: int | None = None) -> int:
-    """The candidate with the greatest likelihood; they have the same number of tokens."""
-    log_probs = score_continuations_with(worker, item.context, item.candidates, rows)
-    return int(token_nll(log_probs, torch.tensor(item.candidates)).sum(-1).argmin())
+    def _choices(self, worker: Any, name: str, rows: int | None, progress: Progress | None) -> list[int]:
+        """Of each item the candidate with the greatest likelihood; they have the same number of tokens."""
+        found = []
+        for item in _shown(self.items, f"{name}: choices", progress):
+            log_probs = score_continuations_with(worker, item.context, item.candidates, rows)
+            found.append(int(token_nll(log_probs, torch.tensor(item.candidates)).sum(-1).argmin()))
+        return found
 
 
 def _ndp_failures(worker: Any) -> int:

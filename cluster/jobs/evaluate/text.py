@@ -1,14 +1,10 @@
-"""The held-out text of a model folder: documents, their passages, and their tokens.
+"""The held-out text of a model folder, and what is scored of it: windows, and four-way multiple choice.
 
-Windows of held-out text: a prefix that is prefilled, and a continuation that is scored.
-
-Four-way multiple choice: which of four texts goes on where a held-out passage stops?
-
-One is the true continuation, three are taken from passages of the same kind and other documents. All four have the
-same number of tokens and begin where a line begins, so neither length nor a word cut in half gives the answer away.
-Everything is drawn by hashes of names: the same text and tokenizer give the same set on every machine.
-
-The multiple-choice set as a file of the model folder: passages by id and token position, no text.
+A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
+texts goes on where a passage stops: one is the true continuation, three are taken from passages of the same kind and
+other documents. All four have the same number of tokens and begin where a line begins, so neither length nor a word cut
+in half gives the answer away. Everything is drawn by hashes of names: the same text and tokenizer give the same set on
+every machine. The set ships as a file: passages by id and token position, no text.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Tensors read from checkpoint files into ordinary memory, and looked at.
+"""Which checkpoint tensors make which parameters, worked out before any weight is read; and how tensors are read.
 
-Mapping the files instead would leave every page that was touched on this process's account, and the
-peak memory of a conversion would grow with the checkpoint.
+The model is built on the meta device, and its experts modules and their layout are found there. transformers knows each
+architecture's checkpoint layout as a list of renamings and converters. The plan applies them to the names of the
+checkpoint, groups the tensors that one conversion takes together, and runs every conversion once on the meta device. So
+a missing or mis-shaped tensor, or a surplus expert, is found in seconds, and each group can later be converted alone:
+one group at a time is what bounds memory.
 
-The model as transformers sees it, on the meta device, and the experts modules in it.
-
-Which checkpoint tensors make which parameters, worked out before any weight is read.
-
-transformers knows each architecture's checkpoint layout as a list of renamings and converters. The
-plan applies them to the names of the checkpoint, groups the tensors that one conversion takes
-together, and runs every conversion once on the meta device. So a missing or mis-shaped tensor,
-or a surplus expert, is found in seconds, and each group can later be converted alone: one group at a time is what
-keeps memory bounded.
+Tensors are read into ordinary memory: mapped files would leave every page that was touched on this process's account,
+and the peak memory of a conversion would grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -66,11 +62,6 @@ _TORCH_TYPES: dict[str, torch.dtype] = {
 _TYPE_CODES = {dtype: code for code, dtype in _TORCH_TYPES.items()}
 
 
-def torch_dtype(code: str) -> torch.dtype:
-    """The torch type of a safetensors type code."""
-    return _TORCH_TYPES[code]
-
-
 def type_code(dtype: torch.dtype) -> str:
     """The safetensors type code of a torch type.
 
@@ -89,7 +80,7 @@ def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         CheckpointError: the file ends before the tensor does, or cannot be read.
     """
     shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
-    dtype = torch_dtype(entry.spec.dtype)
+    dtype = _TORCH_TYPES[entry.spec.dtype]
     nbytes = (stop - start) * entry.row_nbytes
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
@@ -110,15 +101,6 @@ def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def read_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A whole tensor, in memory of its own.
-
-    Raises:
-        CheckpointError: as `read_rows`.
-    """
-    return read_rows(entry, 0, entry.rows)
-
-
 def read_blocks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     """A tensor in runs of rows of at most 16 MiB (or one row), in order.
 
@@ -128,16 +110,6 @@ def read_blocks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
     for start in range(0, entry.rows, step):
         yield read_rows(entry, start, min(start + step, entry.rows))
-
-
-def meta_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A tensor of the same type and shape without data."""
-    return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype), device="meta")
-
-
-def loader(entry: TensorEntry, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """What transformers' converters call to get a tensor when they need it."""
-    return lambda: read_tensor(entry).to(dtype)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -370,13 +342,27 @@ class Group:
     sources: list[tuple[str, str, TensorEntry]]
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def convert(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Read the tensors and make the parameters.
+    def convert(
+        self, model: PreTrainedModel, read: Callable[[TensorEntry], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Make the parameters of the tensors, each read when it is needed.
 
         Raises:
             CheckpointError: a file cannot be read, or the conversion fails.
         """
-        return _run(self, model, [loader(entry, self.dtype) for _, _, entry in self.sources])
+        if self.converter is None:
+            return {self.key: read(self.sources[0][2]).to(self.dtype)}
+        converter: WeightTransform = deepcopy(self.converter)
+        for pattern, name, entry in self.sources:
+            converter.add_tensor(self.key, name, pattern, lambda entry=entry: read(entry).to(self.dtype))
+        try:
+            made = converter.convert(self.key, model=model, config=model.config)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a conversion that does not fit the tensors fails in many ways
+            what = f"the tensors of {self.key} do not fit together ({first_problem(error)})"
+            raise CheckpointError(what, REFETCH) from error
+        return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
 
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Parameters in runs along their first dimension, one after the other; contiguous.
@@ -390,7 +376,7 @@ class Group:
             for block in read_blocks(self.sources[0][2]):
                 yield block.to(self.dtype)
             return
-        made = self.convert(model)
+        made = self.convert(model, lambda entry: read_rows(entry, 0, entry.rows))
         for name in names:
             tensor = made.pop(name)
             rows = max(1, BLOCK_BYTES * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
@@ -405,12 +391,10 @@ class Plan:
     Attributes:
         groups: in the order of the checkpoint's names.
         makers: the group that makes each parameter.
-        unexpected: checkpoint tensors that the model has no place for, and tolerates.
     """
 
     groups: list[Group]
     makers: dict[str, Group]
-    unexpected: list[str]
 
 
 def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
@@ -431,7 +415,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     problems: list[str] = []
     for group in groups:
         _check_numbering(group)
-        for name, made in _dry_run(group, model).items():
+        for name, made in group.convert(model, _meta).items():  # shapes and types only
             slot = slots.get(name)
             if slot is None:
                 unexpected.append(name)
@@ -444,7 +428,8 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
                 group.targets[name] = made
     if problems:
         raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", REFETCH)
-    return Plan(groups=groups, makers=makers, unexpected=_tolerated(model, unexpected))
+    _refuse_strangers(model, unexpected)
+    return Plan(groups, makers)
 
 
 def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
@@ -533,43 +518,26 @@ def _check_numbering(group: Group) -> None:
             raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", REFETCH)
 
 
-def _dry_run(group: Group, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The conversion on the meta device: names, shapes and types of what it makes."""
-    tensors = [meta_tensor(entry).to(group.dtype) for _, _, entry in group.sources]
-    return _run(group, model, [lambda tensor=tensor: tensor for tensor in tensors])
+def _meta(entry: TensorEntry) -> torch.Tensor:
+    """A tensor of the same type and shape without data."""
+    return torch.empty(entry.spec.shape, dtype=_TORCH_TYPES[entry.spec.dtype], device="meta")
 
 
-def _run(group: Group, model: PreTrainedModel, loaders: list[Any]) -> dict[str, torch.Tensor]:
-    """Convert what the loaders give."""
-    if group.converter is None:
-        return {group.key: loaders[0]()}
-    converter: WeightTransform = deepcopy(group.converter)
-    for (pattern, name, _), load in zip(group.sources, loaders, strict=True):
-        converter.add_tensor(group.key, name, pattern, load)
-    try:
-        made = converter.convert(group.key, model=model, config=model.config)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a conversion that does not fit the tensors fails in many ways
-        raise CheckpointError(
-            f"the tensors of {group.key} do not fit together ({first_problem(error)})", REFETCH
-        ) from error
-    return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
-
-
-def _tolerated(model: PreTrainedModel, unexpected: list[str]) -> list[str]:
+def _refuse_strangers(model: PreTrainedModel, unexpected: list[str]) -> None:
     """Tensors without a place are tolerated, as transformers does, unless they look like experts of ours.
 
     Raises:
         CheckpointError: one lies in an experts module of the model.
     """
     ignored = _pattern(model._keys_to_ignore_on_load_unexpected)
-    rest = [name for name in unexpected if not (ignored and ignored.search(name))]
     paths = [path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated")]
-    strangers = [name for name in rest if any(path in name for path in paths)]
+    strangers = [
+        name
+        for name in unexpected
+        if not (ignored and ignored.search(name)) and any(path in name for path in paths)
+    ]
     if strangers:
         raise CheckpointError(f"the checkpoint has experts' tensors that the model lacks: {_some(strangers)}", REFETCH)
-    return rest
 
 
 def _pattern(patterns: Any) -> re.Pattern[str] | None:

@@ -1,6 +1,4 @@
-"""Which replicas to make.
-
-Adds quantized replicas and the loss table to a store, whole or not at all.
+"""Adds quantized replicas and the loss table to a store, whole or not at all.
 
     check everything -> capture the experts' inputs -> quantize layer by layer -> put the files into the store
 

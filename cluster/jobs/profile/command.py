@@ -1,10 +1,6 @@
-"""How a profile is made.
+"""The `--profile` options of `tiermoe prepare`, and what a profile says: a table, figures and heat maps.
 
-What a profile says, in figures: how long buddy lists are, and how alike the best buddies' outputs are.
-
-Heat maps of a profile: BuddyMoE's figures 4 (similarity), 6 (activations) and 7 (co-activation), of every layer.
-
-The `--profile` options of `tiermoe prepare`.
+The heat maps are BuddyMoE's figures 4 (similarity), 6 (activations) and 7 (co-activation), of every layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Prompts from a file: one text a line, or one JSON object a line.
-
-`tiermoe record`, and the merging of what it wrote.
-"""
+"""`tiermoe record`: prompts from a file into a routing trace, and the merging of traces."""
 
 from __future__ import annotations
 

@@ -45,9 +45,8 @@ def test_replicas_reopen_as_the_experts_they_were(made: Path) -> None:
     assert all(error[4, layer] < 0.03 < error[2, layer] < 0.3 for layer in (0, 1)), error
     assert tables.losses.shape == tables.rtn_losses.shape == tables.fallback.shape == (2, 8, 2)
     assert not tables.losses.flags.writeable
-    assert bool((tables.losses_at(4) < tables.losses_at(2)).all())
-    with pytest.raises(StoreError, match="not 3"):
-        tables.losses_at(3)
+    assert tables.widths == (2, 4)
+    assert bool((tables.losses[..., 1] < tables.losses[..., 0]).all())
     assert [p.keys() for p in open_replicas(view, [1])[2]] == [arrays[2][1].keys()]
     assert np.array_equal(open_replicas(view, [1])[2][0]["down"], arrays[2][1]["down"])
 
