@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from . import _substitute
 
-_LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
-_EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
+# of the series that all implementations evaluate, so that their results are equal to the last bit
+LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
+EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
 _LN2 = math.log(2.0)
 _EXPONENT_BIAS, _MANTISSA_BITS = 1023, 52  # of a double
 _LOWEST_POWER = -1000.0
@@ -302,8 +303,8 @@ def _log(x: torch.Tensor) -> torch.Tensor:
     power = (exponent - low.int()).double()
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
-    series = torch.full_like(square, _LOG_TERMS[-1])
-    for term in reversed(_LOG_TERMS[:-1]):
+    series = torch.full_like(square, LOG_TERMS[-1])
+    for term in reversed(LOG_TERMS[:-1]):
         series = series * square + term
     return power * _LN2 + (ratio + ratio) * series
 
@@ -311,7 +312,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 def _exp(x: torch.Tensor) -> torch.Tensor:
     power = torch.floor(x * (1.0 / _LN2) + 0.5).clamp(min=_LOWEST_POWER)
     rest = (x - power * _LN2).clamp(min=-1.0)
-    series = torch.full_like(rest, _EXP_TERMS[-1])
-    for term in reversed(_EXP_TERMS[:-1]):
+    series = torch.full_like(rest, EXP_TERMS[-1])
+    for term in reversed(EXP_TERMS[:-1]):
         series = series * rest + term
     return series * ((power.long() + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float64)

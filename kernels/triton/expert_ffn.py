@@ -39,9 +39,9 @@ import triton.language as tl
 
 from ..device import on_device
 from ..expert_ffn import ExpertKernel, Group, Operands, RowClass, row_class
+from ..packed_ffn import ACTIVATIONS
 from .tables import TableRing
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
 _COMBINE_BLOCK = 1024
@@ -108,7 +108,7 @@ def shapes_for(dtype: torch.dtype) -> Mapping[RowClass, tuple[Shape, ...]]:
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == 1:
@@ -156,7 +156,7 @@ def _gate_up(
         gate, up = tl.split(tl.reshape(total, (M, N, 2)))
         j = n + tl.arange(0, N)
         # zero in the padding, also where a row is not finite: there zero times the row is not zero
-        values = tl.where((j < neurons)[None, :], _activate(gate, ACTIVATION) * up, 0.0)
+        values = tl.where((j < neurons)[None, :], activate(gate, ACTIVATION) * up, 0.0)
         out = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + j[None, :]
         tl.store(out, values.to(activations.dtype.element_ty), mask=used[:, None])
 
@@ -214,7 +214,7 @@ class TritonKernel:
 
     Args:
         operands: the slot pool: contiguous, G = 2, no biases.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `packed_ffn.ACTIVATIONS`.
         reference: runs calls whose hidden states or results are of another dtype than the slots.
         ring: brings the tables to the device; kernels of one thread may share it.
         shapes: one for each class of row counts that is not to have the default.

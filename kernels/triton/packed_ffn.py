@@ -34,6 +34,7 @@ from ..expert_ffn import DECODE_ROWS
 from ..pack import INPUTS, NEURONS, OUTPUTS, PackedShape, PackError, tiles
 from ..packed_ffn import ACTIVATIONS
 from ..packed_slots import PackedGroup, check_call, check_slots
+from .expert_ffn import activate
 
 PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
 # else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call where pairs
@@ -63,19 +64,6 @@ def _codes(base, outputs, inputs, known, step, BITS: tl.constexpr):
         word = tl.load(base + step + (vector // FIELDS) * 64 + byte, mask=known, other=0).to(tl.int32)
         codes = (word >> ((vector % FIELDS) * BITS)) & ((1 << BITS) - 1)
     return codes
-
-
-@triton.jit
-def _activated(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 0:  # silu
-        out = gate * tl.sigmoid(gate)
-    elif ACTIVATION == 1:  # gelu
-        out = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == 2:  # gelu_tanh; tanh(v) = 2 sigmoid(2 v) - 1
-        out = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:  # relu
-        out = tl.maximum(gate, 0.0)
-    return out
 
 
 @triton.jit(do_not_specialize=[*_UNSPECIALISED, "top_k"])
@@ -116,7 +104,7 @@ def _gate_up_kernel(
         gate += total * tl.load(table + 16).to(tl.float32)[None, :]
         up += tl.dot(x, of_up, input_precision="ieee") * tl.load(table + 64).to(tl.float32)[None, :]
         up += total * tl.load(table + 80).to(tl.float32)[None, :]
-    out = _activated(gate, ACTIVATION) * up
+    out = activate(gate, ACTIVATION) * up
     column = block * 32 + tl.arange(0, 32)
     place = act + (row - start).to(tl.int64)[:, None] * N + column[None, :]
     tl.store(place, out.to(act.dtype.element_ty), mask=there[:, None] & (column[None, :] < N))

@@ -24,10 +24,8 @@ import triton
 import triton.language as tl
 
 from ..device import on_device
-from ..substitute import BuddyTensors, Options, ReplacedTensors, require_probabilities
+from ..substitute import EXP_TERMS, LOG_TERMS, BuddyTensors, Options, ReplacedTensors, require_probabilities
 
-_LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
-_EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
 # table: log terms from 0, exp terms from 8, then these
 _LN2, _INVERSE_LN2, _HALF_ROOT, _TAU, _GAMMA = (tl.constexpr(20 + i) for i in range(5))
 _TEMPERATURE, _LOG_K, _ETA, _REUSE = (tl.constexpr(25 + i) for i in range(4))
@@ -39,7 +37,7 @@ def _table(
 ) -> torch.Tensor:
     ln2 = math.log(2.0)
     options = (tau, gamma, temperature, math.log(top_k), eta, reuse)
-    values = (*_LOG_TERMS, *_EXP_TERMS, ln2, 1.0 / ln2, math.sqrt(0.5), *options)
+    values = (*LOG_TERMS, *EXP_TERMS, ln2, 1.0 / ln2, math.sqrt(0.5), *options)
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 

@@ -130,6 +130,7 @@ def test_hops_in_triton(triton_kernel, shards: int, kappa: float) -> None:
         assert_same(triton_kernel(*on_tensors(arguments), OPTIONS[name]), expected)
 
 
+@pytest.mark.slow
 def test_triton_at_the_largest_shape(triton_kernel) -> None:
     arguments = case(np.random.default_rng(1), 512, 8, 256, ranks=16)
     expected = substitution.substitute(*arguments, OPTIONS["rho 3"])
