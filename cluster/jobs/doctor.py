@@ -20,6 +20,7 @@ from ..host import cpu, versions
 from ..prompt import read_header
 from ..report.tables import facts, size
 from ..topology.inputs import ROUTED
+from .options import AsJson
 
 _COPY_BYTES = 128 << 20  # larger than the caches
 _REPEATS = 5
@@ -133,7 +134,7 @@ def examine(model_dir: Path) -> dict[str, Any]:
 
 def doctor_command(
     model: Annotated[str | None, typer.Option(help="Checkpoint folder to size; default: the project's model.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine and say what would fit."""
     with Console(stderr=True).status("measuring ..."):

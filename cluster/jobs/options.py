@@ -12,10 +12,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from rich.console import Console
 
 from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes
@@ -23,7 +24,12 @@ from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu
+from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
+
+if TYPE_CHECKING:
+    from ..attach import Attachment
+    from ..deploy import Deployment
 
 RUNTIME = (
     "model", "policy", "budget", "device", "dtype", "threads", "link.gbps", "link.latency_us", "ndp.threads",
@@ -106,6 +112,38 @@ def refuse_runtime_options(options: Mapping[str, Any]) -> None:
             )
 
 
+def attached(address: str) -> Attachment:
+    """This process as one more driver of the Ray at HOST:PORT, inside a `with` block.
+
+    Ray reads its authentication mode when it is imported, so the import waits for the cluster's mode.
+    """
+    adopt_mode(address)
+    from ..attach import Attachment
+
+    return Attachment(address)
+
+
+def deployed(
+    config: RunConfig, settings: EngineSettings, notices: Console, on_ray: Callable[[Deployment], None] | None = None
+) -> Deployment:
+    """The runtime of a checked configuration, with its store made where it is missing; it starts in a `with` block.
+
+    Args:
+        notices: where lines about the start, and about nodes that join, go.
+        on_ray: as for `Deployment`.
+
+    Raises:
+        TierMoeError: the checkpoint, the store or the budget was refused.
+    """
+    if config.ray.address is not None:
+        adopt_mode(config.ray.address)
+    from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
+
+    store = _prepared(config, settings, progress=notices.is_terminal)
+    notify = functools.partial(notices.print, markup=False, soft_wrap=True)
+    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray)
+
+
 def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings:
     """What the worker needs, after all checks that need no process.
 
@@ -119,7 +157,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSetting
     return settings
 
 
-def prepared_for(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:
+def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:
     """The expert store of the configured model, made where there is none, with the replicas that the policy needs.
 
     Raises:

@@ -34,7 +34,6 @@ from ..prompt import (
     load_tokenizer,
     sampling_params,
 )
-from ..ray_auth import adopt_mode
 from ..report.files import check_writable, write_timeline
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import summary_table
@@ -44,9 +43,10 @@ from .options import (
     Attach,
     Config,
     DeploymentId,
+    attached,
     checked_config,
     checked_settings,
-    prepared_for,
+    deployed,
     refuse_runtime_options,
     with_options,
 )
@@ -106,16 +106,11 @@ def _run_here(
     tokenizer = load_tokenizer(config.model_dir)
     ids = encode_prompt(tokenizer, prompt)
     check_length(len(ids), sampling.max_tokens, load_model_config(config.model_dir), config.kv)
-    if config.ray.address is not None:
-        adopt_mode(config.ray.address)
-    from ..deploy import Deployment  # Ray: half a second that a refused run need not pay
-
     notices = Console(stderr=True)
-    store = prepared_for(config, settings, progress=notices.is_terminal)
+    deployment = deployed(config, settings, notices)
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
-            notify = partial(notices.print, markup=False, soft_wrap=True)
-            deployment = stack.enter_context(Deployment(config, settings, str(store), notify=notify))
+            stack.enter_context(deployment)
         planned = deployment.planned.as_dict()
         report.print(plan_table(deployment.plan), *placed_tables(planned))
         generation, text = _stream_text(deployment.generate, tokenizer, prompt, ids, sampling, text_out)
@@ -146,10 +141,7 @@ def _run_attached(
         RuntimeFailure: there is no such runtime, or it failed. RequestError: the prompt does not fit.
     """
     begin_s = time.monotonic()
-    adopt_mode(address)
-    from ..attach import Attachment  # Ray, which reads the mode when it is imported
-
-    with Attachment(address) as attachment:
+    with attached(address) as attachment:
         deployment = attachment.choose(wanted)
         plan = attachment.ask(deployment, "plan")
         folder = Path(model).expanduser() if model is not None else Path(plan["store_path"])

@@ -14,12 +14,12 @@ from rich.console import Console
 from ...errors import ConfigError
 from ..api.settings import ApiSettings, LimitSettings, read_key
 from ..config import RunConfig
-from ..ray_auth import adopt_mode
 from .options import (
     RUNTIME,
     Attach,
     Config,
     DeploymentId,
+    attached,
     checked_config,
     option_of,
     refuse_runtime_options,
@@ -82,10 +82,7 @@ def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> 
 
 def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host: str, port: int) -> None:
     """Serve a runtime that stays when this ends."""
-    adopt_mode(address)
-    from ..attach import Attachment  # Ray, which reads the mode when it is imported
-
-    with Attachment(address) as attachment:
+    with attached(address) as attachment:
         deployment = attachment.choose(wanted)
         where = f"deployment {deployment} runs at {address}"
         with _http_server(server.model_copy(update={"deployment": deployment}), host, port, where) as check:

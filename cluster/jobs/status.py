@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
-from ..ray_auth import adopt_mode
 from ..registry import Entry, Registry
 from ..report.status import status_tables
+from .options import AsJson, attached
 
 if TYPE_CHECKING:
     from ..attach import Attachment
@@ -32,7 +32,7 @@ _START = "start one with `tiermoe up`"
 def status_command(
     address: Address = None,
     deployment: Deployment = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Actors, where they run, their health, residency of each layer, counters."""
     entries = Registry().entries()
@@ -62,11 +62,8 @@ def deployments_at(address: str) -> list[dict[str, Any]]:
     Raises:
         RuntimeFailure: the Ray does not answer.
     """
-    adopt_mode(address)
-    from ..attach import Attachment  # Ray, which reads the mode when it is imported
-
     records: dict[str, dict[str, Any]] = {}
-    with Attachment(address) as attachment:
+    with attached(address) as attachment:
         for actor in attachment.actors():
             record = records.setdefault(actor.deployment, {"id": actor.deployment, "address": address, "actors": []})
             health = attachment.health(actor) if actor.state == "ALIVE" else {}
@@ -159,10 +156,7 @@ def _end_here(entry: Entry) -> None:
 
 def _end_there(address: str, deployment: str | None) -> None:
     """End a deployment by its actors; the process that started it, wherever it is, notices."""
-    adopt_mode(address)
-    from ..attach import Attachment
-
-    with Attachment(address) as attachment:
+    with attached(address) as attachment:
         ids = attachment.deployments()
         if not ids or (deployment is not None and deployment not in ids):
             what = f"deployment '{deployment}'" if deployment is not None else "deployment"

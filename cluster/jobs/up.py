@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ..config import RunConfig
-from ..ray_auth import adopt_mode
 from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
-from .options import RUNTIME, Config, checked_config, checked_settings, prepared_for, with_options
+from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
 
 if TYPE_CHECKING:
     from ..deploy import Deployment
@@ -53,20 +51,16 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
         SystemExit: SIGTERM.
     """
     settings = checked_settings(config)
-    notices = Console(stderr=True)
-    store = prepared_for(config, settings, progress=notices.is_terminal)
-    local = config.ray.address is None
-    if config.ray.address is not None:
-        adopt_mode(config.ray.address)
-    from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
-    from ..placement import DeploymentEnded
-
+    notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []
     with ExitStack() as listed:
-        deployment = Deployment(
-            config, settings, str(store), notify=partial(notices.print, markup=False, soft_wrap=True),
-            on_ray=lambda it: entries.append(listed.enter_context(Registry().entered(it.id, it.address, local))),
-        )  # fmt: skip
+
+        def enter(it: Deployment) -> None:
+            entries.append(listed.enter_context(Registry().entered(it.id, it.address, local)))
+
+        deployment = deployed(config, settings, notices, enter)
+        from ..placement import DeploymentEnded  # Ray
+
         try:
             with ExitStack() as stack:
                 with notices.status("starting Ray and loading the model ..."):

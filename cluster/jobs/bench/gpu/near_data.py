@@ -1,20 +1,13 @@
 """Near data: part `ndp` (kernels against memory bandwidth), and a real NDP worker for the decode parts.
 
-The worker is a process of its own, `python -m ...near_data` with its settings as one JSON line. Packed bytes are
-random, since no time depends on them. A few layers' replicas serve all layers in turn: enough memory that weights come
-from there and not from a cache, and little enough to be made in seconds.
+The worker is a process of its own (`worker_process`). Packed bytes are random, since no time depends on them. A few
+layers' replicas serve all layers in turn: enough memory that weights come from there and not from a cache, and little
+enough to be made in seconds.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,11 +18,11 @@ from .....actors.ndp_worker import NdpWorker
 from .....actors.settings import NdpSettings
 from .....actors.store.format import ExpertShape
 from .....actors.store.replicas import ReplicaTables
-from .....errors import RuntimeFailure
 from .....kernels.pack import PackedShape
 from .....proto.peers import LocalDirectory, PeerLink, ndp_name
 from ....config import load_hardware
 from ....host import usable_cores
+from ....worker_process import Role, WorkerProcess
 
 if TYPE_CHECKING:
     from .job import Context, Record
@@ -39,7 +32,7 @@ REPEATS = 3
 SHAPES = ((2048, 1408), (4096, 14336))  # Qwen1.5-MoE-A2.7B (and DeepSeek-V2-Lite), Mixtral-8x7B
 TOY_SHAPES, TOY_BYTES = ((64, 96),), 1 << 20
 DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers in turn
-_START_S = 60.0
+_WORKER = "cluster.jobs.bench.gpu.near_data:RandomNdpWorker"
 
 
 def run(context: Context, record: Record) -> None:
@@ -131,60 +124,14 @@ class NearData:
             RuntimeFailure: it did not start.
         """
         if self._link is None:
-            self._link = self._stack.enter_context(_process(self.settings, self._shape, self._layers))
+            arguments = {
+                "settings": self.settings, "shape": self._shape, "layers": self._layers, "distinct": DISTINCT_LAYERS,
+            }  # fmt: skip
+            role = Role(ndp_name(0), "NDP worker", _WORKER, arguments, store=None)
+            self._link = self._stack.enter_context(WorkerProcess(role)).link
         return self._link
 
     def close(self) -> None:
         """End it; whoever asks again gets another one."""
         self._link = None
         self._stack.close()
-
-
-@contextmanager
-def _process(settings: NdpSettings, shape: ExpertShape, layers: int) -> Iterator[PeerLink]:
-    request = {"settings": settings.model_dump(), "shape": shape.model_dump(), "layers": layers}
-    board = LocalDirectory()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], _START_S)
-            address = process.stdout.readline().strip() if ready else ""
-            if not address:
-                process.kill()
-                process.wait()
-                output.seek(0)
-                last = output.read().strip().splitlines()
-                raise RuntimeFailure(f"the NDP worker did not start: {last[-1] if last else 'silent'}", "see its log")
-            board.register(ndp_name(0), address)
-            yield PeerLink(board, name=ndp_name(0))
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-
-
-def main() -> None:
-    """Serve until standard input ends."""
-    asked = json.loads(sys.stdin.readline())
-    worker = RandomNdpWorker(
-        NdpSettings(**asked["settings"]), ExpertShape(**asked["shape"]), asked["layers"], LocalDirectory(),
-        DISTINCT_LAYERS,
-    )  # fmt: skip
-    print(worker.address, flush=True)
-    sys.stdin.read()
-    worker.close()
-
-
-if __name__ == "__main__":
-    main()
