@@ -138,11 +138,10 @@ class ImportanceEviction(EvictionPolicy):
 
     def admitted(self, key: int) -> None:
         self._held[key] = True
-        self._touch(key)
+        self._touch([key])
 
     def used(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self._touch(key)
+        self._touch(list(keys))
 
     def removed(self, key: int) -> None:
         if not self._held[key]:
@@ -172,9 +171,9 @@ class ImportanceEviction(EvictionPolicy):
         scores: Floats = (self._alpha * hot + (1 - self._alpha) * self._predicted).ravel()
         return scores
 
-    def _touch(self, key: int) -> None:
-        self._clock += 1
-        self._stamp[key] = self._clock
+    def _touch(self, keys: list[int]) -> None:
+        self._stamp[keys] = np.arange(self._clock + 1, self._clock + 1 + len(keys))
+        self._clock += len(keys)
         self._order = None
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import groupby, islice
 from typing import Any, ClassVar, Literal
@@ -145,60 +144,47 @@ _SPARE = 64  # outdated entries that are always allowed
 _RESCALE_AT = 2.0**512
 
 
-@dataclass
 class ValueOrder:
     """Keys by rising value, then by rising stamp, then by key.
 
     State: a binary heap of entries, of which those that were overtaken stay until they are as many as the others, and
-    the present entry of each key. `set` is O(log n) amortized, `remove` O(1) amortized, `first` O(k log k) for the k
-    entries that it passes: it walks down from the heap's root and changes nothing.
+    the present entry of each key (`present`). `set` is O(log n) amortized for each entry, `remove` O(1) amortized,
+    `first` O(k log k) for the k entries that it passes: it walks down from the heap's root and changes nothing.
     """
 
-    _heap: list[Entry] = field(default_factory=list)
-    _present: dict[int, Entry] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.present: dict[int, Entry] = {}
+        self._heap: list[Entry] = []
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._present
-
-    def stamp(self, key: int) -> int:
-        """KeyError: there is no such key."""
-        return self._present[key][1]
-
-    def __iter__(self) -> Iterator[int]:
-        """Over the keys as they are now; they may be moved meanwhile."""
-        return iter(list(self._present))
-
-    def set(self, key: int, value: float, stamp: int) -> None:
-        """Add a key, or move it."""
-        entry = self._present[key] = (value, stamp, key)
-        heappush(self._heap, entry)
-        self._tidy()
+    def set(self, entries: Iterable[Entry]) -> None:
+        """Add keys, or move them."""
+        heap, present = self._heap, self.present
+        for entry in entries:
+            present[entry[2]] = entry
+            heappush(heap, entry)
+        if len(heap) > 2 * len(present) + _SPARE:
+            self._heap = list(present.values())
+            heapify(self._heap)
 
     def remove(self, key: int) -> None:
         """KeyError: there is no such key."""
-        del self._present[key]
-        self._tidy()
+        del self.present[key]
 
     def first(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
         """At most `count` keys for which `wanted` holds, lowest value first."""
         out: list[int] = []
-        heap = self._heap
+        heap, present = self._heap, self.present
         frontier = [(heap[0], 0)] if heap and count > 0 else []
         while frontier:
             entry, at = heappop(frontier)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(heap):
                     heappush(frontier, (heap[child], child))
-            if self._present.get(entry[2]) is entry and wanted(entry[2]):
+            if present.get(entry[2]) is entry and wanted(entry[2]):
                 out.append(entry[2])
                 if len(out) == count:
                     break
         return out
-
-    def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._present) + _SPARE:
-            self._heap = list(self._present.values())
-            heapify(self._heap)
 
 
 @register("eviction", "lfu")
@@ -235,19 +221,25 @@ class Lfu(EvictionPolicy):
         self._unit = 1.0  # what a use counts now
         self._freq: dict[int, float] = {}
         self._credit: dict[int, float] = {}  # of what freq holds, what admission lent until the first use
+        self._weight: dict[int, float] = {}  # what a frequency is multiplied with; others with `_usual`
+        self._usual = 1.0
         self._order = ValueOrder()
         self._clock = 0
 
     def admitted(self, key: int) -> None:
         credit = max(0.0, self._unit - self._freq.get(key, 0.0))
         self._credit[key] = credit
-        self._freq[key] = self._freq.get(key, 0.0) + credit
-        self._place(key, self._tick())
+        freq = self._freq[key] = self._freq.get(key, 0.0) + credit
+        self._clock += 1
+        self._order.set(((self._weight.get(key, self._usual) * freq, self._clock, key),))
 
     def used(self, keys: Iterable[int]) -> None:
+        freq, credit, moved = self._freq, self._credit, list[Entry]()
         for key in keys:
-            self._freq[key] += self._unit - self._credit.pop(key, 0.0)
-            self._place(key, self._tick())
+            freq[key] += self._unit - credit.pop(key, 0.0)
+            self._clock += 1
+            moved.append((self._weight.get(key, self._usual) * freq[key], self._clock, key))
+        self._order.set(moved)
         self._unit *= self._growth
         if self._unit > _RESCALE_AT:
             self._rescale()
@@ -257,33 +249,23 @@ class Lfu(EvictionPolicy):
         self._freq[key] -= self._credit.pop(key, 0.0)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        return sorted(keys, key=lambda key: -self._weight(key) * self._freq.get(key, 0.0))
+        return sorted(keys, key=lambda key: -self._weight.get(key, self._usual) * self._freq.get(key, 0.0))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return self._order.first(count, evictable)
 
-    def _weight(self, key: int) -> float:
-        """What the frequency is multiplied with."""
-        return 1.0
-
-    def _place(self, key: int, stamp: int) -> None:
-        self._order.set(key, self._weight(key) * self._freq[key], stamp)
-
-    def _place_again(self) -> None:
-        """Frequencies or weights of all have changed."""
-        for key in self._order:
-            self._place(key, self._order.stamp(key))
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    def _move(self, keys: Iterable[int]) -> None:
+        """Frequencies or weights of these have changed; those that are not resident have no place."""
+        present, freq, weight, usual = self._order.present, self._freq, self._weight, self._usual
+        moved = [(weight.get(key, usual) * freq[key], present[key][1], key) for key in keys if key in present]
+        self._order.set(moved)
 
     def _rescale(self) -> None:
         for counts in (self._freq, self._credit):
             for key in counts:
                 counts[key] /= self._unit
         self._unit = 1.0
-        self._place_again()
+        self._move(list(self._order.present))
 
 
 @register("eviction", "lfu-decay")
@@ -552,8 +534,10 @@ class TwoPools(EvictionPolicy):
 
     def used(self, keys: Iterable[int]) -> None:
         keys = list(keys)
-        self._first.used([key for key in keys if key < self._keys])
-        self._second.used([key for key in keys if key >= self._keys])
+        second = [key for key in keys if key >= self._keys]
+        self._first.used([key for key in keys if key < self._keys] if second else keys)
+        if second:
+            self._second.used(second)
 
     def removed(self, key: int) -> None:
         (self._first if key < self._keys else self._second).removed(key)

@@ -324,5 +324,5 @@ def test_eviction_is_told_what_a_map_says_and_nothing_else() -> None:
     assert eviction.victims(3, lambda key: True) == [8, 9, 10]
     tell_eviction(eviction, PrefetchCommand(0, 0, keys, priorities, 2, mapped=True), 8)
     assert eviction.victims(3, lambda key: True) == [10, 8, 9]
-    assert eviction._probability[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
+    assert eviction._weight[9] == pytest.approx(0.7)  # layer 1 with none seen: l - l_now is 2
     tell_eviction(Lru(), guess, 8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -53,25 +54,13 @@ class ExpertMapEviction(Lfu):
     uses_maps = True
     per_layer = False
 
-    def __init__(self, half_life: float | None = None) -> None:
-        super().__init__(half_life)
-        self._probability: dict[int, float] = {}
-        self._unknown: float | None = None
-
     def expect(self, keys: Sequence[int], probabilities: Sequence[float]) -> None:
-        """What the matched map says of these experts, held or not: whole layers of it."""
-        first = self._unknown is None and len(keys) > 0
-        self._probability.update(zip(keys, probabilities, strict=True))
+        """What the matched map says of these experts, resident or not: whole layers of it."""
+        first = not self._weight and len(keys) > 0
+        self._weight.update(zip(keys, map(max, probabilities, repeat(_LEAST)), strict=False))
         if first:
-            self._unknown = sum(probabilities) / len(keys)
-            self._place_again()
-            return
-        for key in keys:
-            if key in self._order:
-                self._place(key, self._order.stamp(key))
-
-    def _weight(self, key: int) -> float:
-        return max(_LEAST, self._probability.get(key, 1.0 if self._unknown is None else self._unknown))
+            self._usual = max(_LEAST, sum(probabilities) / len(keys))
+        self._move(list(self._order.present) if first else keys)
 
 
 @register("eviction", "expert-map-decay")

@@ -6,7 +6,7 @@ cache configurator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, log
@@ -32,7 +32,8 @@ class RisingOrder:
     entry is renewed at most once for all rises since it was last looked at. Removed keys leave their entry behind until
     it comes up, or until such entries are the most.
 
-    `raise_to` is O(1), `add` and `remove` O(log n) amortized, `first` O(log n) for each key found, passed or renewed.
+    `raise_to` is O(1) a key, `add` and `remove` O(log n) amortized, `first` O(log n) for each key found, passed or
+    renewed.
     """
 
     _present: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -53,11 +54,13 @@ class RisingOrder:
             self._heap = [(value, stamp, key) for key, (value, stamp) in self._present.items()]
             heapify(self._heap)
 
-    def raise_to(self, key: int, value: float) -> None:
-        """A value that is not below the present one; of a key that is not there: nothing happens."""
-        found = self._present.get(key)
-        if found is not None:
-            self._present[key] = (value, found[1])
+    def raise_to(self, values: Mapping[int, float]) -> None:
+        """Values that are not below the present ones; keys that are not there stay away."""
+        present = self._present
+        for key, value in values.items():
+            found = present.get(key)
+            if found is not None:
+                present[key] = (value, found[1])
 
     def remove(self, key: int) -> None:
         """KeyError: there is no such key."""
@@ -142,11 +145,12 @@ class Lcp(EvictionPolicy):
             self._before = self._tokens
         self._highest = max(keys)
         self._tokens = max(self._tokens, self._before + tokens)
-        age = self._tokens * self._rate
+        age, raised = self._tokens * self._rate, dict[int, float]()
         for key, count in zip(keys, counts, strict=True):
             mu = self._count[key] = self._count.get(key, 0) + count
-            value = self._value[key] = log(mu) + age
-            self._order.raise_to(key, value)
+            raised[key] = log(mu) + age
+        self._value.update(raised)
+        self._order.raise_to(raised)
 
     def admitted(self, key: int) -> None:
         guessed = self._tokens * self._rate  # log 1, now
