@@ -276,14 +276,10 @@ def comparisons(
     """Those that are asked for, then every other method against those of `against`."""
     for (_, rate, _), of in cells_of(rows, section).items():
         qualities = {name: quality_of(row["quality"], row, options) for name, row in of.items()}
-        pairs = [(*pair, is_wanted) for pair, is_wanted in asked.items()]
-        pairs += [
-            (own, other, measure, None)
-            for other in against for own in of for measure in QUALITY
-            if own != other and (own, other, measure) not in asked
-        ]  # fmt: skip
-        for own, other, measure, is_wanted in pairs:
+        others = [(own, other, measure) for other in against for own in of for measure in QUALITY if own != other]
+        for own, other, measure in dict.fromkeys([*asked, *others]):
             if own in of and other in of:
+                is_wanted = asked.get((own, other, measure))
                 estimate = qualities[own].minus(qualities[other], measure)
                 yield Comparison(rate, own, other, measure, estimate.value, estimate.low, estimate.high, is_wanted)
 
@@ -409,14 +405,16 @@ def ndp_similarity(study: Study) -> dict[str, Any]:
         with closing(start_worker(study.base.model_copy(update={"policy": "all-resident", "budget": "1.0"}))) as worker:
             engine = worker.engine
             counts = np.zeros((2, len(windows), len(engine.layers), engine.experts), np.int64)  # [phase, D, L, E]
+            served = [0]
+
+            def count(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
+                phase = int(engine.cache.decode_only)
+                counts[phase, served[0], layer] += np.bincount(ids.ravel(), minlength=engine.experts)
+
+            for layer in engine.layers:
+                layer.observers.append(count)
             for number, window in enumerate(windows):
-                of_window = counts[:, number]
-
-                def count(layer: int, ids: np.ndarray, weights: np.ndarray, of: np.ndarray = of_window) -> None:
-                    of[int(engine.cache.decode_only), layer] += np.bincount(ids.ravel(), minlength=engine.experts)
-
-                for layer in engine.layers:
-                    layer.observe = count
+                served[0] = number
                 score_with(worker, window.ids, options.prefix)
                 stepped()
         prefill, decode = counts

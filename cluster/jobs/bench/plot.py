@@ -77,8 +77,8 @@ def _split(panel: Panel, rows: list[dict[str, Any]]) -> list[list[tuple[Panel, s
 def _draw(axes: Any, panel: Panel, title: str, rows: list[dict[str, Any]], highlight: tuple[str, ...]) -> None:
     names = dict.fromkeys(str(row.get(panel.series, "")) for row in rows)
     for number, name in enumerate(names):
-        points = [_point(panel, row) for row in rows if str(row.get(panel.series, "")) == name]
-        points = [point for point in points if point[0] is not None and point[1] is not None]
+        found = [_point(panel, row) for row in rows if str(row.get(panel.series, "")) == name]
+        points = [point for point in found if point is not None]
         if not points:
             continue
         x, y = [p[0] for p in points], [p[1] for p in points]
@@ -117,10 +117,11 @@ def _legends(canvas: Any, axes: Any) -> None:
             cell.legend(fontsize=6)
 
 
-def _point(panel: Panel, row: Mapping[str, Any]) -> Point | tuple[None, None, None, None]:
+def _point(panel: Panel, row: Mapping[str, Any]) -> Point | None:
+    """None where the row lacks one of the two."""
     x, y = _at(row, panel.x), _at(row, panel.y)
     if x is None or y is None:
-        return None, None, None, None
+        return None
     x = x.median if isinstance(x, Spread) else x
     x = x * panel.x_scale if isinstance(x, int | float) and panel.x_scale != 1.0 else x
     scale = panel.y_scale

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Study:
     settings: dict[str, Any] = field(default_factory=dict)
     _traces: dict[str, Path] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def contexts(self) -> list[str]:
         return list(self.passages)
 
@@ -144,8 +144,8 @@ def run_experiment(
         top_k = study.calibration.top_k if study.calibration is not None else None
         for section in experiment.running:
             if section.executor == "simulated":
-                key = f"section {section.name}"
-                study.rows += journal.step(key, lambda s=section: trace_metrics.simulate_section(study, s, links))
+                simulate = partial(trace_metrics.simulate_section, study, section, links)
+                study.rows += journal.step(f"section {section.name}", simulate)
             else:
                 study.cells += _cells(study, section, links, files, top_k)
         if cells is None:
