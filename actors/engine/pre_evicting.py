@@ -73,7 +73,7 @@ class PreEvicting:
             self._importance.expect(layer, predicted)
         held = cache.residency.occupied(first, first + self._experts)
         target = self._decide.target(logits, predicted, held)
-        slots = min(target.slots, self._experts - int(np.count_nonzero(held)))
+        slots = min(target.slots, self._experts - int(held.sum()))
         if slots > cache.residency.free_slots:
             cache.vacate(slots, layer)
 

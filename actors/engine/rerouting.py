@@ -25,7 +25,7 @@ _NOWHERE = np.zeros(0, np.bool_)
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """Of a layer, as things stand."""
     available, slots = cache.standing(layer)
-    free = slots - int(np.count_nonzero(available))
+    free = slots - int(available.sum())
     return RerouteView(available, free, top_k, cache.vacant(layer), emptied=cache.residency.emptied)
 
 

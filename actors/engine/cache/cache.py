@@ -170,7 +170,7 @@ class ExpertCache:
         jobs = self.loads.reserve(keys, "demand")
         self.residency.pin(*keys)
         if self.decode_only:
-            self.counters.demanded(layer, loads)
+            self.counters.demanded(jobs)
         self._queue.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:

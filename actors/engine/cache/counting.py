@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from ...policies.plan import LayerPlan, Load
+from ...policies.plan import LayerPlan
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import ResidencyError
 from ..stats import EngineStats, LayerStats, SourceStats, Timeline
@@ -77,9 +77,10 @@ class CacheCounters:
                 self.governor.used()
         self.stats.layers[layer].late_prefetches += len(late)
 
-    def demanded(self, layer: int, loads: Sequence[Load]) -> None:
+    def demanded(self, jobs: Sequence[LoadJob]) -> None:
         """A forward without rows of any prompt asked for these."""
-        self.stats.layers[layer].bytes_demanded_decode += sum([self._bytes_of(load.key) for load in loads])
+        for job in jobs:
+            self.stats.layers[job.layer].bytes_demanded_decode += job.nbytes
 
     def waited(self, layer: int, start_s: float, end_s: float) -> None:
         """The forward of `layer` stood still for a copy."""
@@ -89,7 +90,7 @@ class CacheCounters:
 
     def ran(self, segments: Sequence[int]) -> None:
         """A forward has run these segments; a split expert counts once."""
-        shown, keys, uses = self._map.shown(), self._keys, self.uses
+        shown, keys, uses = self._map.shown, self._keys, self.uses
         for segment in segments:
             key = segment % keys
             if shown is None or shown[key] == segment:
@@ -106,7 +107,7 @@ class CacheCounters:
     def landed(self, job: LoadJob, copied: Copied) -> None:
         """A copy has become resident: its bytes by cause, and the link's seconds where they are known."""
         key, stats = job.reservation.key, self.stats.layers[job.layer]
-        nbytes = self._bytes_of(key)
+        nbytes = job.nbytes
         if job.cause == "prefetch":
             stats.bytes_loaded_prefetch += nbytes
         elif job.cause == "migration":

@@ -42,6 +42,7 @@ class LoadJob:
     layer: int
     cause: Cause  # why it was asked for; stays so when demand overtakes it
     done: Done = field(default_factory=threading.Event)
+    nbytes: int = 0  # that it moves into the slot
     copied: Copied | None = None
     error: BaseException | None = None
     started: bool = False

@@ -76,8 +76,8 @@ class Loads:
         """The job of a reserved slot, which is not queued yet. after: its slot's last use, a mark of the device."""
         key = reservation.key
         dst, src = self._map.copy_of(reservation)
-        layer, done = self._map.layer_of(key), self.queue.event()
-        job = self.under_way[key] = LoadJob(reservation, dst, src, after, layer, cause, done)
+        layer, nbytes, done = self._map.layer_of(key), self._map.bytes_of(key), self.queue.event()
+        job = self.under_way[key] = LoadJob(reservation, dst, src, after, layer, cause, done, nbytes)
         if self._unwritten is not None and reservation.slot in self._unwritten:
             self._unwritten.remove(reservation.slot)
             job.writeback = True

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,7 +82,7 @@ class PendingSegment:
 
 def neuron_slice(tensors: tuple[torch.Tensor, ...], begin: int, end: int) -> tuple[torch.Tensor, ...]:
     """The neurons [begin, end) of an expert without biases: gate_up [I, G, H], down [I, H]."""
-    return tuple(t[begin:end] for t in tensors)
+    return tuple([t[begin:end] for t in tensors])
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,14 @@ class SlotPool:
             down_bias=empty(h) if shape.has_bias else None,
         )
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(t for t in (self.gate_up, self.down, self.gate_up_bias, self.down_bias) if t is not None)
+        return tuple([t for t in (self.gate_up, self.down, self.gate_up_bias, self.down_bias) if t is not None])
+
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The neurons of all slots: gate_up [S*I, G, H], down [S*I, H]."""
+        return self.gate_up.flatten(0, 1), self.down.flatten(0, 1)
 
     @property
     def bytes(self) -> int:
@@ -134,11 +140,12 @@ class SlotPool:
 
     def slot(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one slot, in the order of `tensors`."""
-        return tuple(t[index] for t in self.tensors)
+        return tuple([t[index] for t in self.tensors])
 
     def neuron_range(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
         """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; of a pool without biases."""
-        return tuple(t.flatten(0, 1)[first : first + count] for t in (self.gate_up, self.down))
+        gate_up, down = self._rows
+        return gate_up[first : first + count], down[first : first + count]
 
 
 class ExpertSource(Protocol):
@@ -160,7 +167,7 @@ class LayerWeights:
 
     def expert(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one expert, in the order of `SlotPool.tensors`."""
-        return tuple(t[index] for t in self.tensors)
+        return tuple([t[index] for t in self.tensors])
 
 
 class ReplicaSlots(Protocol):
@@ -205,6 +212,7 @@ class SlotMap:
         self._expert_bytes = residency.slot_bytes
         self._neurons = pool.neurons
         self._segments: Segments | None = None
+        self.shown: Sequence[int] | None = None  # the segment that stands for each expert; None: each for itself
         self._low_bit: LowBitPart | None = None
         self.whole_slots = residency.slots  # before those of replicas
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
@@ -236,7 +244,7 @@ class SlotMap:
         segments = Segments(cut, self.experts)
         sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
         self._residency.divide(segments.class_of, segments.slots, sizes)
-        self._segments = segments
+        self._segments, self.shown = segments, segments.shown
 
     def add_low_bit(self, part: LowBitPart) -> None:
         """Further slots, for replicas, while nothing is held and there is no cut."""
@@ -254,27 +262,23 @@ class SlotMap:
     def layer_of(self, segment: int) -> int:
         return segment % self.keys // self.experts
 
-    def shown(self) -> Sequence[int] | None:
-        """The segment that stands for each expert; None where each stands for itself."""
-        return None if self._segments is None else self._segments.shown
-
     def states(self) -> list[State]:
         """Of all experts at one moment, from any thread; under a cut those of their tops."""
-        shown, states = self.shown(), self._residency.states()
+        shown, states = self.shown, self._residency.states()
         return states[: self.keys] if shown is None else [states[segment] for segment in shown]
 
     def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
         """Which experts of a layer are resident or on their way [E], of split ones their tops; and how many there may
         be at once, were no other layer's there."""
-        shown, residency, base = self.shown(), self._residency, layer * self.experts
-        slots = residency.class_slots[residency.class_of(base if shown is None else shown[base])]
+        shown, residency, base = self.shown, self._residency, layer * self.experts
         if shown is None:
-            return residency.occupied(base, base + self.experts), slots
+            return residency.occupied(base, base + self.experts), residency.class_slots[0]
+        slots = residency.class_slots[residency.class_of(shown[base])]
         return residency.occupied()[list(shown[base : base + self.experts])], slots
 
     def vacant(self, layer: int) -> int:
         """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
-        shown, residency, key = self.shown(), self._residency, layer * self.experts
+        shown, residency, key = self.shown, self._residency, layer * self.experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
     def bytes_of(self, segment: int) -> int:

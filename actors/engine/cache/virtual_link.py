@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ....errors import RuntimeFailure
 from ...policies.cost import Link, load_s
 from .loader import HostWaits, LoadJob
-from .slots import PendingExpert
 
 if TYPE_CHECKING:
     import torch
 
     from ....kernels.expert_ffn import ExpertKernel
-    from .device import Copied
 
 class VirtualClock:
     """Seconds since it began."""
@@ -54,7 +52,12 @@ class VirtualDone:
         self.job: LoadJob | None = None  # once it is submitted
 
     def is_set(self) -> bool:
-        return self.job is not None and self._loader.ended(self.job)
+        job, loader = self.job, self._loader
+        if job is None:
+            return False
+        if loader.caught_up_s != loader.clock.now_s:
+            loader.catch_up()
+        return job.copied is not None or job.error is not None or job.cancelled
 
     def wait(self) -> None:
         if self.job is None:
@@ -85,7 +88,8 @@ class VirtualLoader(HostWaits):
 
         `carry`: moves a job's bytes, when its copy ends; None: nothing moves.
         """
-        self._clock, self._link, self._nbytes, self._carry = clock, link, nbytes, carry
+        self.clock, self._link, self._nbytes, self._carry = clock, link, nbytes, carry
+        self.caught_up_s = 0.0  # when copies were last ended and started
         self._closed = False
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
         self._number = 0
@@ -99,16 +103,16 @@ class VirtualLoader(HostWaits):
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         if self._closed:
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
-        self._catch_up()
-        now_s = self._clock.now_s
+        self.catch_up()
+        now_s = self.clock.now_s
         for job in jobs:
-            cast(VirtualDone, job.done).job = job
+            job.done.job = job  # type: ignore[attr-defined]  # made by `event`
             heapq.heappush(self._heap, (priority, self._number, now_s, job))
             self._number += 1
-        self._catch_up()
+        self.catch_up()
 
     def promote(self, job: LoadJob) -> None:
-        self._catch_up()
+        self.catch_up()
         for i, (_, _, submitted_s, queued) in enumerate(self._heap):
             if queued is job:
                 self._heap[i] = (0, self._number, submitted_s, job)
@@ -117,7 +121,7 @@ class VirtualLoader(HostWaits):
                 return
 
     def cancel(self, job: LoadJob) -> bool:
-        self._catch_up()
+        self.catch_up()
         if job.started:
             return False
         job.cancelled = True
@@ -137,56 +141,46 @@ class VirtualLoader(HostWaits):
             entry[3].cancelled = True
         self._heap.clear()
 
-    def ended(self, job: LoadJob) -> bool:
-        """Whether a copy has arrived, failed or was cancelled."""
-        self._catch_up()
-        return job.copied is not None or job.error is not None or job.cancelled
-
     def wait(self, job: LoadJob) -> None:
         """Let time pass until a copy has ended."""
-        while not self.ended(job):
+        while not job.done.is_set():
             if self._current is None:
                 raise AssertionError("waiting for a copy that nobody makes")
-            self._clock.now_s = self._current[2]
+            self.clock.now_s = self._current[2]
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """End and start copies up to the present."""
-        now_s = self._clock.now_s
+        now_s = self.caught_up_s = self.clock.now_s
         while True:
             if self._current is not None:
                 job, start_s, end_s = self._current
                 if end_s > now_s:
                     return
                 self._free_s, self._current = end_s, None
-                if self._arrived(job):
-                    job.copied = cast("Copied", VirtualCopy(start_s, end_s))
+                if self._carry is None or self._arrived(job, self._carry):
+                    job.copied = VirtualCopy(start_s, end_s)  # type: ignore[assignment]  # the same fields
             if not self._heap:
                 return
             _, _, submitted_s, job = heapq.heappop(self._heap)
             job.started = True
             start_s = max(self._free_s, submitted_s)
-            took_s = self._copy_s(job.reservation.key) * (2 if job.writeback else 1)
-            self._current = (job, start_s, start_s + took_s)
+            nbytes = job.nbytes or self._nbytes
+            copy_s = 0.0 if self._link is None else load_s(nbytes, self._link)
+            self._current = (job, start_s, start_s + copy_s * (2 if job.writeback else 1))
 
-    def _arrived(self, job: LoadJob) -> bool:
-        if self._carry is not None:
-            try:
-                self._carry(job)
-            except Exception as error:  # handed to the cache, as `Loader` does
-                job.error = error
-                return False
+    def _arrived(self, job: LoadJob, carry: Callable[[LoadJob], None]) -> bool:
+        try:
+            carry(job)
+        except Exception as error:  # handed to the cache, as `Loader` does
+            job.error = error
+            return False
         return True
-
-    def _copy_s(self, key: int) -> float:
-        if self._link is None:
-            return 0.0
-        return load_s(self._nbytes if isinstance(self._nbytes, int) else self._nbytes(key), self._link)
 
 
 def copy_now(job: LoadJob) -> None:
     """Move a job's bytes between tensors of this host, for `VirtualLoader`."""
     src = job.src
-    if isinstance(src, PendingExpert):
+    if not isinstance(src, tuple):  # a `PendingExpert`
         src.ask(())
         src = src.tensors()
     for target, source in zip(job.dst, src, strict=True):
