@@ -1,4 +1,4 @@
-"""The matcher: keeps the expert maps of past iterations, and says what a similar one needed next.
+"""The matcher: stores the expert maps of past iterations, and says what a similar one needed next.
 
 Channel in, search, channel out:
 
@@ -90,10 +90,10 @@ class Matcher:
         self._settings, self._shape = settings, shape
         width = min(shape.hidden, settings.width)
         self._maps = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
-        kept = settings.keep if settings.keep is not None else snapshot
-        self._snapshot = None if kept is None else Path(kept)
+        path = settings.keep if settings.keep is not None else snapshot
+        self._snapshot = None if path is None else Path(path)
         self._origin, self._problem = "empty", ""
-        self._begin_with(settings.warm if warm is None else warm)
+        self._load_maps(settings.warm if warm is None else warm)
         self._prefetch = ExpertMapPrefetch(
             self._maps, shape.hidden, top_k, settings.semantic, settings.dynamic, settings.learn
         )
@@ -115,7 +115,7 @@ class Matcher:
         ]
         self._saved = self._maps.generation
         self._closing = threading.Event()
-        self._saver = threading.Thread(target=self._keep_saving, name="tiermoe-matcher-snapshots", daemon=True)
+        self._saver = threading.Thread(target=self._save_periodically, name="tiermoe-matcher-snapshots", daemon=True)
         options = options or ServerOptions(spin_s=_SPIN_S, doze_s=_DOZE_S)
         options = replace(options, host=directory.host(), token=token)
         self._server = ChannelServer(self.handle, options)
@@ -196,7 +196,7 @@ class Matcher:
             self._try_saving()
 
     def retire(self) -> None:
-        """As `close`, for the last time: a snapshot that is not to be kept goes, and its folder if that is empty."""
+        """`close` for the last time: a snapshot without a `keep` file is removed, and its folder if that is empty."""
         self.close()
         if self._snapshot is not None and self._settings.keep is None:
             with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ class Matcher:
                 f"the model has {shape.layers} MoE layers",
             )
 
-    def _begin_with(self, warm: str | Mapping[str, NDArray[Any]] | None) -> None:
+    def _load_maps(self, warm: str | Mapping[str, NDArray[Any]] | None) -> None:
         width = self._maps.width
         if self._snapshot is not None and self._snapshot.exists():
             try:
@@ -298,7 +298,7 @@ class Matcher:
                 raise StoreError(why, "leave them out") from error
             self._origin = "replica"
 
-    def _keep_saving(self) -> None:
+    def _save_periodically(self) -> None:
         while not self._closing.wait(self._settings.snapshot_s):
             self._try_saving()
 
@@ -313,7 +313,7 @@ class Matcher:
 def _part(
     iteration: int, forecast: Forecast, chosen: NDArray[np.bool_], hint: NDArray[np.bool_]
 ) -> PrefetchCommand:
-    """The chosen keys of a forecast; they keep their order, so hints stay last."""
+    """The chosen keys of a forecast in their order: hints stay last."""
     hints = int((chosen & hint).sum())
     keys, priorities = forecast.keys[chosen], forecast.priorities[chosen]
     return PrefetchCommand(iteration, forecast.now, keys, priorities, hints, mapped=True)

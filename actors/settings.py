@@ -220,39 +220,45 @@ def check_combination(settings: EngineSettings) -> None:
         ConfigError: several shards, and placement monde, split experts, pre-eviction, low-bit replicas or a stepped
             link; a stepped link and NDP workers, which follow the wall clock; one shard, and a penalty of others.
     """
-    if settings.link.layer_us is not None and (settings.shards.count > 1 or settings.policy.uses_ndp):
-        raise ConfigError(
+    policy, gpus = settings.policy, settings.shards.count
+    several = gpus > 1
+    refusals = (
+        (
+            settings.link.layer_us is not None and (several or policy.uses_ndp),
             "link.layer_us stops the clock between layers, which other processes that compute experts do not see",
             "leave it out, or use one shard and a policy without NDP workers",
-        )
-    if settings.shards.count == 1 and settings.policy.on_miss.uses_hops:
-        raise ConfigError(
-            f"policy '{settings.policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
+        ),
+        (
+            gpus == 1 and policy.on_miss.uses_hops,
+            f"policy '{policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
             "leave kappa out, or use several shards",
-        )
-    if settings.shards.count > 1 and settings.policy.pre_evict.kind != "off":
-        raise ConfigError(
-            f"policy '{settings.policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
-            f"{settings.shards.count} GPUs",
+        ),
+        (
+            several and policy.pre_evict.kind != "off",
+            f"policy '{policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
+            f"{gpus} GPUs",
             "use one shard, or a policy without pre_evict, such as next-gate",
-        )
-    if settings.shards.count > 1 and settings.policy.split.kind != "off":
-        raise ConfigError(
-            f"policy '{settings.policy.name}' splits the experts of one GPU, there are to be {settings.shards.count}",
+        ),
+        (
+            several and policy.split.kind != "off",
+            f"policy '{policy.name}' splits the experts of one GPU, there are to be {gpus}",
             "use one shard, or a policy without split",
-        )
-    if settings.shards.count > 1 and settings.policy.low_bit is not None:
-        raise ConfigError(
-            f"policy '{settings.policy.name}' loads replicas into the memory of one GPU; there are to be "
-            f"{settings.shards.count} GPUs",
+        ),
+        (
+            several and policy.low_bit is not None,
+            f"policy '{policy.name}' loads replicas into the memory of one GPU; there are to be {gpus} GPUs",
             "use one shard, or a policy without on_miss low-bit, such as next-gate",
-        )
-    if settings.shards.count > 1 and settings.policy.placement.kind == "monde":
-        raise ConfigError(
-            f"policy '{settings.policy.name}' weighs the link of one GPU, whose content it must know in every layer, "
-            f"against near-data execution; there are to be {settings.shards.count} GPUs",
+        ),
+        (
+            several and policy.placement.kind == "monde",
+            f"policy '{policy.name}' weighs the link of one GPU, whose content it must know in every layer, against "
+            f"near-data execution; there are to be {gpus} GPUs",
             "use one shard, or a placement with a hot set, such as context-ndp-full",
-        )
+        ),
+    )
+    for refused, what, remedy in refusals:
+        if refused:
+            raise ConfigError(what, remedy)
 
 
 def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
@@ -266,34 +272,34 @@ def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
     Raises:
         BudgetError: it does not hold one expert.
     """
-    held = budget
+    nbytes = budget
     if isinstance(budget, float):
         whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert, whatever the rounding
-        held = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
-    if held < slot_bytes:
+        nbytes = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
+    if nbytes < slot_bytes:
         least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
         raise BudgetError(
             f"budget {budget} holds no expert (one takes {slot_bytes} bytes, all {experts} take {total})",
             f"give at least {slot_bytes} bytes or a share of {least:.6f}",
         )
-    return int(held)
+    return int(nbytes)
 
 
-def mixed_slots(held: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
+def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
     """Slots for experts in full and slots for low-bit replicas of them, together within the budget.
 
     Args:
-        held: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
+        nbytes: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
         share: of the budget, for replicas. experts: routed experts in all layers; no more slots of either are made.
 
     Raises:
         BudgetError: it does not hold one of each.
     """
-    replicas = min(int(held * share) // replica_bytes, experts)
-    full = min((held - replicas * replica_bytes) // slot_bytes, experts)
+    replicas = min(int(nbytes * share) // replica_bytes, experts)
+    full = min((nbytes - replicas * replica_bytes) // slot_bytes, experts)
     if not replicas or not full:
         raise BudgetError(
-            f"the budget of {held} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of "
+            f"the budget of {nbytes} bytes does not hold an expert in full ({slot_bytes} bytes) and, in {share:.0%} of "
             f"it, a replica ({replica_bytes} bytes)",
             f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))} bytes",
         )

@@ -333,7 +333,7 @@ class ExpertStore:
 
     @property
     def layers(self) -> tuple[LayerArrays, ...]:
-        """The mapped experts, one entry per MoE layer held, in the order of `describe().layers`.
+        """The mapped experts, one entry per MoE layer that is here, in the order of `describe().layers`.
 
         Raises:
             StoreError: the store was closed.
@@ -348,7 +348,7 @@ class ExpertStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files held."""
+        """Bytes of the verified files."""
         return sum(record.nbytes for record in self._records)
 
     def problem(self) -> str | None:

@@ -231,8 +231,8 @@ def _check(link: StoreLink, details: Mapping[str, Any], manifest: Manifest) -> N
         raise PeerLost(f"{link.name} is {details.get('state')}: {details.get('problem')}", "repair its files")
     if details.get("store") != manifest_digest(manifest):
         raise StoreError(f"{link.name} holds another model, or another making of it", "copy one store to all nodes")
-    held = set(str(details.get("layers")).split(","))
-    missing = [layer for layer in link.layers if str(layer) not in held]
+    present = set(str(details.get("layers")).split(","))
+    missing = [layer for layer in link.layers if str(layer) not in present]
     if missing:
         raise StoreError(f"{link.name} does not hold MoE layer {missing[0]}", "give it the layers that the plan says")
 
@@ -249,8 +249,8 @@ class RefBook:
     """The experts that lie in Ray's object store, least recently used first.
 
     Args:
-        most_bytes: kept at most; the newest is kept in any case. An object that a reader still uses lives on until the
-            reader lets go of it.
+        most_bytes: of the objects that stay; the newest stays in any case. An object that a reader still uses lives on
+            until the reader drops it.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -261,7 +261,7 @@ class RefBook:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the objects kept."""
+        """Bytes of the objects."""
         return self._nbytes
 
     def get(self, key: tuple[int, int], nbytes: int, arrays: Callable[[], list[NDArray[Any]]]) -> Any:

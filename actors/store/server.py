@@ -5,7 +5,7 @@
 
 A plain class without torch; `cluster.deploy` makes it an actor, and the processes of its own node map the files that
 `describe` names. It serves as soon as it is constructed, since that is all that Ray does when it restarts a killed one.
-Each connection has a thread of its own, and Ray's calls have others, so a large read does not keep `health` waiting.
+Each connection has a thread of its own, and Ray's calls have others, so a large read does not delay `health`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class StoreWorker:
         """A Ray object ref for each of these experts: its arrays in the order of `ExpertShape.stacked`.
 
         A list of refs, not of arrays: who called this on another node gets the arrays with `ray.get`, from object store
-        to object store. The newest `ref_bytes` of them are kept, so a store never moves into Ray's memory as a whole.
+        to object store. The newest `ref_bytes` of them stay, so a store never moves into Ray's memory as a whole.
 
         Raises:
             StoreError: there is no such layer or expert here.
@@ -177,8 +177,8 @@ class StoreWorker:
         """The arrays of a layer, once it is sure that these experts of it may be given away."""
         found = self._layers.get(layer)
         if found is None:
-            held = ", ".join(map(str, self._layers)) or "none"
-            raise StoreError(f"{self._name} does not hold MoE layer {layer}; it holds {held}", "ask another store")
+            layers = ", ".join(map(str, self._layers)) or "none"
+            raise StoreError(f"{self._name} does not hold MoE layer {layer}; it holds {layers}", "ask another store")
         count = self._view.manifest.experts.num_experts
         ids: list[int] = experts.tolist()
         if not ids or len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < count:

@@ -186,7 +186,7 @@ def test_a_slice_needs_only_its_own_layers(store: Path) -> None:
         ExpertStore(store, "stamp", layers=[0])
 
 
-def test_a_slice_of_nothing_still_has_the_front(store: Path) -> None:
+def test_a_slice_of_nothing_still_has_the_dense_weights(store: Path) -> None:
     for index in range(LAYERS):
         (store / layer_name(index)).unlink()
     assert ExpertStore(store, layers=[]).describe().layers == ()

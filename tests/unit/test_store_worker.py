@@ -175,7 +175,7 @@ def test_any_piece_of_a_file(worker: StoreWorker, folder: Path, name: str, offse
     assert reply.data.tobytes() == data[offset : offset + length]
 
 
-def test_the_front_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_dense_weights_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tiermoe.actors.store.dense.PIECE_BYTES", 50)
     here = tmp_path / "here"
     here.mkdir()
@@ -187,7 +187,7 @@ def test_the_front_of_a_model(folder: Path, worker: StoreWorker, tmp_path: Path,
         assert path.read_bytes() == (folder / path.name).read_bytes()
 
 
-def test_the_front_comes_from_the_next_store_where_one_ends_in_the_middle(
+def test_dense_weights_come_from_the_next_store_where_one_ends_in_the_middle(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tiermoe.actors.store.dense.PIECE_BYTES", 50)
@@ -209,7 +209,7 @@ def test_the_front_comes_from_the_next_store_where_one_ends_in_the_middle(
     assert (here / "dense.safetensors").read_bytes() == (folder / "dense.safetensors").read_bytes()
 
 
-def test_an_altered_front_is_refused(folder: Path, worker: StoreWorker, tmp_path: Path) -> None:
+def test_altered_dense_weights_are_refused(folder: Path, worker: StoreWorker, tmp_path: Path) -> None:
     (folder / "config.json").write_bytes(b"[]")
     with pytest.raises(StoreError, match=r"config.json of store/0 does not match its SHA-256"):
         fetch_dense(link_to(worker), tmp_path, SETTINGS)
@@ -223,7 +223,7 @@ def test_an_altered_front_is_refused(folder: Path, worker: StoreWorker, tmp_path
         fetch_dense(link_to(worker), tmp_path, SETTINGS)
 
 
-def test_no_store_to_give_the_front(tmp_path: Path) -> None:
+def test_no_store_to_give_the_dense_weights(tmp_path: Path) -> None:
     links = [StoreLink("store/0", (0,), PeerLink(LocalDirectory(), name="store/0"))]
     with pytest.raises(StoreError, match=r"manifest.json was not had from a store \(store/0: store/0 registered no"):
         fetch_dense(links, tmp_path, StoreSettings(deadline_s=0.2))

@@ -100,7 +100,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
 def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
     """Write the files of a store into a work-in-progress folder, the manifest last.
 
-    Files that an earlier, interrupted run finished there are kept.
+    Files that an earlier, interrupted run finished there stay.
 
     Args:
         advance: called with the number of bytes done, to show progress.

@@ -40,7 +40,7 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
     """Make the store `out_dir` from the checkpoint `model_dir`.
 
-    A store of the same checkpoint that is already there is kept. An interrupted preparation is
+    A store of the same checkpoint that is already there stays. An interrupted preparation is
     resumed. `out_dir` appears under its name only when it is whole.
 
     Args:

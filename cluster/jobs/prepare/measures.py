@@ -47,7 +47,7 @@ from .capture import Watcher, capture, load_model, open_inputs, watching
 from .writer import disk_errors, write_file
 
 MAX_TOKENS = 1 << 14  # of the text that sensitivity is measured on
-_BLOCK, _HELD_OUT = 512, 10  # of so many rows each so-manieth block is not trained on: recall is measured there
+_BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is not trained on: recall is measured there
 _EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
 
 
@@ -134,9 +134,9 @@ def train_gate(
     if rows < 2 or len(ids) != rows:
         raise ValueError(f"{rows} rows of hidden states and {len(ids)} of ids cannot train a gate")
     block = min(_BLOCK, max(1, rows // _HELD_OUT))
-    kept = np.arange(rows) // block % _HELD_OUT == _HELD_OUT - 1
-    if not kept.any():
-        kept[-1] = True
+    apart = np.arange(rows) // block % _HELD_OUT == _HELD_OUT - 1
+    if not apart.any():
+        apart[-1] = True
     gate = torch.nn.Linear(width, experts)
     with torch.no_grad():
         gate.weight.zero_()
@@ -146,7 +146,7 @@ def train_gate(
             gate.weight.copy_((following.router(torch.eye(width)).float() - bias).T)
             gate.bias.copy_(bias)
     optimizer = torch.optim.Adam(gate.parameters(), lr=_RATE)
-    rng, learned = np.random.default_rng(seed), np.flatnonzero(~kept)
+    rng, learned = np.random.default_rng(seed), np.flatnonzero(~apart)
     for _ in range(_EPOCHS):
         order = rng.permutation(learned)
         for start in range(0, len(order), _BATCH):
@@ -159,12 +159,12 @@ def train_gate(
                 loss.backward()
                 optimizer.step()
     made = PreGate(gate.weight.detach().numpy().copy(), gate.bias.detach().numpy().copy())
-    held, true = hidden[kept], ids[kept]
+    unseen, true = hidden[apart], ids[apart]
     asked = float("nan")
     if following is not None:
         with torch.no_grad():
-            asked = recall(following.router(torch.from_numpy(held)).float().numpy(), true)
-    return Trained(made, recall(made(held), true), asked)
+            asked = recall(following.router(torch.from_numpy(unseen)).float().numpy(), true)
+    return Trained(made, recall(made(unseen), true), asked)
 
 
 @torch.no_grad()
@@ -268,7 +268,7 @@ def measure(
 
 
 class _Fisher(Watcher):
-    """Sums what s_l needs. Experts are computed again in the backward pass, so that their weights are not kept."""
+    """Sums what s_l needs. Experts are computed again in the backward pass, which frees their float32 weights."""
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
         super().__init__(block, weights)
@@ -311,10 +311,10 @@ class _Fisher(Watcher):
         if top_k < 2:
             return
         order = weights.argsort(dim=1, descending=True, stable=True)
-        kept, dropped = order[:, : top_k - top_k // 2], order[:, top_k - top_k // 2 :]
+        first, dropped = order[:, : top_k - top_k // 2], order[:, top_k - top_k // 2 :]
         change = _mean(y, weights, dropped)
         if self.block.normalised:
-            change = _mean(y, weights, kept) - change
+            change = _mean(y, weights, first) - change
         self._change = self._change + change.double().square().sum(dim=0)
 
 

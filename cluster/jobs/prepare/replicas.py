@@ -116,7 +116,7 @@ def add_replicas(
 ) -> Path:
     """Make the replicas that a store lacks.
 
-    Widths that are there are kept where calibration, group size and activation order are equal; otherwise the new
+    Widths that are there stay where calibration, group size and activation order are equal; otherwise the new
     set replaces the old one.
 
     Args:

@@ -1,6 +1,6 @@
 """Profiles the experts of a store and puts the profile into its folder, whole or not at all.
 
-    text   run it through the model, forward by forward, sums kept in OUT.profile: an interrupted run resumes
+    text   run it through the model, forward by forward, sums saved in OUT.profile: an interrupted run resumes
     trace  count its routing; a trace holds no inputs of experts, so there is no output similarity
 
 Only sums are kept: of the routing, and of products of outputs. On a sample of the tokens all experts are run, in blocks
@@ -177,7 +177,7 @@ class Partial:
             folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: State, done: int) -> None:
-        """Keep the sums of the first `done` windows, in place of what was kept.
+        """Save the sums of the first `done` windows, in place of those that were saved.
 
         Raises:
             StoreError: the disk is full.

@@ -43,10 +43,10 @@ DROP = "drop, rest renormalised"  # the better of the two ways of dropping, with
 def resident_at_random(layers: int, experts: int, rate: float, seed: int) -> NDArray[np.bool_]:
     """[L, E] with `rate` of each layer's experts resident."""
     generator = np.random.default_rng(seed)
-    held = np.zeros((layers, experts), bool)
-    for row in held:
+    resident = np.zeros((layers, experts), bool)
+    for row in resident:
         row[generator.permutation(experts)[: round(rate * experts)]] = True
-    return held
+    return resident
 
 
 def substitute(resident: NDArray[np.bool_], scores: Scores, scale: NDArray[Any] | None = None) -> Rule:
@@ -96,11 +96,11 @@ def at_random(experts: int, seed: int) -> Scores:
 
 
 def own_weight(rule: Rule) -> Rule:
-    """After `rule`: every kept expert weighs what its own probability says, and the weights' sum is as before."""
+    """After `rule`: every expert that runs weighs what its own probability says; the weights' sum is as before."""
 
     def reweighed(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        found, kept = rule(layer, ids, weights, probabilities)
-        own = np.where(kept > 0, np.take_along_axis(probabilities, found, axis=1), np.float32(0))
+        found, shares = rule(layer, ids, weights, probabilities)
+        own = np.where(shares > 0, np.take_along_axis(probabilities, found, axis=1), np.float32(0))
         total = own.sum(axis=1, keepdims=True)
         factor = np.divide(weights.sum(axis=1, keepdims=True), total, out=np.zeros_like(total), where=total > 0)
         return found, own * factor
@@ -112,12 +112,12 @@ def drop(resident: NDArray[np.bool_], renormalise: bool) -> Rule:
     """Absent experts contribute nothing; with `renormalise` the rest takes over their weight, where there is a rest."""
 
     def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
-        kept = np.where(resident[layer, ids], weights, np.float32(0))
+        shares = np.where(resident[layer, ids], weights, np.float32(0))
         if renormalise:
-            left = kept.sum(axis=1, keepdims=True)
+            left = shares.sum(axis=1, keepdims=True)
             factor = np.divide(weights.sum(axis=1, keepdims=True), left, out=np.ones_like(left), where=left > 0)
-            kept = kept * factor
-        return ids, kept
+            shares = shares * factor
+        return ids, shares
 
     return rule
 
