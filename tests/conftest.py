@@ -23,7 +23,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-_STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme")  # beside tests/cluster and tests/multinode
+# beside tests/cluster and tests/multinode
+_STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme", "test_write_a_policy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
