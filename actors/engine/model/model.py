@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,6 +129,18 @@ class MoeBlock:
     post: nn.Module | None
     router: RouterProbe | None
     normalised: bool = True
+
+
+@contextmanager
+def quiet_logger(name: str, level: int) -> Iterator[None]:
+    """While it is entered, a library's logger says nothing below `level`: we report that ourselves."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: str) -> Any:

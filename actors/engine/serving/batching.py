@@ -30,9 +30,9 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from transformers.generation.streamers import BaseStreamer
 
 from ....errors import RuntimeFailure, StoreError, UnsupportedModelError
-from ...quiet_logger import quiet_logger
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import KvSettings
+from ..model.model import quiet_logger
 from .sampling import Pick, PromptScorer, prompt_rows, request_sampling, seed_of
 from .streams import SequenceRows, SequenceWatcher, Stream, Streams
 

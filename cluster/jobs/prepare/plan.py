@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....actors.quiet_logger import quiet_logger
+from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint, TensorEntry
