@@ -38,6 +38,10 @@ class Options(BaseModel):
     measure: ClassVar[str]  # module of this package, and its function
     own_keys: ClassVar[Sequence[str]] = ()  # keys of a configuration that the case sets itself
 
+    def settings(self, **fixed: Any) -> dict[str, Any]:
+        """The settings of the report: the options, and what the case fixes; the latter win."""
+        return self.model_dump(mode="json", exclude={"model"}) | fixed
+
 
 class Overhead(Options):
     """Decode time with everything resident, against transformers' continuous batching."""

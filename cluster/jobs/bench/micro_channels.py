@@ -60,10 +60,10 @@ def channel(options: micro.Channel, progress: Progress | None) -> Report:
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     ours, theirs = cores[:2] if len(cores) > 1 else (None, None)
-    settings = {
-        "repeats": options.repeats, "trips": TRIPS, "ray_trips": RAY_TRIPS, "width": HIDDEN, "top_k": TOP_K,
-        "bound_to_cores": None if ours is None else [ours, theirs], "spin_s": ChannelOptions().spin_s,
-    }  # fmt: skip
+    settings = options.settings(
+        trips=TRIPS, ray_trips=RAY_TRIPS, width=HIDDEN, top_k=TOP_K,
+        bound_to_cores=None if ours is None else [ours, theirs], spin_s=ChannelOptions().spin_s,
+    )  # fmt: skip
     report = Report("channel", "real", settings=settings)
     with contextlib.ExitStack() as stack:
         config = RunConfig(threads=1, ray=RaySettings(num_cpus=2))
@@ -171,10 +171,9 @@ def matcher(options: micro.Matcher, progress: Progress | None) -> Report:
     Bars: a layer's search <= 100 us at 1K and <= 5 ms at 50K maps; 50K maps of 32 x 8 <= 200 MB; a publish <= 20 us.
     """
     shapes = model_shapes()
-    settings = {
-        "repeats": options.repeats, "iterations": ITERATIONS, "layer_s": LAYER_S,
-        "distance": DISTANCE, "embedding_width": EMBEDDING_WIDTH,
-    }  # fmt: skip
+    settings = options.settings(
+        iterations=ITERATIONS, layer_s=LAYER_S, distance=DISTANCE, embedding_width=EMBEDDING_WIDTH
+    )
     report = Report("matcher", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
     with contextlib.ExitStack() as stack:
         # another process: its numerical library has one thread, which cannot be set in this one any more

@@ -80,10 +80,10 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
     torch.set_num_threads(1)
     library = options.ggml or Ggml.find()
     other = None if library is None else Ggml(library)
-    settings = {
-        "threads": 1, "group": group, "instruction_set": threads.instruction_set, "repeats": options.repeats,
-        "cold_bytes": COLD_BYTES, "time": "of the thread", "ggml": None if library is None else library.name,
-    }  # fmt: skip
+    settings = options.settings(
+        threads=1, instruction_set=threads.instruction_set, cold_bytes=COLD_BYTES, time="of the thread",
+        ggml=None if library is None else library.name,
+    )  # fmt: skip
     report = Report("kernel", "real", settings=settings)
     for hidden, neurons in SHAPES:
         shape = _Shape(hidden, neurons, threads, group)
@@ -443,10 +443,7 @@ def substitute(options: Substitute, progress: Progress | None) -> Report:
     import torch
 
     torch.set_num_threads(1)
-    settings = {
-        "threads": 1, "ranks": _RANKS, "resident": _RESIDENT, "rho": _RHO, "repeats": options.repeats,
-        "time": "of the thread",
-    }  # fmt: skip
+    settings = options.settings(threads=1, ranks=_RANKS, resident=_RESIDENT, rho=_RHO, time="of the thread")
     report = Report("substitute", "real", settings=settings)
     for tokens, top_k, experts in SUBSTITUTE_SHAPES:
         results = interleaved(_substitute_cases(tokens, top_k, experts), options.repeats, 2, progress)

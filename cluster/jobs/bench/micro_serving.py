@@ -63,10 +63,7 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
     link = {"gbps": None, "latency_us": 0.0}
     config = run_config(options.model, options.config, policy="all-resident", budget="1.0", link=link)
     prompts = heldout_prompts(config.model_dir, max(BATCHES), prompt_tokens)
-    settings = {
-        "config": options.config, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "threads": 1,
-        "repeats": options.repeats,
-    }  # fmt: skip
+    settings = options.settings(prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1)
 
     def case(name: str, submit: Submit, batch: int, same: _SameTokens) -> Case:
         def run() -> Measures:
@@ -144,11 +141,9 @@ def prefetch(options: Prefetch, progress: Progress | None) -> Report:
         for name in POLICIES
     }
     prompts = heldout_prompts(configs[POLICIES[0]].model_dir, PREFETCH_PROMPTS, prompt_tokens)
-    settings = {
-        "config": options.config, "budget": options.budget, "link_gbps": options.link_gbps, "latency_us": LATENCY_US,
-        "prompts": PREFETCH_PROMPTS, "threads": 1, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens,
-        "repeats": options.repeats,
-    }  # fmt: skip
+    settings = options.settings(
+        latency_us=LATENCY_US, prompts=PREFETCH_PROMPTS, threads=1, prompt_tokens=prompt_tokens, max_tokens=max_tokens
+    )
     same = _SameTokens(POLICIES[0])
 
     def case(name: str, worker: Any) -> Case:
@@ -245,13 +240,10 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         count = (rounds(options, batch) + 1) * batch
         prompts = heldout_prompts(configs[VARIANTS[0]].model_dir, count, prompt_tokens, at_least=batch)
         groups[batch] = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
-    settings = {
-        "config": options.config, "policy": options.policy, "budget": _share(options), "link_gbps": options.link_gbps,
-        "latency_us": LATENCY_US, "ownership": options.ownership,
-        "rounds": {str(b): rounds(options, b) for b in batches}, "prompts": options.prompts,
-        "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "repeats": options.repeats, "threads": 1,
-        "cores": usable_cores(),
-    }  # fmt: skip
+    settings = options.settings(
+        budget=_share(options), latency_us=LATENCY_US, rounds={str(b): rounds(options, b) for b in batches},
+        prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1, cores=usable_cores(),
+    )  # fmt: skip
 
     def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: _SameTokens) -> Case:
         done = 0

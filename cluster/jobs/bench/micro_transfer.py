@@ -109,10 +109,8 @@ def transfer(options: Transfer, progress: Progress | None) -> Report:
     Raises:
         RuntimeFailure: the bytes that came are not those of the file, or Ray did not start.
     """
-    settings = {
-        "repeats": options.repeats,
-        "models": {m.name: {"expert_bytes": m.shape.nbytes(2), "batch": m.batch} for m in MODELS},
-    }
+    models = {m.name: {"expert_bytes": m.shape.nbytes(2), "batch": m.batch} for m in MODELS}
+    settings = options.settings(models=models)
     report = Report("transfer", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
     largest = max(model.batch * model.shape.nbytes(2) for model in MODELS)
     with contextlib.ExitStack() as stack:

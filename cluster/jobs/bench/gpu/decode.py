@@ -38,7 +38,7 @@ from ....worker_process import Role, WorkerProcess
 from .job import Context, Record
 from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
 from .near_data import NearData, random_tables
-from .routing import Locality, Replay, RoutingTrace, draw, fit, lru_hit_rates, record_locality
+from .routing import Locality, Replay, RoutingTrace, Stickiness, draw, fit, lru_hit_rates, record_locality
 from .transfers import Peaks, record_peaks, spread_of
 
 PRESETS = (
@@ -189,11 +189,12 @@ class Bench:
             engine.follow_maps()
             yield engine
 
-    def free_memory(self) -> None:
-        """Give back the device memory of what was dropped."""
-        gc.collect()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
+
+def free_memory(context: Context) -> None:
+    """Give back the device memory of what was dropped."""
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run(context: Context, record: Record, name: str) -> None:
@@ -203,10 +204,8 @@ def run(context: Context, record: Record, name: str) -> None:
     begin_s = time.monotonic()
     layers = moe_layers(shape, context)
     few = {"documents": 2, "tokens": 48} if context.toy else {}
-    locality, recorded_layers = record_locality(context.device, **few)
-    sticky = fit(locality, recorded_layers)
     tokens = PROMPT + WARM + (REPEATS + 1) * TOKENS
-    trace = draw(locality, sticky.share, sticky.decay, tokens, layers, shape.experts, shape.top_k, seed=7)
+    locality, sticky, trace = _trace(context, shape, tokens, layers, 7, **few)
     record.row(
         "trace", shape=shape.name, **asdict(locality), fitted=asdict(sticky), tokens=tokens,
         hit_rates_here=lru_hit_rates(trace.ids, shape.experts),
@@ -227,9 +226,19 @@ def run(context: Context, record: Record, name: str) -> None:
             threads = 1 if context.toy else max(1, usable_cores() - 3)
             with closing(NearData(shape.expert, layers, threads)) as near_data:
                 _cases(bench, near_data, fastest, peaks)
-        bench.free_memory()
+        free_memory(bench.context)
         _offload(bench, fastest)
         bench.replay.close()
+
+
+def _trace(
+    context: Context, shape: RealShape, trace_tokens: int, layers: int, seed: int, **recorded: int
+) -> tuple[Locality, Stickiness, RoutingTrace]:
+    """A trace for this shape, after the default model's routing; what that is like and how it was fitted."""
+    locality, recorded_layers = record_locality(context.device, **recorded)
+    sticky = fit(locality, recorded_layers)
+    trace = draw(locality, sticky.share, sticky.decay, trace_tokens, layers, shape.experts, shape.top_k, seed)
+    return locality, sticky, trace
 
 
 def _references(bench: Bench) -> str:
@@ -281,7 +290,7 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
                 record.check(f"{case}: ran", 0, ">=", 1, always=True)
                 continue
             finally:
-                bench.free_memory()
+                free_memory(bench.context)
                 took_s.append(time.monotonic() - begin_s)
             if load_policy(preset).lossless and speed > best.get(budget, (0.0, ""))[0]:
                 best[budget] = speed, preset
@@ -426,18 +435,14 @@ def host(context: Context, record: Record) -> None:
             record.note(f"{shape.name}: no time was left")
             continue
         _host_shape(context, record, shape, min(HOST_LAYERS[name], shape.layers - shape.dense_layers), cases)
-        gc.collect()
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(context)
 
 
 def _host_shape(
     context: Context, record: Record, shape: RealShape, layers: int, cases: tuple[tuple[str, float, CompileMode], ...]
 ) -> None:
-    locality, recorded_layers = record_locality(context.device, documents=2, tokens=48)
-    sticky = fit(locality, recorded_layers)
-    tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
-    trace = draw(locality, sticky.share, sticky.decay, tokens, layers, shape.experts, shape.top_k, seed=11)
+    trace_tokens = HOST_PROMPT + HOST_WARM + HOST_TOKENS + 2 * HOST_PROFILED
+    locality, _, trace = _trace(context, shape, trace_tokens, layers, 11, documents=2, tokens=48)
     with closing(HostExperts()) as experts:
         bench = Bench.of(context, record, shape, experts, layers, locality, trace)
         for number, (preset, budget, mode) in enumerate(cases):
@@ -456,7 +461,7 @@ def _host_shape(
                 if mode == "off":
                     raise
                 record.note(f"{shape.name}, {preset}, compile {mode} failed: {type(error).__name__}: {error}"[:500])
-            bench.free_memory()
+            free_memory(bench.context)
 
 
 def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, table: bool) -> None:

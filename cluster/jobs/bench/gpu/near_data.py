@@ -1,13 +1,11 @@
 """Near data: part `ndp` (kernels against memory bandwidth), and a real NDP worker for the decode parts.
 
-The worker is a process of its own (`worker_process`). Packed bytes are random, since no time depends on them. A few
-layers' replicas serve all layers in turn: enough memory that weights come from there and not from a cache, and little
-enough to be made in seconds.
+Packed bytes of the worker are random, since no time depends on them. A few layers' replicas serve all layers in turn:
+enough memory that weights come from there and not from a cache, and little enough to be made in seconds.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +17,7 @@ from .....actors.settings import NdpSettings
 from .....actors.store.format import ExpertShape
 from .....actors.store.replicas import ReplicaTables
 from .....kernels.pack import PackedShape
-from .....proto.peers import LocalDirectory, PeerLink, ndp_name
+from .....proto.peers import Directory, PeerLink, ndp_name
 from ....config import load_hardware
 from ....host import usable_cores
 from ....worker_process import Role, WorkerProcess
@@ -32,7 +30,6 @@ REPEATS = 3
 SHAPES = ((2048, 1408), (4096, 14336))  # Qwen1.5-MoE-A2.7B (and DeepSeek-V2-Lite), Mixtral-8x7B
 TOY_SHAPES, TOY_BYTES = ((64, 96),), 1 << 20
 DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers in turn
-_WORKER = "cluster.jobs.bench.gpu.near_data:RandomNdpWorker"
 
 
 def run(context: Context, record: Record) -> None:
@@ -61,18 +58,15 @@ class RandomNdpWorker(NdpWorker):
     """`NdpWorker` on random replicas of a model without a store.
 
     Args:
-        settings: as of `NdpWorker`. shape: of the experts. layers: of the model.
-        distinct: layers that have replicas of their own; the others share theirs in turn.
+        settings, directory: as of `NdpWorker`. shape: of the experts. layers: of the model.
     """
 
-    def __init__(
-        self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: LocalDirectory, distinct: int
-    ) -> None:
-        self._random = shape, layers, distinct
+    def __init__(self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: Directory) -> None:
+        self._random = shape, layers
         super().__init__(settings, "", directory)
 
     def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
-        shape, layers, distinct = self._random
+        shape, layers = self._random
         group = self._settings.group_size
         block = np.random.default_rng(0).integers(0, 256, 1 << 22, np.uint8)
         self._full = [None] * layers  # type: ignore[list-item]  # nobody is sent to full precision
@@ -80,7 +74,7 @@ class RandomNdpWorker(NdpWorker):
         self._packed_shapes = {bits: PackedShape(shape.hidden, shape.intermediate, bits, group) for bits in WIDTHS}
         self._replicas = {}
         for bits, packed in self._packed_shapes.items():
-            made = [self._layer(packed, shape.num_experts, block) for _ in range(min(distinct, layers))]
+            made = [self._layer(packed, shape.num_experts, block) for _ in range(min(DISTINCT_LAYERS, layers))]
             self._replicas[bits] = [made[layer % len(made)] for layer in range(layers)]
 
     @staticmethod
@@ -105,7 +99,7 @@ def random_tables(layers: int, experts: int) -> ReplicaTables:
 
 
 class NearData:
-    """One NDP worker for all engines of a shape, begun by the first that asks: its replicas take seconds to make.
+    """One NDP worker for all engines of a shape, in a process that the first engine starts: it takes seconds to start.
 
     Args:
         shape: of the experts. layers: of the model. threads: of its kernels.
@@ -113,9 +107,11 @@ class NearData:
 
     def __init__(self, shape: ExpertShape, layers: int, threads: int) -> None:
         self.settings = NdpSettings(threads=threads, hardware=asdict(load_hardware("cpu-ndp")))
-        self._shape, self._layers = shape, layers
-        self._stack = ExitStack()
-        self._link: PeerLink | None = None
+        arguments = {"settings": self.settings, "shape": shape, "layers": layers}
+        self._process = WorkerProcess(
+            Role(ndp_name(0), "NDP worker", "cluster.jobs.bench.gpu.near_data:RandomNdpWorker", arguments, store=None)
+        )
+        self._started = False
 
     def link(self) -> PeerLink:
         """The way to it.
@@ -123,15 +119,12 @@ class NearData:
         Raises:
             RuntimeFailure: it did not start.
         """
-        if self._link is None:
-            arguments = {
-                "settings": self.settings, "shape": self._shape, "layers": self._layers, "distinct": DISTINCT_LAYERS,
-            }  # fmt: skip
-            role = Role(ndp_name(0), "NDP worker", _WORKER, arguments, store=None)
-            self._link = self._stack.enter_context(WorkerProcess(role)).link
-        return self._link
+        if not self._started:
+            self._process.restart()
+            self._started = True
+        return self._process.link
 
     def close(self) -> None:
-        """End it; whoever asks again gets another one."""
-        self._link = None
-        self._stack.close()
+        """End it; the next `link` starts another one."""
+        self._process.close()
+        self._started = False
