@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from . import micro
 from .experiment import Experiment, Option, field_at, load_experiment, options_of, read_experiment
-from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
+from .finish import Check, Config, Json, JsonCommand, Model, as_command, check_folder, finish, say_overridden
 from .metrics import Report
 
 if TYPE_CHECKING:
@@ -70,18 +70,10 @@ def experiment_command(source: str) -> Callable[..., None]:
         experiment = load_experiment(source, {n: v for n, v in changed.items() if v is not None})
         _run(experiment, model, config, out, as_json, check, address)
 
-    run.__name__, run.__doc__ = Path(source).stem, raw.summary
     common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "as_json": (Json, False),
               "check": (Check, False), "address": (_Address, None)}  # fmt: skip
-    parameters = [_parameter(n.replace("-", "_"), *_option(n, option, raw)) for n, option in options.items()]
-    parameters += [_parameter(name, *option) for name, option in common.items()]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # where typer looks
-    run.__annotations__ = {}
-    return run
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    own = {name.replace("-", "_"): _option(name, option, raw) for name, option in options.items()}
+    return as_command(run, Path(source).stem, raw.summary, own | common)
 
 
 def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any]:

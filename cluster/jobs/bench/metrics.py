@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from ...host import cpu, versions
 
 Measures = dict[str, float]
 _LOG_WIDTH = 160
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -138,6 +140,15 @@ def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
     """A table in Markdown, line by line."""
     shown = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *body)]
     return [shown[0], "|" + "---|" * len(head), *shown[1:]]
+
+
+def fill_tables(page: str, lines_of: Callable[[str], Sequence[str]]) -> str:
+    """A page with its blocks `<!-- table: NAME -->` to `<!-- end -->` filled with the lines of each name."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}\n" + "\n".join(lines_of(match["name"])) + f"\n\n{match[3]}"
+
+    return _BLOCK.sub(fill, page)
 
 
 def rounded(value: Any) -> Any:

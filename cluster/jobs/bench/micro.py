@@ -6,7 +6,6 @@ options of `tiermoe bench NAME`, its docstring is the help. A new case is both, 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -146,7 +145,7 @@ def measure(options: Options, progress: Progress | None = None) -> Report:
 
 def command(name: str) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
-    from .finish import Check, Json, Out, finish, say_overridden  # typer: a GPU machine has none
+    from .finish import Check, Json, Out, as_command, finish, say_overridden  # typer: a GPU machine has none
 
     case = CASES[name]
 
@@ -156,18 +155,9 @@ def command(name: str) -> Callable[..., None]:
             say_overridden(given["config"], case.own_keys)
         finish(lambda progress: measure(options, progress), as_json, check, out)
 
-    ends = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
-    run.__name__, run.__doc__ = name, case.__doc__
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # where typer looks
-        [_parameter(name, *_option(field)) for name, field in case.model_fields.items()]
-        + [_parameter(name, *option) for name, option in ends.items()]
-    )
-    run.__annotations__ = {}
-    return run
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    options = {field: _option(info) for field, info in case.model_fields.items()}
+    common = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
+    return as_command(run, name, case.__doc__, options | common)
 
 
 def _option(field: FieldInfo) -> tuple[Any, Any]:

@@ -15,10 +15,9 @@ from typing import Any
 
 from ....errors import ConfigError
 from .experiment import Column, Experiment, Table
-from .metrics import Spread, markdown, paired
+from .metrics import Spread, fill_tables, markdown, paired
 
 _CONSTANT = ("experts", "slots", "expert_bytes_peak")  # of a cell
-_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SCALE = re.compile(r"(?P<op>\*|/|1/)(?P<factor>[0-9.e-]*) ")
 
 
@@ -36,11 +35,7 @@ def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | Non
         blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
         images = [f"![{name}]({name})\n" for name in experiment.plots]
         before = "\n".join([f"# {experiment.title}\n", *blocks, *images])
-
-    def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n" + "\n".join(table_of(experiment, match["name"], record)) + f"\n\n{match[3]}"
-
-    return _BLOCK.sub(fill, before)
+    return fill_tables(before, lambda name: table_of(experiment, name, record))
 
 
 def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> list[str]:

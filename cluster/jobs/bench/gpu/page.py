@@ -6,15 +6,13 @@ The page is hand-written Markdown. Between `<!-- table: NAME -->` and `<!-- end 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..metrics import markdown as table
+from ..metrics import fill_tables, markdown
 
 PAGE = "docs/results/gpu.md"
-_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERDICT = {True: "holds", False: "**missed**"}
 _LOG_LINES = 12
 _CELL = 300  # characters
@@ -40,11 +38,7 @@ def write(out: Path, root: Path, document: Mapping[str, Any] | None) -> None:
 
 def render(text: str, document: Mapping[str, Any] | None) -> str:
     """The page with its blocks filled."""
-
-    def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n" + "\n".join(_block(match["name"], document)) + f"\n\n{match[3]}"
-
-    return _BLOCK.sub(fill, text)
+    return fill_tables(text, lambda name: _block(name, document))
 
 
 def _block(name: str, document: Mapping[str, Any] | None) -> list[str]:
@@ -52,16 +46,16 @@ def _block(name: str, document: Mapping[str, Any] | None) -> list[str]:
         return ["Not run yet."]
     parts = document["parts"]
     if name == "run":
-        return table(("run", ""), [(key, _cell(document[key])) for key in ("device_name", "sizes", "versions")])
+        return markdown(("run", ""), [(key, _cell(document[key])) for key in ("device_name", "sizes", "versions")])
     if name == "parts":
         outcomes = ((part, f["outcome"], f"{f['seconds']:.0f}", f.get("when", "")) for part, f in parts.items())
-        return table(("part", "outcome", "seconds", "when"), outcomes)
+        return markdown(("part", "outcome", "seconds", "when"), outcomes)
     if name == "limits":
         limits = (
             (kind[:-1], bar["name"], _cell(bar["value"]), f"{bar['op']} {bar['limit']:g}", _VERDICT[bar["ok"]])
             for kind in ("checks", "goals") for found in parts.values() for bar in found.get(kind, ())
         )  # fmt: skip
-        return table(("", "limit", "value", "", ""), limits)
+        return markdown(("", "limit", "value", "", ""), limits)
     return _part(parts[name]) if name in parts else ["Not run yet."]
 
 
@@ -81,8 +75,8 @@ def _rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "kind"]
     keys = [key for key in _SHOWN.get(kind, keys) if key in keys]
     if len(rows) == 1:
-        return table((kind, ""), [(key, _cell(rows[0][key])) for key in keys])
-    return table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
+        return markdown((kind, ""), [(key, _cell(rows[0][key])) for key in keys])
+    return markdown(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
 
 
 def _cell(value: Any) -> str:
