@@ -7,11 +7,10 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import psutil
-import typer
 from rich.console import Console
 
 from ...errors import CheckpointError
@@ -20,7 +19,7 @@ from ..host import cpu, versions
 from ..prompt import read_header
 from ..report.tables import facts, size
 from ..topology.inputs import ROUTED
-from .options import AsJson
+from .options import AsJson, Model
 
 _COPY_BYTES = 128 << 20  # larger than the caches
 _REPEATS = 5
@@ -133,7 +132,7 @@ def examine(model_dir: Path) -> dict[str, Any]:
 
 
 def doctor_command(
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder to size; default: the project's model.")] = None,
+    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and say what would fit."""

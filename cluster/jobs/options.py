@@ -35,12 +35,6 @@ RUNTIME = (
     "model", "policy", "budget", "device", "dtype", "threads", "link.gbps", "link.latency_us", "ndp.threads",
     "ndp.hardware", "ndp.pace", "cluster.shards", "cluster.ndp_workers", "store",
 )  # fmt: skip
-Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
-Attach = Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` started: use it.")]
-DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; all else on stderr.")]
-
-
 def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
     """A typer option whose help is the description of a field.
 
@@ -48,6 +42,20 @@ def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
         more: as for `typer.Option`.
     """
     return typer.Option(help=_help(model.model_fields[key].description or ""), **more)
+
+
+def _help(description: str) -> str:
+    return f"{description[:1].upper()}{description[1:]}."
+
+
+Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
+Attach = Annotated[str | None, typer.Option(help="HOST:PORT of a runtime that `tiermoe up` started: use it.")]
+DeploymentId = Annotated[str | None, typer.Option(help="Id of the runtime there, if it has several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; all else on stderr.")]
+Model = Annotated[str | None, option_of(RunConfig, "model")]
+Policy = Annotated[str, option_of(RunConfig, "policy")]
+Budget = Annotated[str | None, option_of(RunConfig, "budget")]
+Threads = Annotated[int, option_of(RunConfig, "threads")]
 
 
 def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -214,7 +222,3 @@ def _parameter(name: str, key: str) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
-
-
-def _help(description: str) -> str:
-    return f"{description[:1].upper()}{description[1:]}."

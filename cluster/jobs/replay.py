@@ -23,6 +23,7 @@ from ..simulate.executor import Machine, context_of, engine_of, eviction_of, fir
 from ..simulate.hit_rates import result, serve
 from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
 from ..simulate.trace import Trace, TraceHeader
+from .options import AsJson, Policy
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
@@ -35,7 +36,7 @@ _SHOWN = (
 
 def replay_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder, as `tiermoe record` makes it.", metavar="TRACE")],
-    policy: Annotated[str, typer.Option(help="Name in configs/policies, or a YAML file.")] = "on-demand",
+    policy: Policy = "on-demand",
     prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_PREFETCH}.")] = None,
     distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
@@ -48,7 +49,7 @@ def replay_command(
     at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
     learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
     as_recall: Annotated[bool, typer.Option("--recall", help="Only: how well sources predict, by distance.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""
     if at_once < 1:

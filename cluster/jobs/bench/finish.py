@@ -15,11 +15,13 @@ from rich.progress import Progress
 from typer.core import TyperCommand
 
 from ....errors import ConfigError
+from ...config import RunConfig
 from ...report.files import check_writable, write_json
 from ...report.tables import progress_on
+from ..options import option_of
 from .metrics import Report, print_report
 
-Model = Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")]
+Model = Annotated[str | None, option_of(RunConfig, "model")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]

@@ -15,6 +15,7 @@ from rich.table import Table
 from ...config import check_model_dir, engine_settings
 from ...host import cpu, versions
 from ..bench.serving import run_config, start_worker
+from ..options import AsJson, Budget, Model, Policy, Threads
 from .quality import MEASURES, EvaluationOptions, Quality
 
 _DEFAULT = EvaluationOptions()
@@ -22,9 +23,9 @@ _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
 
 
 def eval_command(
-    policy: Annotated[str, typer.Option(help="Name in configs/policies, or a YAML file.")],
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB. (0.25)")] = None,
+    policy: Policy,
+    model: Model = None,
+    budget: Budget = None,
     documents: Annotated[int | None, typer.Option(help="Held-out documents to use at most. (all)")] = None,
     windows: Annotated[int, typer.Option(help="Windows of each document at most.")] = _DEFAULT.windows,
     items: Annotated[int, typer.Option(help="Choices of each document at most.")] = _DEFAULT.items,
@@ -35,8 +36,8 @@ def eval_command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.seed,
     resamples: Annotated[int, typer.Option(help="Of the bootstrap.")] = _DEFAULT.resamples,
-    threads: Annotated[int, typer.Option(help="Threads of the worker.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    threads: Threads = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Perplexity, agreement with lossless and multiple choice on held-out text, with 95% intervals."""
     options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)

@@ -16,10 +16,11 @@ from ...config import default_model_dir
 from ...host import cpu, versions
 from ...report.tables import progress_on
 from ..evaluate.quality import EvaluationOptions
+from ..options import AsJson, Model
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
+    model: Model = None,
     store: Annotated[Path | None, typer.Option(help="Its store, with a profile made from text.")] = None,
     rates: Annotated[str, typer.Option(help="Shares of each layer's experts at hand.")] = "0.75,0.5,0.375",
     draws: Annotated[int, typer.Option(help="Draws of the experts at hand.")] = 3,
@@ -27,7 +28,7 @@ def main(
     prefix: Annotated[int, typer.Option(help="Tokens before those that are scored.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 128,
     rule: Annotated[list[str] | None, typer.Option(help="Only this rule; may be given several times. (all)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Held-out loss with a part of the experts at hand, by the rule that chooses their substitutes."""
     try:

@@ -17,6 +17,7 @@ from ...report.tables import progress_on
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import merge_traces
 from ..bench.serving import run_config
+from ..options import AsJson, Model, Threads
 
 _TEXT_KEYS = ("prompt", "text")
 _REMEDY = 'give lines of text, or JSON lines with "prompt", "text" or "token_ids"'
@@ -70,7 +71,7 @@ def record_command(
     prompts: Annotated[Path, typer.Argument(help="Text, one prompt a line, or JSON lines.", metavar="PROMPTS")],
     out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at most.")] = 64,
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the model of the project.")] = None,
+    model: Model = None,
     limit: Annotated[int | None, typer.Option(help="Prompts to take at most. (all)")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.")] = None,
     distances: Annotated[int, typer.Option(help="Layers ahead with next-gate predictions.")] = 4,
@@ -78,8 +79,8 @@ def record_command(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate past stop tokens.")] = False,
-    threads: Annotated[int, typer.Option(help="Threads of the worker.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    threads: Threads = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Write a routing trace: what the model's routers say for each prompt and what is generated after it.
 
@@ -116,7 +117,7 @@ def record_command(
 def merge_command(
     out: Annotated[Path, typer.Argument(help="Trace folder to make.", metavar="OUT")],
     traces: Annotated[list[Path], typer.Argument(help="Traces of one model.", metavar="TRACE...")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Put traces of one model behind each other, in a new trace."""
     _say(merge_traces(traces, out), out, Console(stderr=True), as_json)
