@@ -24,10 +24,9 @@ import numpy as np
 import pytest
 import traces
 import typer
-from fake_backend import FakeBackend
-from fake_backend import serving as serving_api
-from random_profile import add_random_profile
-from serving import greedy, prepared, settings
+from fake_api import FakeBackend
+from fake_api import serving as serving_api
+from serving import add_random_profile, greedy, prepared, settings
 
 from tiermoe.actors.engine.cache.virtual_link import VirtualLoader
 from tiermoe.actors.engine.layer import MoeLayer

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
+from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.artifacts import PROFILE_NAME, ProfileManifest, ProfileSource, encode_arrays
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
 
 def policy(prefetch: str = "none", preload: str = "none", **kwargs: Any) -> PolicySettings:
@@ -122,3 +129,59 @@ def reference_greedy(
         )  # fmt: skip
         out.append(tokens[0, len(prompt) :].tolist())
     return out
+
+
+@dataclass
+class Group:
+    """The GPUs of one replica; `shards` are those besides the lead."""
+
+    settings: EngineSettings
+    store: str
+    board: LocalDirectory = field(default_factory=LocalDirectory)
+    shards: list[ShardWorker] = field(default_factory=list)
+    lead: GpuWorker = field(init=False)
+
+    def start_shard(self, index: int) -> ShardWorker:
+        """A shard, in place of one that may have been closed."""
+        return ShardWorker(self.settings, index, self.store, self.board)
+
+
+@contextmanager
+def serving_group(store: ExpertStore, config: EngineSettings, ndp: Sequence[Any] = ()) -> Iterator[Group]:
+    """All shards of `config.shards` and a started lead.
+
+    Args:
+        ndp: links to NDP workers.
+    """
+    view = store.describe()
+    group = Group(config, view.path)
+    with ExitStack() as stack:
+        for i in range(1, config.shards.count):
+            group.shards.append(stack.enter_context(closing(group.start_shard(i))))
+        links = [PeerLink(group.board, name=shard_name(i)) for i in range(1, config.shards.count)]
+        group.lead = stack.enter_context(closing(GpuWorker(config, view, ndp, links)))
+        group.lead.start()
+        yield group
+
+
+def add_random_profile(folder: Path, top_k: int, *, outputs: bool = False) -> None:
+    """Put it into the store's folder; with random products of outputs where a ranking needs them."""
+    manifest = read_manifest(folder)
+    layers, experts = len(manifest.layers), manifest.experts.num_experts
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 100, (layers, experts, experts)).astype(np.float64)
+    counts = (counts + counts.transpose(0, 2, 1)) * ~np.eye(experts, dtype=bool)
+    entropies = np.ones((layers, len(TEMPERATURES), BINS))
+    norms = rng.uniform(1.0, 2.0, counts.shape)
+    products = Outputs(norms * rng.uniform(0.0, 1.0, counts.shape), norms) if outputs else None
+    data, record = encode_arrays(ExpertProfile(counts.sum(axis=2), counts, counts, entropies, products))
+    source = ProfileSource(
+        kind="text" if outputs else "trace", sha256="0" * 64, tokens=100, output_tokens=100 if outputs else 0,
+        warmup_steps=0, warmup_weight=0.0,
+    )  # fmt: skip
+    (folder / record.file).write_bytes(data)
+    profile = ProfileManifest(
+        profile_version=1, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=top_k,
+        source=source, arrays=record,
+    )  # fmt: skip
+    (folder / PROFILE_NAME).write_bytes(profile.encode())

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from tiermoe.actors.store.replicas import REPLICAS_NAME
 
 HIDDEN = 32
 VOCAB = 128
@@ -301,3 +304,32 @@ def _unsettle(model: torch.nn.Module) -> None:
                 continue
             if bool((tensor == tensor.flatten()[0]).all()):
                 tensor.add_(0.1 * torch.randn_like(tensor))
+
+
+VOCAB_SIZE = 260  # three special tokens, 256 bytes, one more
+
+
+def save_byte_tokenizer(directory: Path) -> Tokenizer:
+    """Write tokenizer.json; ids 0-2 are padding, begin and end, then come the bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: i for i, name in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+torch.set_num_threads(1)
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(60))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    names = [p for p in folder.iterdir() if p.name.startswith(("replicas-b", "losses", REPLICAS_NAME))]
+    return {path.name: path.read_bytes() for path in names}
+
+
+def beside(store: Path) -> list[str]:
+    return [path.name for path in store.parent.iterdir()]

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import ray_runtime
-from ray_runtime import until
+import ray_nodes
+from ray_nodes import until
 from serving import default_model_greedy
 
 from tiermoe.cluster.attach import ActorRecord, actor_records
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the de
 
 @pytest.fixture(scope="module")
 def prompt() -> tuple[int, ...]:
-    return ray_runtime.prompt()
+    return ray_nodes.prompt()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def undisturbed(prompt: tuple[int, ...]) -> list[int]:
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Deployment]:
     cluster = {"shards": 2, "ndp_workers": 2}
-    with ray_runtime.deployed(policy="context-ndp-full", budget="0.25", cluster=cluster) as deployment:
+    with ray_nodes.deployed(policy="context-ndp-full", budget="0.25", cluster=cluster) as deployment:
         yield deployment
 
 
@@ -47,7 +47,7 @@ def _records(runtime: Deployment) -> dict[str, ActorRecord]:
 
 
 def _generate(runtime: Deployment, prompt: tuple[int, ...], kill: int | None = None) -> list[int]:
-    return ray_runtime.generate(runtime, prompt, _TOKENS, kill)
+    return ray_nodes.generate(runtime, prompt, _TOKENS, kill)
 
 
 def test_what_runs_is_what_was_planned(runtime: Deployment) -> None:

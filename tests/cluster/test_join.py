@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from fakes import FAKE_FACTS
-from ray_runtime import BIN, environment, head
+from ray_nodes import BIN, head
+from ray_nodes import joining_environment as environment
 
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment

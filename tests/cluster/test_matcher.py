@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import ray_runtime
-from ray_runtime import until
+import ray_nodes
+from ray_nodes import until
 
 from tiermoe.cluster.deploy import Deployment
 
@@ -15,12 +15,12 @@ _TOKENS = 80
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Deployment]:
-    with ray_runtime.deployed(policy="fmoe", cluster={"shards": 2}, matcher={"snapshot_s": 0.05}) as deployment:
+    with ray_nodes.deployed(policy="fmoe", cluster={"shards": 2}, matcher={"snapshot_s": 0.05}) as deployment:
         yield deployment
 
 
 def _generate(runtime: Deployment, kill: int | None = None) -> list[int]:
-    return ray_runtime.generate(runtime, ray_runtime.prompt(), _TOKENS, kill)
+    return ray_nodes.generate(runtime, ray_nodes.prompt(), _TOKENS, kill)
 
 
 def test_commands_reach_both_gpus(runtime: Deployment) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_layer import run_layer
+from cache_rigs import run_layer
 
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from substitution_cases import OPTIONS, assert_same, case, on_tensors, taus
+from kernel_cases import OPTIONS, assert_same, case, on_tensors, taus
 
 from tiermoe.actors.policies.buddymoe import substitution
 from tiermoe.kernels.substitute import BuddyTensors, ReplacedTensors, substitute, substitute_tensors

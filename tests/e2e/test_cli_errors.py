@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import save_byte_tokenizer
+from tiny_models import save_byte_tokenizer
 
 from tiermoe.cluster.cli import main
 

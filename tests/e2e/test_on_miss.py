@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from random_profile import add_random_profile
-from serving import default_model_greedy, greedy, prepared, serving, settings
-from sharded import serving_group
+from serving import add_random_profile, default_model_greedy, greedy, prepared, serving, serving_group, settings
 
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker

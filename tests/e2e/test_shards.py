@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving import greedy, settings, struck_greedy
-from sharded import serving_group
+from serving import greedy, serving_group, settings, struck_greedy
 
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.files import ExpertStore

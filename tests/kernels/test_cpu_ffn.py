@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import Forbidden, gate_for, groups_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import Forbidden, gate_for, groups_of, pool_of
 
 from tiermoe.kernels import _cpu
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Group, Operands, TorchKernel

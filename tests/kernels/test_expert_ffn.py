@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_cases import Forbidden, assert_near, exact, groups_of, pool_of, rows_for
+from kernel_cases import Forbidden, assert_near, exact, groups_of, pool_of, rows_for
 
 from tiermoe.kernels.expert_ffn import DECODE_ROWS, ROW_CLASSES, SHORT_ROWS, Operands, row_class
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, groups_of, pool_of, rows_for
+from kernel_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, groups_of, pool_of, rows_for
 
 from tiermoe.kernels.expert_ffn import (
     CPU_MAX_ROWS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from expert_cases import assert_near, exact, gate_for, groups_of, pool_of, rows_for
+from kernel_cases import assert_near, exact, gate_for, groups_of, pool_of, rows_for
 from numpy.typing import NDArray
 
 from tiermoe.kernels import expert_ffn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_cases import experts_of, matrix
+from kernel_cases import experts_of, matrix
 
 from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, unpack_expert
 

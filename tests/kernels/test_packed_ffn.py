@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 
+import kernel_cases as reference
 import numpy as np
-import packed_cases as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import experts_of, stacked
 from numpy.typing import NDArray
-from packed_cases import experts_of, stacked
 
 from tiermoe.kernels import _cpu
 from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError

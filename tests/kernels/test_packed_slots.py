@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import kernel_cases as reference
 import numpy as np
-import packed_cases as reference
 import pytest
 import torch
-from packed_cases import Expert, experts_of, stacked
+from kernel_cases import Expert, experts_of, stacked
 
 from tiermoe.kernels.pack import BITS, PackedShape, PackError
 from tiermoe.kernels.packed_ffn import ACTIVATIONS

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from substitution_cases import OPTIONS, Arguments, assert_same, case, on_tensors, taus
+from kernel_cases import OPTIONS, Arguments, assert_same, case, on_tensors, taus
 
 from tiermoe.actors.policies.buddymoe import substitution
 from tiermoe.actors.policies.buddymoe.substitution import SubstitutionOptions, reach, replaceable

@@ -5,7 +5,7 @@
     {"id": 3, "do": "stats"}                                   -> {"id": 3, "error": {"type": ..., "text": ...}}
 
 Every command has a thread, so that one answers while another waits. At the end of its standard input it ends the
-deployment and itself. `remote_runtime` is the other side.
+deployment and itself. `ray_nodes` is the other side.
 """
 
 from __future__ import annotations

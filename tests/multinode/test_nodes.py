@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from machines import IsolatedMachine, Loopback, Switch, why_not_isolated
-from ray_nodes import Node, RayNodes
-from remote_runtime import RemoteError, RemoteRuntime, peers
+from ray_nodes import Node, RayNodes, RemoteError, RemoteRuntime, peers
 from serving import default_model_greedy, prepared
 
 from tiermoe.cluster.config import default_model_dir

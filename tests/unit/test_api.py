@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_calls import WAIT_S, ask, chat, complete, error, events, post
-from fake_backend import EOS, FakeBackend, serving
+from fake_api import EOS, WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from tiermoe.cluster.api.schema import finite

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_backend import EOS, byte_tokenizer, score
+from fake_api import EOS, byte_tokenizer, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, RayTaskError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cache_rig import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
+from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
 
 from tiermoe.actors.engine.cache.device import Copied
 from tiermoe.actors.policies.plan import Load, LoadOnMiss

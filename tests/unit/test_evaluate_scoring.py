@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from serving import prepared, serving, settings
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score, score_continuations_with, score_with

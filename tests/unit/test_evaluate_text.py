@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import save_byte_tokenizer
+from tiny_models import save_byte_tokenizer
 from tokenizers import Tokenizer, processors
 
 from tiermoe.cluster.config import default_model_dir

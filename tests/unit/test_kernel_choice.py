@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import assert_near, exact, gate_for, groups_of, rows_for
+from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from fake_ndp import FakeLink
+from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import prepared

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_ndp import FakeLink
-from serving import greedy, prepared, reference_greedy, settings, struck_greedy
-from sharded import Group, serving_group
+from fake_engine import FakeLink
+from serving import Group, greedy, prepared, reference_greedy, serving_group, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners

@@ -18,8 +18,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from rich.console import Console
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from channel_peer import DROP, FaultInjector
-from fake_compute import FakeCompute
+from fake_gpu import FakeCompute
 from serving import greedy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_ndp import FakeLink
+from fake_engine import FakeLink
 from serving import greedy, prepared, reference_greedy, serving, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import traces
+from cache_rigs import run_layer
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from run_layer import run_layer
 from serving import policy
 
 from tiermoe.actors.engine.cache.cache import ExpertCache

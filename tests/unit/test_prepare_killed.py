@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas

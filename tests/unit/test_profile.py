@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 from traces import header, write
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizer import save_byte_tokenizer
+from tiny_models import save_byte_tokenizer
 from tokenizers import Tokenizer
 
 from tiermoe.actors.settings import KvSettings

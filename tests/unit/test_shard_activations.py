@@ -8,9 +8,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from fake_compute import FakeCompute
-from serving import greedy, prepared, settings
-from sharded import serving_group
+from fake_gpu import FakeCompute
+from serving import greedy, prepared, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.cache.device import PlainActivations

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_profile import add_random_profile
-from serving import greedy, prepared, settings
-from sharded import Group, serving_group
+from serving import Group, add_random_profile, greedy, prepared, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from serving import greedy, policy, prepared, reference_greedy, settings
-from sharded import Group, serving_group
+from serving import Group, greedy, policy, prepared, reference_greedy, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.cache.link_queue import LinkQueue

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_prefetching import (
+from fake_engine import (
     EXPERTS,
     HIDDEN,
     LAYERS,

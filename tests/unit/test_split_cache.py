@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import traces
+from cache_rigs import run_layer
 from moe_stack import engine_for, make_case
-from run_layer import run_layer
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice

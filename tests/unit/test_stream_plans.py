@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from run_layer import run_layer
-from stream_rig import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, Rig
+from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, Rig, run_layer
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, RATE, Rig
 from fake_gpu import Hazard
-from stream_rig import CARRIED, EXPERTS, KEYS, LAYERS, RATE, Rig
 
 from tiermoe.actors.engine.cache.loader import DEMAND
 from tiermoe.actors.engine.stats import LayerStats

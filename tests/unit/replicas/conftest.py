@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from replica_sets import TEXT
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica_sets import contents
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, contents, save_tiny_checkpoint
 
 from tiermoe.actors.store.replicas import REPLICAS_NAME, ReplicaManifest, describe_replicas, open_replicas, replica_name
 from tiermoe.cluster.jobs.prepare import prepare

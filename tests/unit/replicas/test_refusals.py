@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import typer
-from replica_sets import beside, contents
 from rich.console import Console
-from tiny_models import save_tiny_checkpoint
-from tiny_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from tiny_models import VOCAB_SIZE, beside, contents, save_byte_tokenizer, save_tiny_checkpoint
 from typer.testing import CliRunner
 
 from tiermoe.actors.store.replicas import describe_replicas

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replica_sets import TEXT, contents
 from rich.console import Console
+from tiny_models import TEXT, contents
 
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.dense import fetch_dense

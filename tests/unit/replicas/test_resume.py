@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica_sets import TEXT, beside, contents
+from tiny_models import TEXT, beside, contents
 
 from tiermoe.actors.store.replicas import REPLICA_STAMP_NAME, describe_replicas, read_tables, replica_name
 from tiermoe.cluster.jobs.prepare import ensure_replicas, writer

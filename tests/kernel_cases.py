@@ -1,0 +1,264 @@
+"""Random cases of the kernels and their exact results: experts in slots, packed experts, buddy substitution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from tiermoe.actors.policies.buddymoe.substitution import (
+    Buddies,
+    Substituted,
+    SubstitutionOptions,
+    reach,
+    replaceable,
+    token_entropy,
+)
+from tiermoe.kernels.expert_ffn import Group, Operands
+from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert, tiles
+from tiermoe.kernels.substitute import BuddyTensors, ReplacedArrays, ReplacedTensors
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+# of the largest value of a result, where sums are in float32 and results rounded
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class Forbidden:
+    """In place of a kernel that must not be called."""
+
+    def run(self, *args: object) -> None:
+        raise AssertionError("the reference was called")
+
+    combine = run
+
+
+def gate_for(activation: str):
+    """Maps interleaved pre-activations [n, 2I] to activations [n, I]."""
+
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        pairs = x.view(x.shape[0], -1, 2)
+        return ACTIVATIONS[activation](pairs[..., 0]) * pairs[..., 1]
+
+    return gate
+
+
+def pool_of(
+    slots: int, neurons: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Operands:  # fmt: skip
+    """A pool of random experts, whose results are of about the size of their inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(slots, neurons, 2, width, generator=generator) * (1.5 / width**0.5)
+    down = torch.randn(slots, neurons, width, generator=generator) * (1.5 / neurons**0.5)
+    return Operands(gate_up.to(device, dtype), down.to(device, dtype), None, None)
+
+
+def groups_of(sizes: list[int], slots: list[int], neurons: int) -> list[Group]:
+    """Whole experts, their rows one after another."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        (start, start + size, slot * neurons, neurons, False)
+        for start, size, slot in zip(starts, sizes, slots, strict=True)
+    ]
+
+
+def rows_for(
+    sizes: list[int], top_k: int, width: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [T, H] and shuffled pairs [T * top_k] for experts of these many rows; some pairs may be over."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = -(-sum(sizes) // top_k)
+    hidden = torch.randn(tokens, width, generator=generator)
+    return hidden.to(device, dtype), torch.randperm(tokens * top_k, generator=generator).to(device)
+
+
+def exact(
+    pool: Operands, activation: str, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int
+) -> torch.Tensor:
+    """The result in float64 [T * top_k, H] on the CPU; NaN where no group writes."""
+    gate_up, down = (t.flatten(0, 1).double().cpu() for t in (pool.gate_up, pool.down))
+    hidden, pairs = hidden.double().cpu(), pairs.cpu()
+    y = torch.full((len(pairs), hidden.shape[1]), float("nan"), dtype=torch.float64)
+    for start, stop, first, neurons, add in groups:
+        rows = pairs[start:stop]
+        up = hidden[rows // top_k] @ gate_up[first : first + neurons].flatten(0, 1).t()
+        out = gate_for(activation)(up) @ down[first : first + neurons]
+        y[rows] = y[rows] + out if add else out
+    return y
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within what rounding explains of the exact result, and NaN where that is."""
+    limit = TOLERANCE[found.dtype] * float(expected.nan_to_num().abs().max())
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=limit, equal_nan=True)
+
+
+Expert = tuple[Quantized, Quantized, Quantized]
+Array = NDArray[np.float64]
+TINY = 1e-30  # a group whose values are all below counts as zero (kTiny in neuron_body.hpp)
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+FLOAT64_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": lambda v: v / (1.0 + np.exp(-np.clip(v, -700.0, 700.0))),
+    "gelu": lambda v: 0.5 * v * (1.0 + _erf(v / math.sqrt(2.0))),
+    "gelu_tanh": lambda v: 0.5 * v * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3))),
+    "relu": lambda v: np.maximum(v, 0.0),
+}
+SLOPES = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13, "relu": 1.0}  # upper bounds of |derivative|
+
+
+def expert_ffn(gate: Array, up: Array, down: Array, x: Array, activation: str) -> Array:
+    """y = down(act(gate x) * up x): gate, up [I, H], down [H, I], x [T, H] -> [T, H]."""
+    hidden: Array = FLOAT64_ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)
+    return hidden @ down.T
+
+
+def fake_quantized(x: Array, group: int) -> Array:
+    """x as the kernels see it: int8 per group of the last axis, the largest absolute value of the group 127."""
+    out = np.zeros_like(x)
+    for start in range(0, x.shape[-1], group):
+        part = x[..., start : start + group].astype(np.float32)
+        largest = np.abs(part).max(axis=-1, keepdims=True)
+        safe = np.where(largest < TINY, np.float32(1), largest)
+        codes = np.rint(part * (np.float32(127) / safe))
+        out[..., start : start + group] = np.where(largest < TINY, 0.0, codes * (safe.astype(np.float64) / 127.0))
+    return out
+
+
+def packed_expert_ffn(gate: Quantized, up: Quantized, down: Quantized, x: Array, activation: str) -> Array:
+    """`expert_ffn` on the dequantized weights with quantized activations: what the kernels compute but for rounding."""
+    g, u, d = (m.dequantized().astype(np.float64) for m in (gate, up, down))
+    seen = fake_quantized(x, gate.group)
+    hidden: Array = FLOAT64_ACTIVATIONS[activation](seen @ g.T) * (seen @ u.T)
+    return fake_quantized(hidden, down.group) @ d.T
+
+
+def activation_bound(
+    gate: Quantized, up: Quantized, down: Quantized, x: Array, activation: str
+) -> Array:
+    """Upper bound of |kernel - expert_ffn on dequantized weights| per output, float64 [T, H], from eight-bit steps.
+
+    A group's inputs are off by at most half a step s = max|x| / 127 each, so a dot product by at most s/2 * sum|w|
+    over the group. With e_g and e_u the bounds of gate and up, the neuron's product is off by at most
+    e_h = L e_g (|u| + e_u) + |act(g)| e_u (L bounds the activation's slope), it is itself rounded with the step of the
+    computed products, and down carries both on: sum |w| (e_h + step / 2). A percent is left for rounding in float32.
+    """
+    g, u, d = (m.dequantized().astype(np.float64) for m in (gate, up, down))
+    e_x = _half_steps(x, gate.group)
+    gates, ups = x @ g.T, x @ u.T
+    e_g, e_u = e_x @ np.abs(g).T, e_x @ np.abs(u).T
+    acted = FLOAT64_ACTIVATIONS[activation](gates)
+    e_h = SLOPES[activation] * e_g * (np.abs(ups) + e_u) + np.abs(acted) * e_u
+    products = np.abs(acted * ups) + e_h
+    bound: Array = (e_h + _half_steps(products, down.group)) @ np.abs(d).T
+    slack = 1e-4 * (products @ np.abs(d).T) + 1e-6
+    return 1.01 * bound + slack
+
+
+def _half_steps(x: Array, group: int) -> Array:
+    """Half of the quantization step of each value's group, in the shape of x."""
+    out = np.zeros_like(x)
+    for start in range(0, x.shape[-1], group):
+        part = np.abs(x[..., start : start + group])
+        out[..., start : start + group] = part.max(axis=-1, keepdims=True) / 254.0
+    return out
+
+
+def matrix(outputs: int, inputs: int, bits: int, group: int, rng: np.random.Generator) -> Quantized:
+    """Weights in about +-1 / sqrt(inputs)."""
+    shape, unit = (outputs, tiles(inputs, group)), inputs**-0.5
+    step = 2.0 * unit / ((1 << bits) - 1)
+    return Quantized(
+        rng.integers(0, 1 << bits, (outputs, inputs), dtype=np.uint8),
+        (step * rng.uniform(0.5, 1.5, shape)).astype(np.float16),
+        (-unit * rng.uniform(0.8, 1.2, shape)).astype(np.float16),
+        bits,
+        group,
+    )
+
+
+def experts_of(count: int, shape: PackedShape, rng: np.random.Generator) -> list[Expert]:
+    h, i, b, g = shape.hidden, shape.intermediate, shape.bits, shape.group
+    return [(matrix(i, h, b, g, rng), matrix(i, h, b, g, rng), matrix(h, i, b, g, rng)) for _ in range(count)]
+
+
+def stacked(experts: list[Expert]) -> dict[str, NDArray[Any]]:
+    packed = [pack_expert(*e) for e in experts]
+    return {name: np.stack([p[name] for p in packed]) for name in packed[0]}
+
+
+Arguments = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Buddies]
+
+
+def buddies_of(rng: np.random.Generator, experts: int, ranks: int, steps: int = 0) -> Buddies:
+    """Random lists of random lengths; with `steps`, similarities are multiples of 1/steps, so that many are equal."""
+    ids = np.tile(np.arange(experts, dtype=np.int32)[:, None], (1, ranks))
+    similarity = np.zeros((experts, ranks), np.float32)
+    for expert in range(experts):
+        others = np.delete(np.arange(experts), expert)
+        length = int(rng.integers(0, min(ranks, len(others)) + 1))
+        ids[expert, :length] = rng.permutation(others)[:length]
+        values = np.sort(rng.random(length))[::-1]
+        if steps:
+            values = np.ceil(values * steps) / steps
+        similarity[expert, :length] = values
+    return Buddies(ids, similarity)
+
+
+def case(rng: np.random.Generator, tokens: int, top_k: int, experts: int, ranks: int, steps: int = 0) -> Arguments:
+    """Routing of random logits (some weights 0), half of the experts resident, half of those on another GPU."""
+    logits = rng.standard_normal((tokens, experts), dtype=np.float32) * np.float32(2)
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    ids = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k].astype(np.int64)
+    weights = np.take_along_axis(probabilities, ids, axis=1)
+    weights[rng.random((tokens, top_k)) < 0.02] = 0
+    resident = rng.random(experts) < 0.5
+    allowed = replaceable(ids, resident, None)
+    near = reach(resident, 0.25, rng.integers(0, 2, experts))
+    return ids, weights, probabilities.astype(np.float32), allowed, near, buddies_of(rng, experts, ranks, steps)
+
+
+OPTIONS = {
+    "plain": SubstitutionOptions(),
+    "rho 3": SubstitutionOptions(rho=3),
+    "rho 0": SubstitutionOptions(rho=0),
+    "search 2": SubstitutionOptions(search=2),
+    "score": SubstitutionOptions(eta=0.7, reuse=0.5, rho=4),
+    "reuse": SubstitutionOptions(reuse=0.9),
+    "drop": SubstitutionOptions(fallback="drop", search=1),
+    "drop renormalised": SubstitutionOptions(fallback="drop", search=1, renormalise=True),
+    "buddy": SubstitutionOptions(weights="buddy"),
+    "buddy renormalised": SubstitutionOptions(weights="buddy", renormalise=True, fallback="drop", eta=0.1, search=3),
+    "gates": SubstitutionOptions(gamma=0.3, rho=2),
+    "tempered": SubstitutionOptions(gamma=0.4, temperature=1.2, weights="buddy", renormalise=True),
+    "cold": SubstitutionOptions(temperature=0.8, fallback="drop"),
+}
+
+
+def assert_same(found: ReplacedArrays | ReplacedTensors, expected: Substituted) -> None:
+    np.testing.assert_array_equal(np.asarray(found.ids), expected.ids)
+    np.testing.assert_array_equal(np.asarray(found.weights).view(np.int32), expected.weights.view(np.int32))
+    assert (found.substituted, found.dropped) == (expected.substituted, expected.dropped)
+
+
+def on_tensors(arguments: Arguments) -> tuple:
+    *arrays, buddies = arguments
+    return (*(torch.from_numpy(a) for a in arrays), BuddyTensors.of(buddies))
+
+
+def taus(name: str, arguments: Arguments) -> list[float | None]:
+    """No gate, and for some options a threshold at the very entropy of one of the tokens."""
+    options = OPTIONS[name]
+    entropies = np.sort(token_entropy(arguments[1], options.temperature))
+    return [None, float(entropies[len(entropies) // 3])] if options.gamma or options.temperature != 1 else [None]
