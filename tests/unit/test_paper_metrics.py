@@ -14,7 +14,7 @@ import pytest
 import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.cluster.jobs.bench import trace_metrics
 from tiermoe.cluster.jobs.bench.cells import Journal, counters
 from tiermoe.cluster.jobs.bench.engine_metrics import (
@@ -375,6 +375,18 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
         take_earlier(study(), tmp_path / "none.json", sections)
     with pytest.raises(ConfigError, match="from an earlier run"):
         take_earlier(study(), None, sections)
+
+
+def test_the_rows_of_docs_can_be_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = configs_dir().parent / "docs" / "results" / "activeevict.json"
+    monkeypatch.setattr(trace_metrics, "cpu", lambda: json.loads(file.read_text())["hardware"])
+    study = _study("activeevict", tmp_path, parts="emulated")
+    work, grid = study.experiment.workload, study.experiment.grid
+    study.settings = {
+        "model": "tiny-moe", "workload": work.model_dump(mode="json"), "grid": grid.model_dump(mode="json"),
+    }  # fmt: skip
+    take_earlier(study, file, ["table", "capacity", "alpha"])
+    assert len(study.rows) == 2 * (2 * 2 * 10 + 5 * 5 + 8)
 
 
 # -- BuddyMoE ----------------------------------------------------------------------------------------------------------

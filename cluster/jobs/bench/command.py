@@ -110,7 +110,7 @@ def _run(
     discard: list[Callable[[], None]] = []
 
     def measure(progress: Progress) -> Report:
-        with _cells(address, config, progress) as cells:
+        with _cells(address, progress) as cells:
             report, journal = run_experiment(experiment, model, config, result, progress, cells, earlier=result)
         if folder is not None:
             from .table import write_folder
@@ -124,13 +124,12 @@ def _run(
 
 
 @contextmanager
-def _cells(address: str | None, config: str | None, progress: Progress) -> Iterator[Cells | None]:
+def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
     """On the nodes of a Ray cluster where one is named, or this process is a Ray job; None: in this process."""
-    from ...config import load_run_config
     from .cells import measure_cell
     from .nodes import in_a_ray_job, joined, over_nodes
 
-    address = address or load_run_config(config).ray.address or ("auto" if in_a_ray_job() else None)
+    address = address or ("auto" if in_a_ray_job() else None)
     if address is None:
         yield None
         return
@@ -138,8 +137,8 @@ def _cells(address: str | None, config: str | None, progress: Progress) -> Itera
 
         def run(cells: list[Cell]) -> Iterator[tuple[int, Measured]]:
             task = progress.add_task("cells on the cluster's nodes", total=len(cells))
-            cpus = float(cells[0].base.worker_threads)
-            for number, found, node in over_nodes(measure_cell, cells, cpus):
+            base = cells[0].base
+            for number, found, node in over_nodes(measure_cell, cells, base.worker_threads, base.device != "cpu"):
                 found.node = node
                 progress.advance(task)
                 yield number, found

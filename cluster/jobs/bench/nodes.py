@@ -42,12 +42,14 @@ def joined(address: str) -> Iterator[None]:
             leave()
 
 
-def over_nodes(run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0) -> Iterator[tuple[int, T, str]]:
+def over_nodes(
+    run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0, gpu: bool = False
+) -> Iterator[tuple[int, T, str]]:
     """Call `run` on each thing on the nodes of the Ray that this process has joined.
 
     Args:
         run: a function of a module that every node can import; its argument and result are pickled by Ray.
-        cpus: that each call takes of its node.
+        cpus: that each call takes of its node. gpu: it also takes one GPU of a node that has any, which Ray hides else.
 
     Yields:
         The index of the thing, the result, and the node's address, as they come.
@@ -57,25 +59,25 @@ def over_nodes(run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0
             there has been no node for a minute.
     """
     import ray
-    from ray.exceptions import NodeDiedError, RaySystemError, RayTaskError, TaskUnschedulableError, WorkerCrashedError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    lost_errors = (NodeDiedError, WorkerCrashedError, TaskUnschedulableError, RaySystemError)
     remote = ray.remote(num_cpus=cpus, max_retries=0)(run)
     waiting, running = list(range(len(things))), dict[Any, tuple[int, str, str]]()
     losses: dict[int, int] = {}
     seen_s = time.monotonic()
     try:
         while waiting or running:
-            nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if _usable(n, cpus)}
+            nodes = {n["NodeID"]: n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0.0) >= cpus}
             seen_s = time.monotonic() if nodes or running else seen_s
             if time.monotonic() - seen_s > _NOBODY_S:
                 raise RuntimeFailure(f"no node with {cpus:g} CPUs", "start one with `ray start --address ...`")
             for node in set(nodes) - {at for _, at, _ in running.values()}:
                 if waiting:
-                    number = waiting.pop(0)
-                    pinned = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                    running[pinned.remote(things[number])] = (number, node, nodes[node])
+                    number, pinned = waiting.pop(0), NodeAffinitySchedulingStrategy(node, soft=False)
+                    gpus = min(1.0, nodes[node]["Resources"].get("GPU", 0.0)) if gpu else 0.0
+                    call = remote.options(scheduling_strategy=pinned, num_gpus=gpus)
+                    running[call.remote(things[number])] = (number, node, nodes[node]["NodeManagerAddress"])
             done, _ = ray.wait(list(running), timeout=1.0) if running else ([], [])
             if not running:
                 time.sleep(0.2)
@@ -85,7 +87,7 @@ def over_nodes(run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0
                     found = ray.get(reference)
                 except RayTaskError as error:
                     raise error.cause if isinstance(error.cause, Exception) else error from None
-                except lost_errors as error:
+                except RayError as error:  # not of the call itself: the node, its process, or the result is lost
                     losses[number] = losses.get(number, 0) + 1
                     if losses[number] >= _LOSSES:
                         what = f"a cell was lost {_LOSSES} times, the last time with {address}"
@@ -97,6 +99,3 @@ def over_nodes(run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0
         for reference in running:
             ray.cancel(reference, force=True)
 
-
-def _usable(node: dict[str, Any], cpus: float) -> bool:
-    return bool(node["Alive"]) and node["Resources"].get("CPU", 0.0) >= cpus

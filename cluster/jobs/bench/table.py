@@ -107,10 +107,10 @@ def small(record: dict[str, Any]) -> dict[str, Any]:
     """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
     rows = []
     for row in record["rows"]:
-        kept = {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
+        brief = {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
         if "spread" in row:
-            kept["values"] = {n: s["values"] for n, s in row["spread"].items() if n not in _CONSTANT}
-        rows.append(kept)
+            brief["values"] = {n: s["values"] for n, s in row["spread"].items() if n not in _CONSTANT}
+        rows.append(brief)
     return record | {"rows": rows}
 
 

@@ -164,19 +164,19 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
         then = record["settings"] | {"hardware": record["hardware"]["model"]}
         if record["name"] != name or {row["section"] for row in rows} != set(sections):
             raise ValueError(f"it lacks rows of {', '.join(sections)}")
-        kept = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
-        Machine(**kept["machine"])
+        before = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
+        Machine(**before["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"'{file}' holds no result of `tiermoe bench {name}`: {error}", remedy) from error
     now = rounded(study.settings) | {"hardware": cpu()["model"]}
-    changed = [key for key in ("model", "hardware") if kept[key] != now[key]]
+    changed = [key for key in ("model", "hardware") if before[key] != now[key]]
     for part in ("workload", "grid"):
-        changed += [k for k, v in now[part].items() if kept[part].get(k) != v and k not in ("repeats", "prompts")]
+        changed += [k for k, v in now[part].items() if before[part].get(k) != v and k not in ("repeats", "prompts")]
     if changed:
         raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", remedy)
     study.rows += rows
-    before = then.get("earlier", {"versions": record["versions"]})  # unless that run had it from another
-    study.settings |= {"machine": kept["machine"], "shape": kept["shape"], "earlier": before}
+    origin = then.get("earlier", {"versions": record["versions"]})  # unless that run had it from another
+    study.settings |= {"machine": before["machine"], "shape": before["shape"], "earlier": origin}
 
 
 # -- ActiveEvict: transfers, blocking I/O (tables 2 and 3) -------------------------------------------------------------
