@@ -1,7 +1,8 @@
-"""From checkpoint to store: every expert and every dense tensor equals what transformers loads."""
+"""From checkpoint to store: every expert and dense tensor equals what transformers loads, and what is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,18 +15,20 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import typer
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
+from tiermoe.cluster.jobs.prepare.command import prepare_command
 from tiermoe.cluster.jobs.prepare.plan import ExpertsModule
-from tiermoe.errors import ConfigError, StoreError
+from tiermoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)
 
@@ -33,6 +36,25 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def edit_config(checkpoint: Path, **changes: object) -> Path:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return checkpoint
+
+
+def edit_tensors(checkpoint: Path, **changes: torch.Tensor | None) -> Path:
+    """Replace, add, or (None) drop tensors; `__` stands for a dot."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in changes.items():
+        key = name.replace("__", ".")
+        if tensor is None:
+            del tensors[key]
+        else:
+            tensors[key] = tensor
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return checkpoint
 
 
 def expected_layer(module: Any) -> dict[str, torch.Tensor]:
@@ -91,18 +113,15 @@ def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("plan",):
-        monkeypatch.setattr(f"tiermoe.cluster.jobs.prepare.{module}.BLOCK_BYTES", 300)
+    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.plan.BLOCK_BYTES", 300)
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_tied_weights_that_the_checkpoint_holds_twice(tmp_path: Path, same: bool) -> None:
     checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
-    tensors = load_file(checkpoint / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embedding.clone() if same else embedding + 1
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(checkpoint, lm_head__weight=embedding.clone() if same else embedding + 1)
     store = prepare(checkpoint, tmp_path / "store", progress=False)
     assert len(read_manifest(store).dense.tied) == (1 if same else 0)
     assert_same_as_transformers(checkpoint, store)
@@ -110,17 +129,14 @@ def test_tied_weights_that_the_checkpoint_holds_twice(tmp_path: Path, same: bool
 
 def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(checkpoint, lm_head__weight=embedding, model__embed_tokens__weight=None)
     assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
 
 
 def test_unknown_dense_tensors_are_tolerated(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(checkpoint, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
     assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
 
 
@@ -154,19 +170,21 @@ def test_a_store_behind_a_link_is_made_anew_in_its_place(qwen: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "store"]
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def interrupted(checkpoint: Path, out: Path) -> None:
+    """A preparation that is interrupted before the dense file, the last one."""
+
     def stop(*_args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, step, stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "_write_dense", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(checkpoint, out, progress=False)
 
 
 def test_an_interrupted_preparation_resumes(qwen: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "store", tmp_path / "store.partial"
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, "_write_dense")
-        with pytest.raises(KeyboardInterrupt):
-            prepare(qwen, out, progress=False)
+    interrupted(qwen, out)
     assert not out.exists()
     with pytest.raises(StoreError):
         ExpertStore(partial)
@@ -210,10 +228,7 @@ def test_a_killed_preparation_resumes(qwen: Path, tmp_path: Path) -> None:
 
 def test_leftovers_of_another_checkpoint_are_not_used(qwen: Path, tmp_path: Path) -> None:
     other = save_tiny_checkpoint("qwen3_moe", tmp_path / "other", seed=1)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, "_write_dense")
-        with pytest.raises(KeyboardInterrupt):
-            prepare(other, tmp_path / "store", progress=False)
+    interrupted(other, tmp_path / "store")
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
 
@@ -312,10 +327,6 @@ def test_finding_a_store_needs_no_torch(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
-    import typer
-
-    from tiermoe.cluster.jobs.prepare.command import prepare_command
-
     app = typer.Typer()
     app.command()(prepare_command)
     result = CliRunner().invoke(app, [str(qwen), "--cache-dir", str(tmp_path)])
@@ -326,11 +337,82 @@ def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
 
 def test_out_and_cache_dir_exclude_each_other(qwen: Path, tmp_path: Path) -> None:
     """Guards an option that did nothing: --cache-dir was ignored where OUT was given."""
-    from tiermoe.cluster.jobs.prepare.command import prepare_command
-
     with pytest.raises(ConfigError, match="OUT and --cache-dir are both given"):
         prepare_command(qwen, tmp_path / "out", cache_dir=tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+# -- checkpoints that cannot be served: the message says which tensor or setting is to blame --------------------------
+
+EXPERT = "model__layers__1__mlp__experts__3__up_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({EXPERT: None}, "not numbered|do not fit|is \\["),
+        ({EXPERT: torch.zeros(24, 31)}, "do not fit"),
+        ({EXPERT: torch.full((24, 32), torch.nan)}, "NaN or infinity"),
+        ({EXPERT: torch.full((24, 32), torch.inf)}, "NaN or infinity"),
+        ({EXPERT: torch.zeros(24, 32, dtype=torch.int32)}, "not floating point"),
+        ({EXPERT: None, EXPERT.replace("__3__", "__8__"): torch.zeros(24, 32)}, "not numbered"),
+        ({EXPERT.replace("__3__", "__8__"): torch.zeros(24, 32)}, "up_proj|do not fit|is \\["),
+        ({"model__layers__1__mlp__experts__3__scale": torch.zeros(2)}, "the model lacks"),
+        ({"model__norm__weight": None}, "lacks model.norm.weight"),
+        ({"model__norm__weight": torch.zeros(31)}, r"model.norm.weight is \[31\], not \[32\]"),
+        ({"model__norm__weight": torch.full((32,), -torch.inf)}, "NaN or infinity"),
+        ({"norm__weight": torch.zeros(32)}, "both make parameter"),
+    ],
+)
+def test_bad_tensors_are_refused(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
+    checkpoint = edit_tensors(save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        prepare(checkpoint, tmp_path / "store", progress=False)
+    assert not (tmp_path / "store").exists()
+
+
+def test_numbers_beyond_the_type_that_they_are_cast_to_are_refused(tmp_path: Path) -> None:
+    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
+    edit_tensors(checkpoint, **{EXPERT: torch.full((24, 32), 1e6)})
+    edit_config(checkpoint, dtype="float16")
+    with pytest.raises(CheckpointError, match="NaN or infinity"):
+        prepare(checkpoint, tmp_path / "store", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+        ({"model_type": "no-such-model"}, "not usable"),
+        ({"model_type": "vit"}, "cannot build|not usable|no routed experts"),
+        ({"num_hidden_layers": 10**6}, "layers"),
+        ({"num_local_experts": 7}, "not"),
+        ({"moe_intermediate_size": "many"}, "not usable|cannot build"),
+        ({"hidden_size": 64}, "not"),
+    ],
+)
+def test_bad_configurations_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    checkpoint = edit_config(save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        prepare(checkpoint, tmp_path / "store", progress=False)
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    config = Qwen3Config(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(UnsupportedModelError, match="has no routed experts"):
+        prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
+
+
+def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a folder"):
+        prepare(tmp_path / "absent", tmp_path / "store", progress=False)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no weights"):
+        prepare(tmp_path, tmp_path / "store", progress=False)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"only pytorch_model.bin.*save_pretrained"):
+        prepare(tmp_path, tmp_path / "store", progress=False)
 
 
 _MEASURE = """
