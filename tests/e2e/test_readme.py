@@ -47,9 +47,13 @@ def test_make_run_does_what_the_readme_says() -> None:
     assert done.stdout.splitlines()[-1].strip().startswith(".venv/bin/tiermoe run ")
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", _README))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (_ROOT / link).exists()
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")))
+    assert {link for link in links if not (page.parent / link).exists()} == set()
 
 
 def test_the_folder_table_is_complete() -> None:
@@ -66,4 +70,5 @@ def test_the_option_table_names_every_option_of_run() -> None:
     )  # fmt: skip
     options = set(re.findall(r"(--[a-z-]+)", done.stdout)) - {"--help"}
     assert options
-    assert {option for option in options if f"`{option}" not in _README and f" {option}" not in _README} == set()
+    table = (_ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert {option for option in options if f"`{option}" not in table and f" {option}" not in table} == set()
