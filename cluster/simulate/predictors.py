@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from ...actors.policies.baselines import Predictor, TrainingOptions, train_predictor
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
-from ...actors.store.artifacts import PredictorsOf, encode_predictors, read_predictors
+from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
 from .executor import layer_seen, spans_of
 from .trace import Iteration, Request, TraceHeader
-from .trace_writer import replace_file
 
 
 def train_predictors(
@@ -59,25 +58,17 @@ def train_predictors(
     return found
 
 
-def save_predictors(path: Path, header: TraceHeader, stride: int, predictors: list[Predictor]) -> None:
-    """Write them; `header` says of which model they are.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    replace_file(path, encode_predictors(predictors, _of(header, stride)))
-
-
 def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predictor]:
     """Read them, refusing those of another model or stride.
 
     Raises:
         TraceError: the file is missing, malformed, not finite, or of another model or stride.
     """
-    return read_predictors(path, _of(header, stride))
+    return read_predictors(path, predictors_for(header, stride))
 
 
-def _of(header: TraceHeader, stride: int) -> PredictorsOf:
+def predictors_for(header: TraceHeader, stride: int) -> PredictorsOf:
+    """What predictors that are trained on a trace are for."""
     return PredictorsOf(header.fingerprint, header.layers, header.experts, stride)
 
 

@@ -18,11 +18,12 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Reservation
+from tiermoe.actors.store.artifacts import encode_predictors
 from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.simulate.executor import Machine, SimulatedEngine, layer_seen, load_machine, spans_of
 from tiermoe.cluster.simulate.hit_rates import result, serve
-from tiermoe.cluster.simulate.predictors import load_predictors, recall, save_predictors, split, train_predictors
+from tiermoe.cluster.simulate.predictors import load_predictors, predictors_for, recall, split, train_predictors
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.errors import BudgetError, ConfigError, TraceError
@@ -200,7 +201,7 @@ def test_predictors_file(trace: Trace, tmp_path: Path) -> None:
     file = tmp_path / "predictors.safetensors"
     made = train_predictors(trace.header, trace.requests(), 1)
     assert len(made) == 2
-    save_predictors(file, trace.header, 1, made)
+    file.write_bytes(encode_predictors(made, predictors_for(trace.header, 1)))
     for read, wanted in zip(load_predictors(file, trace.header, 1), made, strict=True):
         assert (read.w1 == wanted.w1).all()
         assert (read.scale == wanted.scale).all()

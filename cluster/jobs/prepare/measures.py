@@ -35,12 +35,19 @@ from ....actors.engine.cache.sources import host_weights
 from ....actors.engine.model.model import MoeBlock, RouterProbe
 from ....actors.policies.baselines import PreGate
 from ....actors.policies.prefetch import picks
-from ....actors.store.artifacts import GATES_NAME, SENSITIVITY_NAME, encode_gates, encode_sensitivity, predictors_file
+from ....actors.store.artifacts import (
+    GATES_NAME,
+    SENSITIVITY_NAME,
+    encode_gates,
+    encode_predictors,
+    encode_sensitivity,
+    predictors_file,
+)
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import model_fingerprint, read_manifest
 from ....errors import ConfigError, StoreError, TraceError
 from ...report.tables import progress_on
-from ...simulate.predictors import save_predictors, train_predictors
+from ...simulate.predictors import predictors_for, train_predictors
 from ...simulate.trace import Trace
 from .calibration import Windows, read_windows
 from .capture import Watcher, capture, load_model, open_inputs, watching
@@ -201,7 +208,7 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
 
     Raises:
         TraceError: the trace is corrupt, of another model, or no layer is that far ahead.
-        StoreError: the store is not one. ConfigError: the file cannot be written.
+        StoreError: the store is not one, or the disk is full.
     """
     found = Trace(trace)
     header = found.header
@@ -211,7 +218,7 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
         task = progress.add_task("training predictors", total=max(0, header.layers - stride))
         learned = islice(found.requests(), requests)
         trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
-    save_predictors(store / predictors_file(stride), header, stride, trained)
+    write_file(store / predictors_file(stride), encode_predictors(trained, predictors_for(header, stride)))
     return store / predictors_file(stride)
 
 
