@@ -1,4 +1,7 @@
-"""Requests that share a worker: batched or one after another, cancelled, failing, refused, short of KV cache."""
+"""Events of a request: their order, how they end, and which requests are refused.
+
+Requests that share a worker: batched or one after another, cancelled, failing, refused, short of KV cache.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,213 @@ from tiny_models import VOCAB, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
+from tiermoe.actors.engine.serving import streams as streams_module
 from tiermoe.actors.engine.serving.batching import Batcher
+from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
+from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.actors.settings import KvSettings
-from tiermoe.errors import RequestError, RuntimeFailure
+from tiermoe.errors import RequestError, RuntimeFailure, StoreError, TierMoeError, rebuilt
+
+CAPACITY, EOS, VOCABULARY = 20, 2, 100
+
+
+@pytest.fixture
+def streams() -> Streams:
+    return Streams(CAPACITY, [EOS], VOCABULARY)
+
+
+def asked(name: str = "r", prompt: tuple[int, ...] = (5, 6), **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(name, prompt, SamplingParams(**{"max_tokens": 8, **sampling}))
+
+
+def test_events_hold_what_is_new_in_order(streams: Streams) -> None:
+    stream = streams.open(asked())
+    streams.deliver(stream.name, [10])
+    streams.deliver(stream.name, [10])  # nothing new, no event
+    streams.deliver(stream.name, [10, 11, 12])
+    streams.finish(stream.name, [10, 11, 12, 13])
+    events = list(stream)
+    assert [event.token_ids for event in events] == [(10,), (11, 12), (13,)]
+    assert [event.finish for event in events] == [None, None, "length"]
+    assert {event.request_id for event in events} == {"r"}
+    assert len(streams) == 0
+
+
+def test_the_iterator_waits_for_the_next_event(streams: Streams) -> None:
+    stream, seen = streams.open(asked()), []
+    consumer = threading.Thread(target=lambda: seen.extend(stream))
+    consumer.start()
+    streams.deliver(stream.name, [10])
+    streams.finish(stream.name, [10, EOS])
+    consumer.join(30)
+    assert [event.token_ids for event in seen] == [(10,), (EOS,)]
+
+
+def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> None:
+    lost = StoreError("layers 1, 2 are nowhere; tried store/0", "bring it back")
+    ours, other = streams.open(asked("a")), streams.open(asked("b"))
+    streams.abort(ours.name, "error", "what a manager says", lost)
+    streams.abort(other.name, "error", "what a manager says", ValueError("odd"))
+    (first,), (second,) = ours, other
+    assert (first.error_type, first.error) == ("StoreError", str(lost))
+    assert (second.error_type, second.error) == (None, "what a manager says")
+    again = rebuilt(first.error_type, first.error)
+    assert (type(again), again.what, again.remedy) == (StoreError, lost.what, lost.remedy)
+    assert type(rebuilt("Unheard", "what; remedy")) is TierMoeError
+
+
+@pytest.mark.parametrize(
+    ("generated", "ignore_eos", "finish"),
+    [([10, 11], False, "length"), ([10, EOS], False, "stop"), ([10, EOS], True, "length"), ([], False, "length")],
+)
+def test_why_it_finished(streams: Streams, generated: list[int], ignore_eos: bool, finish: str) -> None:
+    stream = streams.open(asked(ignore_eos=ignore_eos))
+    streams.finish(stream.name, generated)
+    (event,) = stream
+    assert (event.token_ids, event.finish, event.error) == (tuple(generated), finish, None)
+
+
+def test_times_are_on_the_last_event_only(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 100.5, 102.5])  # open, first token, finish
+    monkeypatch.setattr(streams_module.time, "perf_counter", lambda: next(clock))
+    stream = streams.open(asked())
+    streams.deliver(stream.name, [10])
+    streams.deliver(stream.name, [10, 11])
+    streams.finish(stream.name, [10, 11, 12, 13, 14])
+    *earlier, last = stream
+    assert all(event.ttft_s is None and event.tpot_s is None for event in earlier)
+    assert (last.ttft_s, last.tpot_s) == (0.5, 2.0 / 4)
+    generation = Generation("r")
+    for event in (*earlier, last):
+        generation.add(event)
+    assert generation == Generation("r", [10, 11, 12, 13, 14], "length", None, 0.5, 0.5)
+
+
+def test_one_token_has_no_time_between_tokens(streams: Streams) -> None:
+    stream = streams.open(asked())
+    streams.finish(stream.name, [10])
+    (event,) = stream
+    assert event.ttft_s is not None
+    assert event.tpot_s is None
+
+
+def test_an_error_ends_a_stream(streams: Streams) -> None:
+    stream = streams.open(asked())
+    assert streams.abort(stream.name, "error", "out of memory") is True
+    assert list(stream) == [TokenEvent("r", (), finish="error", error="out of memory")]
+    assert streams.abort(stream.name, "error") is False
+
+
+def test_cancelling_is_idempotent(streams: Streams) -> None:
+    stream = streams.open(asked())
+    streams.deliver(stream.name, [10])
+    assert streams.abort(stream.name, "cancelled") is True
+    assert streams.abort(stream.name, "cancelled") is False
+    assert streams.abort("nobody", "cancelled") is False
+    assert list(stream) == [TokenEvent("r", (10,)), TokenEvent("r", (), finish="cancelled")]
+
+
+def test_what_comes_after_the_end_is_dropped(streams: Streams) -> None:
+    stream = streams.open(asked())
+    streams.abort(stream.name, "cancelled")
+    streams.deliver(stream.name, [10])
+    streams.finish(stream.name, [10])
+    assert [event.finish for event in stream] == ["cancelled"]
+    assert stream.events.empty()
+
+
+def test_an_id_may_be_used_again_and_gets_only_its_own_tokens(streams: Streams) -> None:
+    """Guards the reuse of an id: tokens still coming for the cancelled request reached the new one."""
+    first = streams.open(asked())
+    streams.abort(first.name, "cancelled")
+    second = streams.open(asked())
+    assert streams.find("r") is second
+    streams.deliver(first.name, [10])
+    streams.finish(first.name, [10, 11])
+    assert streams.is_open(second.name)
+    assert not streams.is_open(first.name)
+    streams.finish(second.name, [20])
+    assert [event.token_ids for event in second] == [(20,)]
+
+
+def test_names_cannot_be_forged(streams: Streams) -> None:
+    first = streams.open(asked("r"))
+    other = streams.open(asked(first.name))
+    assert other.name != first.name
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (asked(prompt=()), "the prompt is empty"),
+        (asked(prompt=(5,) * 13), "21 tokens, the KV cache holds 20"),
+        (asked(prompt=(5,), max_tokens=20), "21 tokens"),
+        (asked(max_tokens=0), "max_tokens is 0"),
+        (asked(prompt=(5, VOCABULARY)), "no token 100"),
+        (asked(prompt=(-1,)), "no token -1"),
+        (asked(temperature=-0.1), "temperature is -0.1"),
+        (asked(temperature=float("nan")), "temperature is nan"),
+        (asked(temperature=float("inf")), "temperature is inf"),
+        (asked(top_p=0.0), "top_p is 0.0"),
+        (asked(top_p=1.1), "top_p is 1.1"),
+        (asked(top_p=float("nan")), "top_p is nan"),
+        (asked(top_k=-1), "top_k is -1"),
+        (asked(seed=-1), "seed is -1"),
+        (asked(seed=1 << 64), "seed is"),
+    ],
+)
+def test_refused(streams: Streams, request_: GenerationRequest, match: str) -> None:
+    """What fails inside a batch takes the whole generation loop with it, so it must not get there."""
+    with pytest.raises(RequestError, match=match):
+        streams.open(request_)
+    assert len(streams) == 0
+    streams.open(asked())  # the id is still free
+
+
+def test_the_capacity_may_be_used_to_the_last_token(streams: Streams) -> None:
+    streams.open(asked(prompt=(5,) * 12))
+    streams.open(asked("extremes", prompt=(0, VOCABULARY - 1), seed=(1 << 64) - 1, top_p=1.0, top_k=VOCABULARY + 1))
+
+
+def test_an_open_stream_is_found_by_its_id(streams: Streams) -> None:
+    stream = streams.open(asked())
+    assert streams.find("r") is stream
+    assert streams.find("nobody") is None
+    streams.finish(stream.name, [10])
+    assert streams.find("r") is None
+
+
+def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
+    """Guards prompts beyond the model's positions: they gave text without sense, or an index error in the batch."""
+    model_is_tighter = Streams(CAPACITY, [EOS], VOCABULARY, positions=12)
+    cache_is_tighter = Streams(CAPACITY, [EOS], VOCABULARY, positions=40)
+    assert (model_is_tighter.limit_tokens, cache_is_tighter.limit_tokens) == (12, CAPACITY)
+    with pytest.raises(RequestError, match="13 tokens, the model was made for 12 positions"):
+        model_is_tighter.open(asked(prompt=(5,) * 5))
+    model_is_tighter.open(asked(prompt=(5,) * 4))
+    with pytest.raises(RequestError, match="21 tokens, the KV cache holds 20"):
+        cache_is_tighter.open(asked(prompt=(5,) * 13))
+    cache_is_tighter.open(asked(prompt=(5,) * 12))
+
+
+def test_an_id_in_use_is_refused(streams: Streams) -> None:
+    stream = streams.open(asked())
+    with pytest.raises(RequestError, match="id r is in use"):
+        streams.open(asked())
+    streams.finish(stream.name, [10])  # the first is not disturbed
+    assert [event.token_ids for event in stream] == [(10,)]
+    streams.open(asked())
+
+
+def test_close_cancels_everything_and_refuses_more(streams: Streams) -> None:
+    opened = [streams.open(asked(name)) for name in "abc"]
+    streams.close()
+    streams.close()
+    assert [[event.finish for event in stream] for stream in opened] == [["cancelled"]] * 3
+    with pytest.raises(RuntimeFailure, match="stopped"):
+        streams.open(asked())
+
 
 PROMPTS = [(5, 6, 7), tuple(range(10, 21)), tuple(range(30, 60)), (9,)]
 TOKENS = 24
@@ -60,7 +265,7 @@ def kv(batching: str, num_blocks: int = 32) -> KvSettings:
     return KvSettings(batching=batching, page_size=PAGE, num_blocks=num_blocks, max_batch_tokens=64)
 
 
-def asked(index: int, name: str | None = None, max_tokens: int = TOKENS, **sampling: Any) -> GenerationRequest:
+def numbered(index: int, name: str | None = None, max_tokens: int = TOKENS, **sampling: Any) -> GenerationRequest:
     params = SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **sampling})
     return GenerationRequest(name or f"r{index}", PROMPTS[index], params)
 
@@ -89,7 +294,7 @@ def free_kv(worker: GpuWorker) -> float:
 def test_requests_in_flight_together(workers: dict[str, GpuWorker], expected: list[list[int]], batching: str) -> None:
     worker = workers[batching]
     assert (batcher_of(worker).serial_because is None) == (batching == "continuous")
-    found = generate(worker, [asked(i) for i in range(4)])
+    found = generate(worker, [numbered(i) for i in range(4)])
     assert [g.token_ids for g in found] == [tokens[:TOKENS] for tokens in expected]
     assert all((g.finish, g.error) == ("length", None) for g in found)
     assert all(g.ttft_s is not None and g.ttft_s > 0 and g.tpot_s is not None for g in found)
@@ -102,7 +307,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(
 ) -> None:
     prompt = tuple(3 + i % 100 for i in range(150))  # max_batch_tokens is 64
     request = GenerationRequest("long", prompt, SamplingParams(4, ignore_eos=True))
-    long, short = generate(workers[batching], [request, asked(0)])
+    long, short = generate(workers[batching], [request, numbered(0)])
     assert len(long.token_ids) == 4
     assert short.token_ids == expected[0][:TOKENS]
 
@@ -115,11 +320,11 @@ def test_each_request_has_its_own_sampling(
     found = generate(
         worker,
         [
-            asked(0),
-            asked(0, "hot", temperature=3.0, seed=1),
-            asked(0, "one", temperature=3.0, top_k=1),
-            asked(0, "short", max_tokens=3),
-            asked(0, "seeded", temperature=3.0, seed=1),
+            numbered(0),
+            numbered(0, "hot", temperature=3.0, seed=1),
+            numbered(0, "one", temperature=3.0, top_k=1),
+            numbered(0, "short", max_tokens=3),
+            numbered(0, "seeded", temperature=3.0, seed=1),
         ],
     )
     greedy, hot, top_1, short, seeded = [generation.token_ids for generation in found]
@@ -138,7 +343,7 @@ def test_stop_tokens_end_a_request_unless_ignored(
     first = expected[0].index(stop)
     streams = batcher_of(worker).streams
     monkeypatch.setattr(streams, "eos", [stop])
-    stopped, ignoring = generate(worker, [asked(0, "stops", ignore_eos=False), asked(0, "ignores")])
+    stopped, ignoring = generate(worker, [numbered(0, "stops", ignore_eos=False), numbered(0, "ignores")])
     assert (stopped.token_ids, stopped.finish) == (expected[0][: first + 1], "stop")
     assert (ignoring.token_ids, ignoring.finish) == (expected[0][:TOKENS], "length")
 
@@ -148,7 +353,7 @@ def test_cancelling_one_leaves_the_others(
     workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
 ) -> None:
     worker = workers[batching]
-    streams = [worker.submit(asked(0, "gone", max_tokens=4 * TOKENS)), *(worker.submit(asked(i)) for i in (1, 2))]
+    streams = [worker.submit(numbered(0, "gone", max_tokens=4 * TOKENS)), *(worker.submit(numbered(i)) for i in (1, 2))]
     events = iter(streams[0])
     assert next(events).token_ids  # in mid-generation
     assert worker.cancel("gone") is True
@@ -161,10 +366,10 @@ def test_cancelling_one_leaves_the_others(
 
 def test_cancelling_frees_the_kv_cache(workers: dict[str, GpuWorker], expected: list[list[int]]) -> None:
     worker = workers["continuous"]
-    stream = worker.submit(asked(2, "gone", max_tokens=4 * TOKENS))
+    stream = worker.submit(numbered(2, "gone", max_tokens=4 * TOKENS))
     assert next(iter(stream)).token_ids
     worker.cancel("gone")
-    assert generate(worker, [asked(0)])[0].token_ids == expected[0][:TOKENS]  # the cancellation came before it
+    assert generate(worker, [numbered(0)])[0].token_ids == expected[0][:TOKENS]  # the cancellation came before it
     assert free_kv(worker) == 1.0
 
 
@@ -176,10 +381,10 @@ def test_an_id_may_be_used_again_at_once(
     serial batcher went on with the old request and gave its tokens to the new one."""
     worker = workers[batching]
     for _ in range(3):
-        stream = worker.submit(asked(1, "same", max_tokens=4 * TOKENS))
+        stream = worker.submit(numbered(1, "same", max_tokens=4 * TOKENS))
         assert next(iter(stream)).token_ids
         worker.cancel("same")
-        (again,) = generate(worker, [asked(0, "same")])
+        (again,) = generate(worker, [numbered(0, "same")])
         assert (again.token_ids, again.finish) == (expected[0][:TOKENS], "length")
 
 
@@ -199,7 +404,7 @@ def test_a_bad_request_does_not_harm_others(
 ) -> None:
     """Guards a denial of service: an unknown token or a negative seed killed the generation loop for good."""
     worker = workers[batching]
-    stream = worker.submit(asked(0))
+    stream = worker.submit(numbered(0))
     with pytest.raises(RequestError):
         worker.submit(bad)
     assert gathered(stream).token_ids == expected[0][:TOKENS]
@@ -209,7 +414,7 @@ def test_a_bad_request_does_not_harm_others(
 @BOTH
 def test_generate_cancels_when_its_consumer_leaves(workers: dict[str, GpuWorker], batching: str) -> None:
     worker = workers[batching]
-    events = worker.generate(asked(0, "left", max_tokens=4 * TOKENS))
+    events = worker.generate(numbered(0, "left", max_tokens=4 * TOKENS))
     assert next(events).token_ids
     events.close()
     assert worker.cancel("left") is False
@@ -221,10 +426,10 @@ def test_a_consumer_that_leaves_late_cancels_no_later_request(
 ) -> None:
     """Guards cancelling by id: a consumer that left after its request ended took the next of that id with it."""
     worker = workers[batching]
-    events = worker.generate(asked(1, "same", max_tokens=4 * TOKENS))
+    events = worker.generate(numbered(1, "same", max_tokens=4 * TOKENS))
     assert next(events).token_ids
     worker.cancel("same")
-    again = worker.submit(asked(0, "same"))
+    again = worker.submit(numbered(0, "same"))
     events.close()
     generation = gathered(again)
     assert (generation.token_ids, generation.finish) == (expected[0][:TOKENS], "length")
@@ -234,7 +439,7 @@ def test_a_consumer_that_leaves_late_cancels_no_later_request(
 def test_the_models_positions_bound_a_request(workers: dict[str, GpuWorker], batching: str) -> None:
     worker = workers[batching]
     with pytest.raises(RequestError, match="257 tokens, the model was made for 256 positions"):
-        worker.submit(asked(0, max_tokens=254))
+        worker.submit(numbered(0, max_tokens=254))
     assert batcher_of(worker).streams.limit_tokens == 256  # the KV cache holds 512
 
 
@@ -250,7 +455,7 @@ def test_the_checkpoints_generation_extras_are_not_applied(
     extras = EXTRAS | {"eos_token_id": expected[0][5], "temperature": 0.1, "suppress_tokens": [expected[0][0]]}
     (copy / "generation_config.json").write_text(json.dumps(extras))
     with serving(prepared(copy, tmp_path / "store"), settings(1.0, kv=kv(batching))) as worker:
-        stopped, whole = generate(worker, [asked(0, "stops", ignore_eos=False), asked(0, "whole")])
+        stopped, whole = generate(worker, [numbered(0, "stops", ignore_eos=False), numbered(0, "whole")])
     assert whole.token_ids == expected[0][:TOKENS]
     assert stopped.token_ids == expected[0][: expected[0].index(expected[0][5]) + 1]
 
@@ -277,7 +482,7 @@ def test_a_start_that_fails_leaves_no_thread(store: Any, step: str, monkeypatch:
 def test_close_during_generation(store: Any, batching: str) -> None:
     """Guards the reason: the ends came as `error` or, one after another, as `length` with tokens missing."""
     with serving(store, settings(1.0, kv=kv(batching))) as worker:
-        streams = [worker.submit(asked(i, max_tokens=8 * TOKENS)) for i in (0, 1)]
+        streams = [worker.submit(numbered(i, max_tokens=8 * TOKENS)) for i in (0, 1)]
         events = iter(streams[0])
         assert next(events).token_ids
         worker.close()
@@ -285,14 +490,14 @@ def test_close_during_generation(store: Any, batching: str) -> None:
         assert list(events)[-1].finish == "cancelled"
         assert gathered(streams[1]).finish == "cancelled"
         with pytest.raises(RuntimeFailure):
-            worker.submit(asked(0))
+            worker.submit(numbered(0))
 
 
 def test_one_request_may_fill_the_kv_cache(store: Any, expected: list[list[int]]) -> None:
     with serving(store, settings(1.0, kv=kv("continuous", num_blocks=4))) as worker:
         capacity = batcher_of(worker).streams.capacity_tokens
         assert capacity == 4 * PAGE
-        (full,) = generate(worker, [asked(0, max_tokens=capacity - len(PROMPTS[0]))])
+        (full,) = generate(worker, [numbered(0, max_tokens=capacity - len(PROMPTS[0]))])
         assert (full.error, full.token_ids) == (None, expected[0][: capacity - len(PROMPTS[0])])
         assert free_kv(worker) == 1.0
 
@@ -301,9 +506,9 @@ def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(store: A
     """Preempted requests are prefilled again; neither their tokens nor the draws of a seed may show it."""
     sampled = {"temperature": 1.0, "seed": 3}
     with serving(store, settings(1.0, kv=kv("continuous", num_blocks=32))) as worker:
-        alone = [generate(worker, [asked(i, max_tokens=40, **sampled)])[0].token_ids for i in (0, 1)]
+        alone = [generate(worker, [numbered(i, max_tokens=40, **sampled)])[0].token_ids for i in (0, 1)]
     with serving(store, settings(1.0, kv=kv("continuous", num_blocks=6))) as worker:
-        requests = [asked(i, max_tokens=40, **(sampled if i < 2 else {})) for i in range(4)]
+        requests = [numbered(i, max_tokens=40, **(sampled if i < 2 else {})) for i in range(4)]
         found = generate(worker, requests)
         assert [g.error for g in found] == [None] * 4
         assert [g.token_ids for g in found[2:]] == [tokens[:40] for tokens in expected[2:]]
@@ -322,13 +527,13 @@ def test_a_failing_engine_ends_every_stream_and_says_so(
             raise OSError("the mapping is gone")
 
         worker._engine.device.copy = fail
-        streams = [worker.submit(asked(i)) for i in (0, 1)]
+        streams = [worker.submit(numbered(i)) for i in (0, 1)]
         ended = [gathered(stream) for stream in streams]
         assert [g.finish for g in ended] == ["error", "error"]
         assert all("the mapping is gone" in (g.error or "") for g in ended)
         if batching == "continuous":  # streams end before the loop records its error
             worker._batcher._manager._generation_thread.join(30)
         with pytest.raises(RuntimeFailure, match="mapping is gone"):
-            worker.submit(asked(0))
+            worker.submit(numbered(0))
         with pytest.raises(RuntimeFailure, match="mapping is gone"):
             worker.health()

@@ -1,18 +1,27 @@
-"""Placements with NDP workers on several GPUs: each GPU holds its part of the hot set, and decode loads nothing."""
+"""No single message lost, late or repeated hangs a request or changes its tokens; on both transports, both ways.
+
+Placements with NDP workers on several GPUs: each GPU holds its part of the hot set, and decode loads nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from channel_peer import DROP, REPEAT, Fault, FaultInjector
 from fake_engine import FakeLink
 from serving import Group, greedy, prepared, reference_greedy, serving_group, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers.shards import owners
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings
@@ -21,11 +30,81 @@ from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import ReplicaTables
 from tiermoe.cluster.config import load_hardware
 from tiermoe.errors import ConfigError, StoreError
+from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, PlacementCommand
-from tiermoe.proto.peers import LocalDirectory
+from tiermoe.proto.options import ChannelOptions, ServerOptions
+from tiermoe.proto.peers import LocalDirectory, PeerLink
+
+_PROMPT, _NEW = [5, 9, 2, 7, 1, 3], 10
+_LATE = Fault(delay_s=0.6)
+_NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
+
+
+@dataclass(frozen=True)
+class _FaultyLink(PeerLink):
+    """Reaches the worker over a channel with faults."""
+
+    transport: str = "shm"
+    faults: FaultInjector | None = field(default=None, compare=False)
+
+    def connect(self, address: str, transport: str, supply: object = None) -> Any:
+        return open_channel(address, ChannelOptions(transport=self.transport, faults=self.faults))  # type: ignore
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    folder = tmp_path_factory.mktemp("faults")
+    return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store")
+
+
+@contextmanager
+def _serving(store: ExpertStore, link: PeerLink) -> Iterator[GpuWorker]:
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
+    worker = GpuWorker(settings(0.5, policy=policy, ndp=_NDP), store.describe(), [link])
+    try:
+        worker.start()
+        yield worker
+    finally:
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def expected(store: ExpertStore) -> list[list[int]]:
+    board = LocalDirectory()
+    ndp = NdpWorker(_NDP, store.describe().path, board)
+    try:
+        with _serving(store, PeerLink(board, name="ndp/0")) as worker:
+            return greedy(worker, [_PROMPT], _NEW)
+    finally:
+        ndp.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("side", ["request", "reply"])
+@pytest.mark.parametrize("fault", [DROP, _LATE, REPEAT], ids=["lost", "late", "repeated"])
+def test_one_bad_message(
+    transport: str, side: str, fault: Fault, store: ExpertStore, expected: list[list[int]]
+) -> None:
+    injector = FaultInjector({3: fault})
+    board = LocalDirectory()
+    server = ServerOptions(faults=injector if side == "reply" else None)
+    ndp = NdpWorker(_NDP, store.describe().path, board, options=server)
+    try:
+        link = _FaultyLink(
+            board, name="ndp/0", transport=transport, faults=injector if side == "request" else None
+        )
+        with _serving(store, link) as worker:
+            assert greedy(worker, [_PROMPT], _NEW) == expected
+            assert injector.sent > 4  # the fault was met
+            stats = worker.stats()
+            assert stats.ndp_losses == 0
+            assert stats.total().ndp_recomputed == 0
+    finally:
+        ndp.close()
+
 
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2]]
-_NEW = 12
+_TOKENS = 12
 _EXPERTS = 8
 
 
@@ -35,26 +114,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    return prepared(checkpoint, tmp_path_factory.mktemp("store") / "store")
+def shared_store(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    return prepared(checkpoint, tmp_path_factory.mktemp("shared_store") / "shared_store")
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
+def expected_tokens(checkpoint: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    return reference_greedy(model, _PROMPTS, _NEW)
+    return reference_greedy(model, _PROMPTS, _TOKENS)
 
 
 @pytest.fixture
-def links(store: ExpertStore) -> list[FakeLink]:
-    return [FakeLink(store.describe(), index) for index in (0, 1)]
+def links(shared_store: ExpertStore) -> list[FakeLink]:
+    return [FakeLink(shared_store.describe(), index) for index in (0, 1)]
 
 
 @pytest.fixture
 def popularity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store pretends to have counts: expert 0 is the most popular."""
+    """The shared_store pretends to have counts: expert 0 is the most popular."""
     shape = (2, _EXPERTS)
     losses = np.ones((*shape, 4), np.float32)
     counts = np.broadcast_to(np.arange(_EXPERTS, 0, -1), shape)
@@ -79,12 +158,12 @@ def _held(group: Group) -> list[set[int]]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_decode_loads_nothing_on_any_gpu(
-    store: ExpertStore, links: list[FakeLink], expected: list[list[int]], count: int
+    shared_store: ExpertStore, links: list[FakeLink], expected_tokens: list[list[int]], count: int
 ) -> None:
     config = _settings("context", count)
-    with serving_group(store, config, links) as group:
-        assert greedy(group.lead, _PROMPTS, _NEW) == expected
-        assert [greedy(group.lead, [prompt], _NEW)[0] for prompt in _PROMPTS] == expected
+    with serving_group(shared_store, config, links) as group:
+        assert greedy(group.lead, _PROMPTS, _TOKENS) == expected_tokens
+        assert [greedy(group.lead, [prompt], _TOKENS)[0] for prompt in _PROMPTS] == expected_tokens
         owner, hot = owners(2, _EXPERTS, config.shards), group.lead.engine._placer._hot_keys
         stats = group.lead.stats()
         assert stats.total().ndp_tokens > 0
@@ -103,12 +182,12 @@ def test_decode_loads_nothing_on_any_gpu(
 
 
 def test_hot_experts_are_preloaded_where_they_belong(
-    store: ExpertStore, links: list[FakeLink], expected: list[list[int]], popularity: None
+    shared_store: ExpertStore, links: list[FakeLink], expected_tokens: list[list[int]], popularity: None
 ) -> None:
-    with serving_group(store, _settings("static", 2), links) as group:
+    with serving_group(shared_store, _settings("static", 2), links) as group:
         assert group.lead.engine.hot_per_layer == 4
         assert _held(group) == [{0, 2, 8, 10}, {1, 3, 9, 11}]
-        assert greedy(group.lead, _PROMPTS, _NEW) == expected
+        assert greedy(group.lead, _PROMPTS, _TOKENS) == expected_tokens
         slot = group.lead.engine.slot_bytes
         for cache in _caches(group):
             assert (cache.stats.total().bytes_loaded, cache.stats.bytes_preloaded) == (0, 4 * slot)
@@ -119,21 +198,21 @@ def test_hot_experts_are_preloaded_where_they_belong(
 
 @pytest.mark.parametrize("kind", ["context", "static"])
 def test_a_lost_gpu_gets_its_part_back(
-    kind: str, store: ExpertStore, links: list[FakeLink], expected: list[list[int]], popularity: None
+    kind: str, shared_store: ExpertStore, links: list[FakeLink], expected_tokens: list[list[int]], popularity: None
 ) -> None:
-    with serving_group(store, _settings(kind, 2), links) as group:
+    with serving_group(shared_store, _settings(kind, 2), links) as group:
         (peer,) = group.lead.engine.shards.peers.values()
-        tokens, _ = struck_greedy(group.lead, _PROMPTS[0], _NEW, group.shards[0].close)
-        assert tokens == expected[0]
+        tokens, _ = struck_greedy(group.lead, _PROMPTS[0], _TOKENS, group.shards[0].close)
+        assert tokens == expected_tokens[0]
         assert group.lead.stats().shard_losses == 1
         assert group.lead.health()["shard/1"] == "lost"
         before = group.lead.engine.cache.stats.total().bytes_demanded_decode
-        assert greedy(group.lead, _PROMPTS[1:], _NEW) == expected[1:]  # its hot experts run near data, with no load
+        assert greedy(group.lead, _PROMPTS[1:], _TOKENS) == expected_tokens[1:]  # near data
         assert group.lead.engine.cache.stats.total().bytes_demanded_decode == before
         group.shards[0] = group.start_shard(1)
         try:
             assert peer.wait_until_found(10.0)
-            assert greedy(group.lead, _PROMPTS, _NEW) == expected
+            assert greedy(group.lead, _PROMPTS, _TOKENS) == expected_tokens
             hot = group.lead.engine._placer._hot_keys
             assert _held(group) == [{k for k in hot if k % 2 == 0}, {k for k in hot if k % 2}]
             total = group.shards[0].engine.stats().total()
@@ -144,39 +223,39 @@ def test_a_lost_gpu_gets_its_part_back(
 
 
 def test_without_ndp_the_owners_compute_everything(
-    store: ExpertStore, links: list[FakeLink], expected: list[list[int]]
+    shared_store: ExpertStore, links: list[FakeLink], expected_tokens: list[list[int]]
 ) -> None:
-    with serving_group(store, _settings("context", 2), links[:1]) as group:
+    with serving_group(shared_store, _settings("context", 2), links[:1]) as group:
         links[0].dies_at = 2
         links[0].up.clear()
-        assert greedy(group.lead, _PROMPTS[:1], _NEW) == expected[:1]
+        assert greedy(group.lead, _PROMPTS[:1], _TOKENS) == expected_tokens[:1]
         other = group.shards[0].engine.stats().total()
         assert other.bytes_demanded_decode > 0
         links[0].up.set()
         assert group.lead.engine.peers["ndp/0"].wait_until_found(10.0)
         before = other.bytes_demanded_decode
-        assert greedy(group.lead, _PROMPTS, _NEW) == expected
+        assert greedy(group.lead, _PROMPTS, _TOKENS) == expected_tokens
         assert group.shards[0].engine.stats().total().bytes_demanded_decode == before
 
 
 def test_a_prompt_that_never_decodes_leaves_the_hot_set_to_the_others(
-    store: ExpertStore, links: list[FakeLink], expected: list[list[int]]
+    shared_store: ExpertStore, links: list[FakeLink], expected_tokens: list[list[int]]
 ) -> None:
-    with serving_group(store, _settings("context", 2), links) as group:
+    with serving_group(shared_store, _settings("context", 2), links) as group:
         shed: list[list[list[int]]] = []
         tokens, _ = struck_greedy(
-            group.lead, _PROMPTS[0], _NEW, lambda: shed.append(greedy(group.lead, _PROMPTS[1:], 1))
+            group.lead, _PROMPTS[0], _TOKENS, lambda: shed.append(greedy(group.lead, _PROMPTS[1:], 1))
         )
-        assert (tokens, shed) == (expected[0], [[expected[1][:1]]])
+        assert (tokens, shed) == (expected_tokens[0], [[expected_tokens[1][:1]]])
         assert [cache.stats.total().bytes_demanded_decode for cache in _caches(group)] == [0, 0]
 
 
-def test_places_that_do_not_fit_one_gpu_are_refused(store: ExpertStore, links: list[FakeLink]) -> None:
-    group = Group(_settings("context", 2, hot_per_layer=5), store.describe().path)
+def test_places_that_do_not_fit_one_gpu_are_refused(shared_store: ExpertStore, links: list[FakeLink]) -> None:
+    group = Group(_settings("context", 2, hot_per_layer=5), shared_store.describe().path)
     shard = group.start_shard(1)
     try:
         with pytest.raises(ConfigError, match=r"take 5 slots on GPU 0; the budget holds 4"), serving_group(
-            store, group.settings, links
+            shared_store, group.settings, links
         ):
             pass
     finally:
@@ -191,8 +270,8 @@ def _one_row(layer: int, experts: list[int], decode: bool = False) -> ExpertBatc
     )  # fmt: skip
 
 
-def test_a_shard_holds_what_it_is_told(store: ExpertStore) -> None:
-    shard = ShardWorker(_settings("context", 2), 1, store.describe().path, LocalDirectory())
+def test_a_shard_holds_what_it_is_told(shared_store: ExpertStore) -> None:
+    shard = ShardWorker(_settings("context", 2), 1, shared_store.describe().path, LocalDirectory())
     try:
         cache = shard.engine.cache
         for preload, keys in ((True, [1, 3, 9]), (False, [11, 9])):

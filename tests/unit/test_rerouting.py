@@ -1,29 +1,53 @@
-"""Routing rules on hand-made cases and against direct transcriptions, and how the engine carries them out."""
+"""Routing rules on hand-made cases and against direct transcriptions, and how the engine carries them out.
+
+Slots for low-bit replicas beside those of experts in full: loads, counters, victims, results; the simulator.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.engine.host_view import HostViews
+from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.link_queue import copy_queue
+from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.dispatch import ExpertRunner
+from tiermoe.actors.engine.host_view import HostViews, LayerView, share
 from tiermoe.actors.engine.make_policies import make_rerouting
-from tiermoe.actors.engine.rerouting import Rerouter
-from tiermoe.actors.engine.stats import EngineStats
+from tiermoe.actors.engine.rerouting import LowBits, Rerouter
+from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
-from tiermoe.actors.policies.registry import options
-from tiermoe.actors.policies.residency import Residency
+from tiermoe.actors.policies.eviction import Lru, TwoPools
+from tiermoe.actors.policies.hobbit import MixedPrecision
+from tiermoe.actors.policies.plan import LoadOnMiss
+from tiermoe.actors.policies.prefetch import PrefetchGovernor
+from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.store.artifacts import PolicyArtifacts
+from tiermoe.actors.store.format import ExpertShape
+from tiermoe.cluster.simulate.executor import Machine, engine_of, eviction_of, replica_bytes
+from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import ConfigError
+from tiermoe.kernels.expert_ffn import Operands, TorchKernel
+from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert
+from tiermoe.kernels.packed_slots import TorchPackedKernel
 
 VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)
 
@@ -250,3 +274,209 @@ def test_settings_that_contradict_are_refused() -> None:
         _policy(routing=routing, lossless=True)
     with pytest.raises(ValueError, match="model's own routing"):
         _policy(routing=routing, placement={"kind": "static"})
+
+
+LAYERS, EXPERTS, KEYS, HIDDEN, NEURONS = 2, 6, 12, 32, 32
+SHAPE = ExpertShape(num_experts=EXPERTS, hidden=HIDDEN, intermediate=NEURONS, gates=2, has_bias=False)
+PACKED = PackedShape(HIDDEN, NEURONS, 4, 32)
+FULL, LOW = SHAPE.nbytes(4), PACKED.nbytes()
+
+
+def _gate(up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(up[:, ::2]) * up[:, 1::2]
+
+
+def _random(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def one() -> Quantized:
+        scales = np.full((32, 1), 0.02, np.float16)
+        return Quantized(rng.integers(0, 16, (32, 32), dtype=np.uint8), scales, -7 * scales, 4, 32)
+
+    return pack_expert(one(), one(), one())
+
+
+class Mixed:
+    """Three slots in full and two for replicas, with real kernels."""
+
+    def __init__(self, link: LinkSettings | None = None) -> None:
+        rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        packed = [[_random(rng) for _ in range(EXPERTS)] for _ in range(LAYERS)]
+        self.replicas = [
+            LayerWeights(tuple(torch.from_numpy(np.stack([e[name] for e in layer])) for name in PACKED.tensors()))
+            for layer in packed
+        ]
+        shapes = SHAPE.stacked().values()
+        self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
+        self.residency = Residency(KEYS, 3, FULL)
+        self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
+        device = CpuDevice(link or LinkSettings())
+        part = make_part(ReplicaWeights(PACKED, self.replicas), 2, torch.device("cpu"))
+        assert part.slot_bytes == LOW
+        pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
+        self.cache = ExpertCache(
+            pool, self.weights, device, self.residency, TwoPools(Lru(), KEYS, 1), PrefetchGovernor(0.0), self.stats,
+            Timeline(True), copy_queue(device, pool, self.weights), low_bit=part,
+        )  # fmt: skip
+        assert isinstance(part.pool, ReplicaPool)
+        self.packed = TorchPackedKernel(part.pool.tensors, PACKED, "silu")
+        self.kernel = TorchKernel(Operands(pool.gate_up, pool.down, None, None), _gate)
+        self.runner = ExpertRunner(self.cache, self.packed)
+
+    def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
+        """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
+        cache, base, experts = self.cache, layer * EXPERTS, [*full, *low]
+        needed = cache.segments([base + e for e in experts], {base + e for e in low})
+        cache.poll()
+        cache.drop_stale(layer, needed)
+        plan = LoadOnMiss().plan(needed, self.residency, cache.eviction)
+        cache.begin(layer, plan)
+        cache.issue([load for load in plan.loads if not load.after])
+        hidden = torch.linspace(-1, 1, HIDDEN)[None]
+        y = torch.full((len(experts), HIDDEN), float("nan"))
+        spans = {base + e: (i, i + 1) for i, e in enumerate(experts)}
+        self.runner.run(layer, plan, spans, hidden, torch.arange(len(experts)), len(experts), self.kernel, y)
+        cache.check_integrity()
+        for i, expert in enumerate(experts):
+            torch.testing.assert_close(y[i], self.alone(layer, expert, i >= len(full), hidden)[0])
+        return y
+
+    def alone(self, layer: int, expert: int, low: bool, hidden: torch.Tensor) -> torch.Tensor:
+        """FFN of one expert from the host's bytes."""
+        if low:
+            slots = tuple(t[expert : expert + 1] for t in self.replicas[layer].tensors)
+            gate, up, down = TorchPackedKernel(slots, PACKED, "silu").weights(0)
+            return (torch.nn.functional.silu(hidden @ gate.t()) * (hidden @ up.t())) @ down.t()
+        gate_up, down = self.weights[layer].expert(expert)
+        return _gate(hidden @ gate_up.reshape(-1, HIDDEN).t()) @ down
+
+    def settle(self) -> None:
+        for job in list(self.cache.loads.under_way.values()):
+            job.done.wait()
+        self.cache.poll()
+        self.cache.check_integrity()
+
+
+@pytest.fixture
+def mixed() -> Iterator[Mixed]:
+    made = Mixed()
+    yield made
+    made.cache.close()
+
+
+def test_memory_is_that_of_both_kinds_of_slots(mixed: Mixed) -> None:
+    assert mixed.stats.expert_bytes_peak == 3 * FULL + 2 * LOW
+    assert mixed.stats.low_bit_slots == 2
+    assert mixed.residency.class_slots == (3, 2)
+    mixed.forward(0, [0, 1, 2], [3, 4])
+    assert mixed.residency.bytes_held == 3 * FULL + 2 * LOW
+
+
+def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(mixed: Mixed) -> None:
+    mixed.forward(0, [0], [1])
+    stats = mixed.stats.layers[0]
+    assert (stats.hits, stats.misses, stats.low_bit_misses) == (0, 2, 1)
+    assert (stats.bytes_loaded_demand, stats.bytes_loaded_low_bit) == (FULL + LOW, LOW)
+    mixed.forward(0, [0], [1])
+    assert (stats.hits, stats.misses, stats.low_bit_hits, stats.bytes_loaded) == (2, 2, 1, FULL + LOW)
+    mixed.forward(0, [0, 1], [])  # 1 matters now
+    assert (stats.misses, stats.low_bit_misses, stats.bytes_loaded) == (3, 1, 2 * FULL + LOW)
+    assert mixed.cache.uses[:2] == [3, 3]
+    assert len(mixed.cache.states()) == KEYS
+    assert mixed.cache.states()[:2] == [State.RESIDENT, State.RESIDENT]
+
+
+def test_each_kind_has_its_own_victims_and_waves(mixed: Mixed) -> None:
+    mixed.forward(0, [0, 1, 2], [3, 4])
+    mixed.forward(1, [], [0, 1])  # the replicas of layer 0 give way, its experts in full do not
+    assert [mixed.residency.state(k) for k in (0, 1, 2)] == [State.RESIDENT] * 3
+    assert [mixed.residency.state(KEYS + k) for k in (3, 4, 6, 7)] == [State.ABSENT] * 2 + [State.RESIDENT] * 2
+    mixed.forward(0, [3, 4, 5, 0], [1, 2])  # four in full on three slots, two of replicas
+    mixed.forward(1, [0], [1, 2, 3, 4, 5])  # five replicas on two slots
+    assert mixed.stats.layers[1].waves > mixed.stats.layers[1].forwards
+    mixed.cache.flush()
+    mixed.cache.check_integrity()
+    assert not list(mixed.residency.held())
+
+
+def test_guesses_of_either_kind(mixed: Mixed) -> None:
+    cache, residency = mixed.cache, mixed.residency
+    mixed.forward(0, [0], [1])
+    assert cache.prefetch([6, KEYS + 7, KEYS + 0]) == 2  # 0 is there in full
+    mixed.settle()
+    assert residency.state(6) == residency.state(KEYS + 7) == State.RESIDENT
+    mixed.forward(1, [0], [1])
+    stats = mixed.stats.layers[1]
+    assert (stats.hits, stats.prefetched_hits, stats.low_bit_hits) == (2, 2, 1)
+    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_low_bit) == (FULL + LOW, LOW)
+    held = set(residency.held())
+    assert cache.prefetch([KEYS + 8], frozenset({1, 7})) == 0  # nobody may go: what is nearer needs both replicas
+    assert set(residency.held()) == held
+    assert cache.prefetch([KEYS + 8], frozenset({KEYS + 1})) == 1
+    mixed.settle()
+    assert residency.state(KEYS + 7) == State.ABSENT
+    cache.prefetch([9, KEYS + 10])
+    cache.drop_stale(1, [])
+    mixed.settle()
+
+
+def test_one_link_carries_both_one_after_the_other() -> None:
+    mixed = Mixed(LinkSettings(gbps=0.05, latency_us=20))
+    try:
+        mixed.forward(0, [0, 1], [2, 3])
+        stats = mixed.stats.layers[0]
+        assert stats.link_s == pytest.approx(4 * 20e-6 + (2 * FULL + 2 * LOW) / 0.05e9)
+        spans = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in mixed.cache.timeline.events() if e.get("name", "").startswith("L0 E")
+        )
+        assert len(spans) == 4
+        assert all(after[0] >= before[1] - 1 for before, after in itertools.pairwise(spans))  # microseconds
+    finally:
+        mixed.cache.close()
+
+
+def test_who_runs_on_a_replica(mixed: Mixed) -> None:
+    low_bits = LowBits(MixedPrecision(0.6, 0.9, renormalise=True), mixed.cache, EXPERTS)
+    ids, weights = torch.tensor([[3, 0, 5, 2]]), torch.tensor([[0.5, 0.25, 0.2, 0.05]])
+    view = LayerView(share, torch.zeros(1, 1), ids, weights)
+    assert low_bits.layer(1, view) == {EXPERTS + 5}
+    assert view.ids.tolist() == [[3, 0, 5]]
+    np.testing.assert_allclose(view.weights, weights[:, :3] / 0.95, rtol=1e-6)
+    assert (mixed.stats.dropped, mixed.stats.layers[1].low_bit_pairs) == (1, 1)
+    mixed.forward(1, [3, 0, 5], [])
+    view = LayerView(share, torch.zeros(1, 1), ids[:, :3], weights[:, :3])
+    assert low_bits.layer(1, view) == set()
+    assert mixed.stats.layers[1].low_bit_pairs == 1
+
+
+def test_several_gpus_are_refused() -> None:
+    policy = PolicySettings(name="x", lossless=False, on_miss="low-bit")
+    with pytest.raises(ConfigError, match="memory of one GPU"):
+        check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+def test_simulated(prefetch: str, tmp_path: Path) -> None:
+    """The preset's replay loads fewer bytes than loading all in full, within the budget and with checks."""
+    traces.write(tmp_path, traces.header(experts=16, top_k=4), [[1, 2, 3]] * 3, decodes=12)
+    trace = Trace(tmp_path)
+    header = trace.header.model_copy(update={"hidden": 64, "slot_bytes": 3 * 64 * 32 * 4})  # wide enough to pack
+    packed = replica_bytes(header, 4)
+    assert packed == PackedShape(64, 32, 4, 64).nbytes()
+    loaded, took = [], []
+    for on_miss in ("load", "low-bit"):
+        policy = PolicySettings(
+            name="x", lossless=False, on_miss=on_miss, prefetch={"kind": prefetch},  # type: ignore[arg-type]
+            low_bit={"share": 0.3} if on_miss == "low-bit" else {},
+        )  # fmt: skip
+        engine = engine_of(
+            policy, header, Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump()), 0.4,
+            eviction_of(policy, header), policy.make_prefetch(PolicyContext(3, 16, 4)),
+        )  # fmt: skip
+        engine._check = True
+        served = serve(engine, trace.requests())
+        stats, total = engine.stats, engine.stats.total()
+        assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
+        assert (total.low_bit_pairs > 0) == (stats.low_bit_slots > 0) == (on_miss == "low-bit")
+        loaded.append(total.bytes_loaded)
+        took.append(served.tpot_s)
+    assert loaded[1] < loaded[0]
+    assert took[1] < took[0]

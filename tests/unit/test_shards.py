@@ -1,4 +1,9 @@
-"""Expert parallelism with shards in this process: exact, balanced, and missed by nobody when one dies."""
+"""Expert parallelism with shards in this process: exact, balanced, and missed by nobody when one dies.
+
+What the lead knows of other shards' caches: packed bits, prefetches since, shards that are lost or new.
+
+Buddies over two GPUs in this process, with integrity checks: what the lead decides by, and what shards do.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,27 @@ import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from serving import Group, greedy, policy, prepared, reference_greedy, serving_group, settings
+from serving import Group, add_random_profile, greedy, policy, prepared, reference_greedy, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
-from tiermoe.actors.engine.peers.shards import owners
+from tiermoe.actors.engine.peers.shards import PeerCaches, owners, told, understood
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.shard_worker import ShardWorker
+from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthRequest, PlacementCommand, PrefetchCommand
 from tiermoe.proto.peers import LocalDirectory
@@ -318,3 +326,209 @@ def test_a_shard_of_another_group_is_not_taken(olmoe: Tiny, monkeypatch: pytest.
         shard.close()
 
 
+L, E, G = 2, 6, 3
+
+
+def residency(*keys: int, slots: int = 4) -> Residency:
+    out = Residency(L * E, slots, 1)
+    for key in keys:
+        out.publish(out.reserve(key))
+    return out
+
+
+@pytest.mark.parametrize("resting", [False, True])
+def test_what_is_told_is_understood(resting: bool) -> None:
+    cache = residency(1, 7, 11)
+    packed = told(cache, resting)
+    assert packed.nbytes == 2
+    held = understood(packed, L * E)
+    assert held is not None
+    assert np.flatnonzero(held.here).tolist() == [1, 7, 11]
+    assert (held.vacant, held.resting) == (True, resting)
+    cache.reserve(2)  # on its way
+    cache.evict(7)
+    cache.reserve(3)
+    held = understood(told(cache, resting), L * E)
+    assert held is not None
+    assert np.flatnonzero(held.here).tolist() == [1, 2, 3, 11]
+    assert not held.vacant
+    cache.check_integrity()
+    assert understood(packed, 4 * L * E) is None
+    assert understood(np.zeros(0, np.uint8), L * E) is None
+
+
+class _Peer:
+    def __init__(self) -> None:
+        self.available, self.connections, self.held, self.asked = True, 1, None, set()
+
+
+class _Shards:
+    def __init__(self) -> None:
+        self.peers = {"shard/1": _Peer(), "shard/2": _Peer()}
+
+    def owner_of(self, key: int) -> int:
+        return key % G
+
+
+@pytest.fixture
+def shards() -> Any:
+    return _Shards()
+
+
+def _seen(caches: PeerCaches, layer: int, *own: int) -> tuple[list[int], list[int], list[bool]]:
+    view = caches.join(layer, RerouteView(np.isin(np.arange(E), own), 1, 2, 0))
+    assert view.shard_of is not None
+    assert view.filling is not None
+    return np.flatnonzero(view.available).tolist(), view.shard_of.tolist(), view.filling.tolist()
+
+
+def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    assert _seen(caches, 0, 0) == ([0], [0, 1, 2] * 2, [False, True, True])  # nothing told yet
+    one.held = told(residency(1, 7, 10), False)  # 7 and 10 are experts 1 and 4 of layer 1
+    two.held = told(residency(2, 8, 11, 5), False)
+    assert _seen(caches, 0, 0, 4) == ([0, 1, 2, 5], [0, 1, 2] * 2, [False, True, False])  # 4 is not run on the lead
+    assert _seen(caches, 1) == ([1, 2, 4, 5], [0, 1, 2] * 2, [False, True, False])
+    two.held = told(residency(2), False)
+    assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
+
+
+def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    one.held, two.held = told(residency(1), False), told(residency(2), True)
+    one.asked, two.asked = {4, 10}, {5, 11}  # experts 4 and 5 of both layers; shard 2 rests
+    assert _seen(caches, 0)[0] == [1, 2, 4]
+    assert _seen(caches, 1)[0] == [4]
+
+
+def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    one.held = told(residency(1, 4, 7, 10), False)
+    two.held = told(residency(2, 5, 8, 11), False)
+    assert _seen(caches, 0, 0)[2] == [False, False, False]
+    one.available = False
+    assert _seen(caches, 0, 0, 4) == ([0, 2, 4, 5], [0, 0, 2] * 2, [False, False, False])
+    one.available, one.connections, one.held, one.asked = True, 2, None, set()  # restarted: empty, as far as is known
+    assert _seen(caches, 0, 0, 4) == ([0, 2, 5], [0, 1, 2] * 2, [False, True, False])
+    one.held = told(residency(1), False)
+    assert _seen(caches, 0, 0)[2] == [False, True, False]
+
+
+def test_bits_of_another_model_tell_nothing(shards: Any) -> None:
+    caches, (one, _) = PeerCaches(shards, L, E), shards.peers.values()
+    one.held = np.full(9, 255, np.uint8)
+    assert _seen(caches, 0) == ([], [0, 1, 2] * 2, [False, True, True])
+
+
+_LOSSY_NEW = 16
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    """2 layers of 8 experts, of which a token takes 2."""
+    folder = tmp_path_factory.mktemp("shard-substitution")
+    out = prepared(save_tiny_checkpoint("olmoe", folder / "checkpoint"), folder / "store")
+    add_random_profile(Path(out.describe().path), 2)
+    return out
+
+
+def _lossy_settings(
+    prefetch: str = "none", on_miss: str = "substitute", shards: int = 2, **options: Any
+) -> EngineSettings:
+    policy = PolicySettings(
+        name="test", lossless=False, prefetch={"kind": prefetch}, on_miss=on_miss,  # type: ignore[arg-type]
+        substitution=dict(**options),
+    )  # fmt: skip
+    return settings(0.25, policy=policy, shards=ShardSettings(count=shards))
+
+
+class _Watched:
+    """Every decision of the lead's rule."""
+
+    def __init__(self, group: Group) -> None:
+        self.moves: list[tuple[int, int]] = []  # shard of the replaced expert, and of its buddy
+        engine = group.lead.engine
+        rule = engine.layers[0].hooks.reroute[0].rule
+        owner = np.array(owners(len(engine.layers), engine.experts, group.settings.shards))
+        decide = rule.reroute
+
+        def reroute(layer: int, ids: Any, weights: Any, probabilities: Any, view: RerouteView) -> Rerouted:
+            found = decide(layer, ids, weights, probabilities, view)
+            changed = found.ids != ids
+            for before, after in zip(ids[changed].tolist(), found.ids[changed].tolist(), strict=True):
+                assert not view.available[before]
+                assert view.available[after]
+                base = layer * engine.experts
+                self.moves.append((int(owner[base + before]), int(owner[base + after])))
+            return found
+
+        rule.reroute = reroute
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+def test_buddies_across_shards(store: ExpertStore, prefetch: str) -> None:
+    with serving_group(store, _lossy_settings(prefetch)) as group:
+        watched = _Watched(group)
+        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+        stats = group.lead.stats()
+        assert stats.substitutions == len(watched.moves) > 0
+        assert {(0, 1), (1, 0)} <= set(watched.moves)
+        assert stats.shard_refusals == stats.shard_losses == 0
+        # what the lead was told is what the shard holds: it has answered last, and nothing was asked of it since
+        (peer,) = group.lead.engine.shards.peers.values()
+        if prefetch == "none":
+            held = np.unpackbits(peer.held, count=16).nonzero()[0].tolist()
+            assert held == sorted(group.shards[0].engine.cache.residency.held())
+
+
+def test_less_is_loaded_than_without_buddies(store: ExpertStore) -> None:
+    """The lead's view is exact without prefetch: a shard loads only while it fills its cache."""
+    loaded = {}
+    for on_miss in ("load", "substitute"):
+        with serving_group(store, _lossy_settings(on_miss=on_miss)) as group:
+            greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+            loaded[on_miss] = [part["misses"] for part in group.lead.shard_stats()]
+    assert all(few < many for few, many in zip(loaded["substitute"], loaded["load"], strict=True))
+    assert loaded["substitute"][1] <= 8  # its slots, and those of the one layer in which it filled the last
+
+
+def test_at_kappa_1_buddies_are_on_the_lead(store: ExpertStore) -> None:
+    with serving_group(store, _lossy_settings(kappa=1.0)) as group:
+        watched = _Watched(group)
+        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+        assert {there for _, there in watched.moves} == {0}
+
+
+def test_a_shard_is_lost_and_comes_back(store: ExpertStore) -> None:
+    with serving_group(store, _lossy_settings("next-gate")) as group:
+        watched = _Watched(group)
+        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+        (peer,) = group.lead.engine.shards.peers.values()
+        group.shards[0].close()
+        greedy(group.lead, _PROMPTS[:1], 2)  # notices
+        watched.moves.clear()
+        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+        assert group.lead.stats().shard_losses == 1
+        group.shards[0] = group.start_shard(1)
+        try:
+            assert peer.wait_until_found(10.0)
+            assert peer.held is None
+            greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+            assert group.shards[0].engine.stats().total().misses > 0  # it fills its cache again
+            assert (0, 1) in watched.moves
+        finally:
+            group.shards[0].close()
+
+
+def test_dropping_and_random_replacement_run_over_shards(store: ExpertStore) -> None:
+    for on_miss in ("drop", "random"):
+        with serving_group(store, _lossy_settings(on_miss=on_miss)) as group:
+            greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+            stats = group.lead.stats()
+            assert (stats.dropped > 0, stats.substitutions > 0) == (on_miss == "drop", on_miss == "random")
+
+
+def test_kappa_is_of_several_shards() -> None:
+    check_combination(_lossy_settings(kappa=0.5))
+    with pytest.raises(ConfigError, match="there is one GPU"):
+        check_combination(_lossy_settings(kappa=0.5, shards=1))
