@@ -224,10 +224,11 @@ def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
     Raises:
         ConfigError: no such profile or file, or its content is refused.
     """
-    source, figures = "ndp.hardware", hardware
     if isinstance(hardware, str):
         path = _preset("hardware", hardware, "hardware")
         source, figures = str(path), read_yaml(path)
+    else:
+        source, figures = "ndp.hardware", dict(hardware)
     try:
         return NdpProfile.from_dict(figures)
     except ValueError as error:

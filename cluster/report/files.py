@@ -1,15 +1,10 @@
-"""A result as a file.
-
-A timeline that chrome://tracing and ui.perfetto.dev open.
-
-Matrices and counts as pictures: the same numbers give the same pixels.
-"""
+"""Results as files: JSON, timelines for chrome://tracing and ui.perfetto.dev, and figures."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +56,29 @@ def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
         raise ConfigError(f"trace path '{path}': {error.strerror}", "give a path that you may write") from error
 
 
+def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[[], None]]:
+    """An empty figure (width, height in inches), and what writes it to a PNG file.
+
+    Raises:
+        ConfigError: matplotlib is not installed; of the second also: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"cannot plot '{path}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+
+    def save() -> None:
+        try:
+            figure.savefig(path, format="png", dpi=100)
+        except OSError as error:
+            raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
+
+    return figure, save
+
+
 def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float]) -> None:
     """A heat map of [rows, columns]; NaN cells stay white.
 
@@ -70,41 +88,23 @@ def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[f
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = _figure(path, (5.2, 4.4))
+    figure, save = new_figure(path, (5.2, 4.4))
     axes = figure.subplots()
     shown = axes.imshow(matrix, vmin=limits[0], vmax=limits[1], cmap="viridis", interpolation="nearest")
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("expert j")
     axes.set_ylabel("expert i")
     figure.colorbar(shown, label=label)
-    _save(figure, path)
+    save()
 
 
 def plot_counts(path: Path, counts: Any, title: str, label: str) -> None:
     """Bars of one count for each expert. Raises as `plot_matrix`."""
-    figure = _figure(path, (6.4, 3.2))
+    figure, save = new_figure(path, (6.4, 3.2))
     axes = figure.subplots()
     axes.bar(range(len(counts)), counts, color="#4878a8")
     axes.axhline(float(sum(counts)) / max(1, len(counts)), color="#c0504d", linewidth=0.8)  # the mean
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("expert")
     axes.set_ylabel(label)
-    _save(figure, path)
-
-
-def _figure(path: Path, size: tuple[float, float]) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"cannot plot '{path}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, format="png", dpi=100)
-    except OSError as error:
-        raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
+    save()

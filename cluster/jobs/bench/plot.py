@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from ....errors import ConfigError
+from ...report.files import new_figure
 from .experiment import Panel, Plot
 from .metrics import Spread
 from .table import select, show
@@ -37,29 +37,6 @@ def plot(path: Path, figure: Plot, record: Mapping[str, Any]) -> None:
             _draw(cell, panel, title, rows, figure.highlight)
     _legends(canvas, axes)
     save()
-
-
-def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[[], None]]:
-    """An empty figure (width, height in inches), and what writes it to a PNG file.
-
-    Raises:
-        ConfigError: matplotlib is not installed; of the second also: the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"cannot plot '{path}': {error}", "install it with `pip install 'tiermoe[plots]'`") from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-
-    def save() -> None:
-        try:
-            figure.savefig(path, format="png", dpi=100)
-        except OSError as error:
-            raise ConfigError(f"cannot write '{path}': {error}", "give a path that can be written") from error
-
-    return figure, save
 
 
 def _split(panel: Panel, rows: list[dict[str, Any]]) -> list[list[tuple[Panel, str, list[dict[str, Any]]]]]:
