@@ -1,9 +1,12 @@
-"""The baselines' rules against direct transcriptions of their formulas."""
+"""Prefetch policies, the governor and the registry's prefetch: exact decisions on tiny models."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from tiermoe.actors.policies.baselines import (
     ActivationMatrixPrefetch,
@@ -18,11 +21,148 @@ from tiermoe.actors.policies.prefetch import (
     LayerwisePrefetch,
     NextGatePrefetch,
     PopularityPrefetch,
+    PrefetchGovernor,
     Span,
     Wanted,
+    predicted_experts,
     ranked,
 )
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
+
+
+def transcription(logits: np.ndarray, top: int) -> list[int]:
+    """Each token votes for its `top` experts; by votes, then by highest logit, ties always by number."""
+    experts = logits.shape[1]
+    votes = np.zeros(experts, int)
+    for row in logits:
+        votes[sorted(range(experts), key=lambda e: (-row[e], e))[:top]] += 1
+    order = sorted(range(experts), key=lambda e: (-votes[e], -logits[:, e].max(), e))
+    return [e for e in order if votes[e]]
+
+
+@pytest.mark.parametrize(
+    ("logits", "top", "expected"),
+    [
+        ([[0.1, 0.9, 0.5, 0.7]], 2, [1, 3]),
+        ([[0.1, 0.9, 0.5, 0.7]], 4, [1, 3, 2, 0]),
+        ([[0.1, 0.9, 0.5, 0.7]], 9, [1, 3, 2, 0]),  # more than there are
+        ([[5, 5, 5, 5]], 2, [0, 1]),  # ties by number
+        ([[1, 5, 5, 5]], 2, [1, 2]),
+        ([[3, 2, 1, 0], [3, 0, 1, 2], [0, 3, 2, 1]], 1, [0, 1]),  # votes
+        ([[3, 2, 1, 0], [0, 9, 1, 2]], 1, [1, 0]),  # one vote each: the highest logit first
+        ([[4, 3, 2, 1], [1, 2, 3, 4]], 4, [0, 3, 1, 2]),
+        ([[1, 1, 0], [0, 1, 1]], 2, [1, 0, 2]),
+        ([[1, 1, 1], [2, 2, 2]], 2, [0, 1]),
+    ],
+)
+def test_exact(logits: list[list[float]], top: int, expected: list[int]) -> None:
+    assert predicted_experts(np.array(logits, np.float32), top) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_follows_the_transcription_with_ties(data: st.DataObject) -> None:
+    """Guards the choice among equal logits: argpartition picked any of them, so predictions hung on the CPU."""
+    tokens, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 17))
+    top = data.draw(st.integers(1, experts))
+    logits = data.draw(arrays(np.float32, (tokens, experts), elements=st.integers(-3, 3)))
+    found = predicted_experts(logits, top)
+    assert found == transcription(logits, top)
+    assert all(type(e) is int for e in found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 33))
+def test_follows_the_transcription_on_real_logits(seed: int, tokens: int, experts: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((tokens, experts)).astype(np.float32)
+    for top in {1, min(2, experts), experts}:
+        assert predicted_experts(logits, top) == transcription(logits, top)
+
+
+def governor(min_useful: float = 0.5) -> PrefetchGovernor:
+    return PrefetchGovernor(min_useful, window=4, rest=3)
+
+
+def answers(tested: PrefetchGovernor, layers: int) -> list[bool]:
+    return [tested.allows() for _ in range(layers)]
+
+
+def test_allows_before_a_window_has_closed() -> None:
+    tested = governor()
+    tested.wasted(3)
+    assert answers(tested, 5) == [True] * 5
+
+
+def test_rests_exactly_as_long_as_told_after_a_bad_window() -> None:
+    tested = governor()
+    tested.used(1)
+    tested.wasted(3)
+    assert tested.allows() is False
+    assert tested.resting
+    assert answers(tested, 4) == [False, False, True, True]
+    assert not tested.resting
+
+
+def test_a_window_at_the_threshold_is_good() -> None:
+    tested = governor()
+    tested.used(2)
+    tested.wasted(2)
+    assert answers(tested, 3) == [True] * 3
+
+
+def test_each_window_is_judged_alone() -> None:
+    tested = governor()
+    tested.used(4)
+    assert tested.allows()
+    tested.wasted(4)
+    assert not tested.allows()
+
+
+def test_zero_never_rests() -> None:
+    tested = governor(min_useful=0.0)
+    for _ in range(5):
+        tested.wasted(10)
+        assert tested.allows()
+
+
+def test_what_was_prefetched_before_the_rest_is_not_held_against_the_next_window() -> None:
+    """Guards a rest that never ended: leftovers evicted during it filled the next window before one probe."""
+    tested = governor()
+    tested.wasted(4)
+    assert not tested.allows()
+    tested.wasted(4)
+    assert answers(tested, 6) == [False, False, True, True, True, True]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["used", "wasted", "layer"]), max_size=80),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.integers(1, 6),
+    st.integers(1, 5),
+)
+def test_follows_the_transcription(events: list[str], min_useful: float, window: int, rest: int) -> None:
+    tested = PrefetchGovernor(min_useful, window, rest)
+    outcomes: list[bool] = []
+    layers_to_rest, fresh = 0, False
+    for event in events:
+        if event != "layer":
+            getattr(tested, event)()
+            outcomes.append(event == "used")
+            continue
+        expected = True
+        if layers_to_rest:
+            layers_to_rest -= 1
+            expected = False
+        elif fresh:
+            outcomes, fresh = [], False
+        elif len(outcomes) >= window:
+            if sum(outcomes) < min_useful * len(outcomes):
+                layers_to_rest, fresh, expected = rest - 1, True, False
+            outcomes = []
+        assert tested.allows() is expected
+
 
 L, E, K = 3, 4, 2
 

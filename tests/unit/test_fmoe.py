@@ -1,12 +1,18 @@
-"""Expert maps: every formula against a direct transcription of fMoE's equations, and the cases at their edges."""
+"""fMoE: every formula against a transcription of the paper's equations; store, search, sketch and blend."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from map_contexts import SHAPE, TOP_K, forecasts, iteration, reference
 from numpy.typing import NDArray
 
 from tiermoe.actors.policies.fmoe import (
+    GATE,
+    MAP,
+    BlendPrefetch,
+    ExpertMapEviction,
+    ExpertMapPolicy,
     ExpertMapPrefetch,
     Forecast,
     prefetch_priority,
@@ -14,7 +20,8 @@ from tiermoe.actors.policies.fmoe import (
     select,
     threshold,
 )
-from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, unit_rows
+from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, MapSearch, Sketch, unit_rows
+from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 
 L, J, D, K = 6, 5, 7, 2
 Floats = NDArray[np.float32]
@@ -431,3 +438,168 @@ class TestPrefetch:
         policy.begin(random.standard_normal((1, 4 * D), np.float32))
         with pytest.raises(ValueError, match="kept in"):
             ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D - 1, K)
+
+
+def _seen(layer: int, spans: list[Span], probabilities: np.ndarray | None) -> LayerSeen:
+    ids = np.zeros((spans[-1].stop, TOP_K), np.int64)
+    return LayerSeen(layer, spans, ids, probabilities, lambda distance: None)
+
+
+def test_wants_what_the_forecasts_want() -> None:
+    """Two sequences, of one and of three rows: rows of a sequence count by their mean."""
+    told: list[tuple[int, float]] = []
+    maps, direct = reference(), reference()
+    policy = ExpertMapPolicy(maps, SHAPE.hidden, lambda keys, p: told.extend(zip(keys, p, strict=True)))
+    assert policy.distance == 2
+    for number in range(4):
+        shown = iteration(number, 2)
+        spans = [
+            Span("a", 0, 1, True, shown.embeddings[0]),
+            Span("b", 1, 4, False, shown.embeddings[1]),
+        ]
+        expected = forecasts(direct, shown)
+        told.clear()
+        wanted = [policy.begin_forward(spans)]
+        for layer in range(SHAPE.layers):
+            p = shown.probabilities[layer].astype(np.float64)
+            rows = np.stack([p[0], 0.5 * p[1], p[1], 1.5 * p[1]])
+            wanted.append(policy.observed(_seen(layer, spans, rows)))
+        for mine, forecast in zip(wanted, expected, strict=True):
+            if forecast is None:
+                assert mine == []
+                continue
+            pairs = zip(forecast.keys[: forecast.wanted], forecast.priorities, strict=False)
+            assert mine == [Wanted(int(key), pytest.approx(float(priority))) for key, priority in pairs]
+        assert [key for key, _ in told] == [key for f in expected if f is not None for key in f.keys.tolist()]
+        if number:
+            assert sorted(key for key, _ in told) == list(range(SHAPE.layers * SHAPE.experts))  # each expert once
+            for layer in range(SHAPE.layers):  # of one matched map or two: probabilities, not priorities
+                total = sum(p for key, p in told if key // SHAPE.experts == layer)
+                assert 1.0 - 1e-5 <= total <= 2.0
+    assert len(maps.store) == 8
+
+
+def test_eviction_is_told() -> None:
+    maps = reference()
+    forecasts(maps, iteration(0))
+    eviction = ExpertMapEviction()
+    shown = iteration(1, seed=0)
+    best = shown.probabilities[0, 0].argsort()
+    for key in range(SHAPE.experts):
+        eviction.admitted(key)
+    policy = ExpertMapPolicy(maps, SHAPE.hidden, eviction.expect)
+    policy.begin_forward([Span("a", 0, 1, True, shown.embeddings[0])])
+    assert eviction.victims(SHAPE.experts, lambda key: True) == best.tolist()
+
+
+def test_no_embedding_and_no_probabilities() -> None:
+    maps = reference()
+    forecasts(maps, iteration(0))
+    policy = ExpertMapPolicy(maps, SHAPE.hidden)
+    span = Span("a", 0, 1, True)
+    assert policy.begin_forward([span]) == []  # not everything, as a similarity of 0 would say
+    with pytest.raises(ValueError, match="does not expose"):
+        policy.observed(_seen(0, [span], None))
+
+
+def test_narrow_embeddings_are_kept() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
+    np.testing.assert_allclose(Sketch(16, 512)(x), x / np.linalg.norm(x, axis=1, keepdims=True), rtol=1e-6)
+
+
+def test_zero_stays_zero() -> None:
+    assert not Sketch(300, 64)(np.zeros((2, 300), np.float32)).any()
+
+
+def test_wide_embeddings_keep_their_cosines() -> None:
+    random = np.random.default_rng(1)
+    x = random.standard_normal((200, 2000)).astype(np.float32)
+    y = x + random.standard_normal((200, 2000)).astype(np.float32)
+    sketch = Sketch(2000, 512)
+    before = np.einsum("sh,sh->s", unit_rows(x), unit_rows(y))
+    after = np.einsum("sd,sd->s", sketch(x), sketch(y))
+    assert np.sqrt(np.mean((before - after) ** 2)) < np.sqrt(2 / 512)
+    assert abs(np.mean(before - after)) < 0.01
+
+
+def test_the_signs_are_those_of_splitmix64() -> None:
+    """Its first outputs from seed 0 end in ...DAF, ...5F4, ...54F, ...1EC, ...49B: odd is plus."""
+    x = np.eye(5, dtype=np.float32)
+    assert Sketch(5, 1)(x).ravel().tolist() == [1, -1, 1, -1, 1]
+
+
+def test_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="not"):
+        Sketch(16)(np.zeros((1, 17), np.float32))
+
+
+LAYERS, EXPERTS = 4, 4
+SPANS = (Span("a", 0, 1, True),)
+
+
+def _blend_seen(layer: int, picked: list[int], ahead: dict[int, list[float]]) -> LayerSeen:
+    return LayerSeen(
+        layer, SPANS, np.array([picked]), None,
+        lambda distance: np.array([ahead[distance]], np.float32) if distance in ahead else None,
+    )  # fmt: skip
+
+
+def _keys(wanted: list[Wanted]) -> list[int]:
+    return [want.key for want in wanted]
+
+
+def test_agreement_goes_first_and_no_more_is_asked_than_the_better_source_asks() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=2, distance=1)
+    tested.begin_forward(SPANS)
+    wanted = tested.merged(_blend_seen(0, [0, 1], {1: [0, 3, 2, 0]}), [Wanted(6, 0.9), Wanted(7, 0.5)])
+    assert wanted == [Wanted(6, pytest.approx(0.75), "both"), Wanted(5, pytest.approx(0.5), GATE)]
+
+
+def test_the_source_that_was_right_is_believed() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=2, distance=1, fade=1.0)
+    assert tested.precision(MAP, 1, 1) == tested.precision(GATE, 1, 1) == 0.5
+    for _ in range(5):  # next-gate says 0 and 1, the map 2 and 3, which is what is picked
+        tested.begin_forward(SPANS)
+        tested.merged(_blend_seen(0, [0, 1], {1: [2, 1, 0, 0]}), [Wanted(6, 0.9), Wanted(7, 0.5)])
+        tested.merged(_blend_seen(1, [2, 3], {}), [])
+    assert tested.precision(MAP, 1, 1) == pytest.approx(11 / 12)
+    assert tested.precision(GATE, 1, 1) == pytest.approx(1 / 12)
+    tested.begin_forward(SPANS)
+    wanted = tested.merged(_blend_seen(0, [0, 1], {1: [2, 1, 0, 0]}), [Wanted(6, 0.9), Wanted(7, 0.5)])
+    assert [(want.key, want.source) for want in wanted] == [(6, MAP), (7, MAP)]
+
+
+def test_the_past_fades() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=1, fade=0.5)
+    for picked in ([0], [1]):
+        tested.begin_forward(SPANS)
+        tested.merged(_blend_seen(0, [0], {1: [1, 0, 0, 0]}), [])
+        tested.merged(_blend_seen(1, picked, {}), [])
+    assert tested.precision(GATE, 1, 1) == pytest.approx((0.5 * 1 + 0 + 1) / (0.5 * 1 + 1 + 2))
+
+
+def test_a_map_keeps_its_distance_and_counts_until_its_layer() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=2)
+    tested.begin_forward(SPANS)
+    first = tested.merged(_blend_seen(0, [0], {}), [Wanted(2 * EXPERTS + 3, 0.9)])
+    assert first == [Wanted(11, pytest.approx(0.25), MAP)]  # two layers ahead
+    second = tested.merged(_blend_seen(1, [0], {}), [])
+    assert second == [Wanted(11, pytest.approx(0.5), MAP)]  # said again, now one ahead
+    assert tested.merged(_blend_seen(2, [3], {}), []) == []
+    assert tested.precision(MAP, 2, 2) == pytest.approx(2 / 3)
+    assert tested.precision(MAP, 2, 1) == 0.5
+
+
+def test_an_unfinished_forward_is_forgotten() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=1)
+    tested.begin_forward(SPANS)
+    tested.merged(_blend_seen(0, [0], {1: [1, 0, 0, 0]}), [])
+    tested.begin_forward(SPANS)
+    tested.merged(_blend_seen(1, [3], {}), [])
+    assert tested.precision(GATE, 1, 1) == 0.5
+
+
+def test_without_guesses_nothing_is_wanted() -> None:
+    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=3)
+    tested.begin_forward(SPANS)
+    assert _keys(tested.merged(_blend_seen(0, [0], {}), [])) == []
