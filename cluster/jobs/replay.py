@@ -166,6 +166,16 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
         ConfigError: unknown, or it uses what the simulated executor has not.
     """
     settings = load_policy(name)
+    require_replayable(settings)
+    if eviction is None:
+        return settings
+    if eviction not in kinds("eviction"):
+        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(kinds('eviction'))}")
+    return settings.model_copy(update={"eviction": options("eviction", eviction)})
+
+
+def require_replayable(settings: PolicySettings) -> None:
+    """Raise ConfigError where a preset uses what the simulated executor has not."""
     if settings.uses_ndp:
         raise ConfigError(f"policy '{settings.name}' computes on an NDP worker", "replay one that only caches")
     if settings.reroutes and not replays_routing(settings):
@@ -173,11 +183,6 @@ def replay_policy(name: str, eviction: str | None) -> PolicySettings:
             f"policy '{settings.name}' changes the routing, and a trace holds what the model picked",
             "replay one with exact routing",
         )
-    if eviction is None:
-        return settings
-    if eviction not in kinds("eviction"):
-        raise ConfigError(f"--eviction is '{eviction}'", f"give one of {', '.join(kinds('eviction'))}")
-    return settings.model_copy(update={"eviction": options("eviction", eviction)})
 
 
 def with_prefetch(settings: PolicySettings, kind: str, **changes: Any) -> PolicySettings:

@@ -128,6 +128,24 @@ def test_a_benchmark_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
     assert (record["name"], record["executor"], record["settings"]["config"]) == ("prefetch", "emulated", "job.yaml")
 
 
+def test_an_experiment_as_a_job_takes_the_cluster_s_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    out, file = tmp_path / "out.json", tmp_path / "mine.yaml"
+    file.write_text("""
+name: mine
+title: Mine
+summary: One cell.
+workload: {prompt_tokens: 8, max_tokens: 3, warm: 1, repeats: 1}
+grid: {budgets: ["0.5"], links: [none]}
+sections: [{name: s, variants: [on-demand]}]
+""")
+    done = cluster.submit(_TIERMOE, "bench", str(file), "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cells on the cluster's nodes: 1/1" in done.stdout
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["node"]
+    assert row["tpot_ms"] > 0
+
+
 def test_a_job_that_is_refused_fails(cluster: Cluster) -> None:
     done = cluster.submit(_TIERMOE, "bench", "prefetch", "--config", "missing.yaml")
     assert done.returncode == 1

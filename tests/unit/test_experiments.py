@@ -378,6 +378,11 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(monkeypatch: pytest
         run_experiment(load_experiment("fmoe", {"prompts": 10}), start=start)
     with pytest.raises(CheckpointError, match="500"):
         run_experiment(load_experiment("activeevict", {"prompts-each": 100}), start=start)
+    ndp = _experiment(prompts_file=None, variants=["context-ndp-full"])
+    (section,) = ndp.sections
+    ndp = ndp.model_copy(update={"sections": (section.model_copy(update={"executor": "simulated"}),)})
+    with pytest.raises(ConfigError, match="computes on an NDP worker"):
+        run_experiment(ndp, start=start)
     with pytest.raises(ConfigError, match="needs rows from an earlier run"):
         run_experiment(load_experiment("activeevict", {"parts": "emulated"}), start=start)
 

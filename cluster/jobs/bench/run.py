@@ -17,6 +17,7 @@ from ....errors import ConfigError
 from ...config import RunConfig, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, versions
 from ...simulate.executor import Machine, load_machine
+from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, digest, measure_cell
 from .experiment import Experiment, Section
 from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, paired, rounded
@@ -29,6 +30,7 @@ from .serving import (
     read_split,
     record_split,
     run_config,
+    shape_of,
     split_prompts,
     start_worker,
 )
@@ -213,9 +215,11 @@ def _refuse(study: Study) -> None:
                 raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
             if count < 1:
                 raise ConfigError("--prompts is 0", "give at least 1")
-    if any(section.executor == "simulated" for section in experiment.running):
+    if simulated := [section for section in experiment.running if section.executor == "simulated"]:
         for context in study.contexts:
             study.traced(context)
+        for policy in (policy for section in simulated for policy in _policies(section, work.tau, None)):
+            require_replayable(policy.settings)
     for section in engine:
         for policy in _policies(section, work.tau, None):
             for budget in section.budgets or grid.budgets:
@@ -244,15 +248,12 @@ def _links(study: Study) -> list[tuple[float | None, float | None]]:
     if grid.calibrate == "resident":
         work, context = study.experiment.workload, study.contexts[0]
         prompts = _served(study, context).measure
-        measure = lambda: asdict(calibrate(base, prompts, work.max_tokens, study.progress))  # noqa: E731
-        found = Calibration(**study.journal.step("calibration", measure))
+        measure = partial(calibrate, base, prompts, work.max_tokens, study.progress)
+        found = Calibration(**study.journal.step("calibration", lambda: asdict(measure())))
     else:
         digits = 3
         if "machine" not in study.settings:  # of an earlier result
-            header = study.recorded(study.contexts[0]).header
-            machine = load_machine(header, None, None, None)
-            shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
-            study.settings |= study.journal.step("machine", lambda: {"machine": machine.model_dump(), "shape": shape})
+            study.settings |= study.journal.step("machine", partial(_machine, study))
         machine = Machine(**study.settings["machine"])
         found = Calibration.of_machine(study.settings["shape"], machine, base.link.latency_us)
     study.calibration = found
@@ -268,6 +269,12 @@ def _links(study: Study) -> list[tuple[float | None, float | None]]:
     return [
         (gbps, None if gbps is None else grid.ratios[i] if exact else found.ratio(gbps)) for i, gbps in enumerate(given)
     ]
+
+
+def _machine(study: Study) -> dict[str, Any]:
+    """On which the first context's trace was recorded, and the shape of its model."""
+    header = study.recorded(study.contexts[0]).header
+    return {"machine": load_machine(header, None, None, None).model_dump(), "shape": shape_of(header)}
 
 
 def _cells(

@@ -350,6 +350,11 @@ class Calibration:
         )
 
 
+def shape_of(header: TraceHeader) -> dict[str, int]:
+    """Of a trace's model, for `Calibration.of_machine`."""
+    return {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
+
+
 def calibrate(
     base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None = None
 ) -> Calibration:

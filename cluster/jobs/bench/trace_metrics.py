@@ -41,10 +41,11 @@ from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, se
 from ...simulate.predictors import recall, shown, train_predictors
 from ...simulate.trace import Iteration, TraceHeader
 from ..prepare.measures import add_predictors
+from ..replay import checked_prefetch
 from .experiment import Section, Variant
 from .metrics import Row, Spread, metric, rounded, values_of
 from .run import Study
-from .serving import Calibration, Recorded, Split, own_store, read_split, record_split
+from .serving import Calibration, Recorded, Split, own_store, read_split, record_split, shape_of
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second, and its ratio of loading over computing
 
@@ -98,8 +99,7 @@ def _links(
 ) -> Sequence[LinkAt]:
     if section.ratios is None:
         return links[:1] if section.links == "first" else links
-    shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
-    computing = Calibration.of_machine(shape, machine, latency_us)
+    computing = Calibration.of_machine(shape_of(header), machine, latency_us)
     return [(computing.link(ratio, digits=3), ratio) for ratio in section.ratios]
 
 
@@ -115,7 +115,9 @@ def replay(
     top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
     preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
     cut = None if preset.split.kind == "off" else first_cut(header, preset, share)
-    policy = preset.make_prefetch(context_of(header))
+    needed = "predictors" in preset.prefetch.needs
+    trained = train_predictors(header, recorded.learn, preset.prefetch.distance) if needed else None
+    policy = checked_prefetch(preset, context_of(header, predictors=trained), header)
     engine = engine_of(preset, header, machine, share, eviction_of(preset, header), policy, cut)
     serve(engine, recorded.learn)
     found = []
@@ -272,8 +274,7 @@ def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
             trace = record_split(study.base, prompts, work.max_tokens, 2, out, study.progress)
             recordings[cell.context] = read_split(trace, len(cell.warm))
         recorded = recordings[cell.context]
-        machine = Machine(**study.settings["machine"])
-        machine = machine.model_copy(update={"link_gbps": cell.gbps, "link_latency_us": latency_us})
+        machine = _throttled(Machine(**study.settings["machine"]), cell.gbps, study)
         policy = next(policy for policy in cell.policies if policy.name == row["policy"])
         again = replay(policy.settings, cell.budget, machine, recorded, work.prompts)
         for name, values in transfers_of_row(row, work.prompts * work.max_tokens).items():
@@ -285,8 +286,7 @@ def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
         if section not in study.settings:  # of the first context, as the machine of the replays is
             header, then = recorded.header, Machine(**study.settings["machine"])
             now = load_machine(header, None, None, None)
-            shape = {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
-            steps = [1e3 * Calibration.of_machine(shape, m, latency_us).tpot_s for m in (now, then)]
+            steps = [1e3 * Calibration.of_machine(shape_of(header), m, latency_us).tpot_s for m in (now, then)]
             study.settings[section] = {"slot_bytes": header.slot_bytes, "step_ms": steps[0],
                                        "replayed_step_ms": steps[1]}  # fmt: skip
         stepped()
