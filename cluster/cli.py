@@ -57,7 +57,7 @@ def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute
 
 
 _forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
-_forward(app, "tiermoe", "up", ".jobs.up", "up_command", "Start a runtime and keep it until Ctrl-C or `down`.")
+_forward(app, "tiermoe", "up", ".jobs.up", "up_command", "Start a runtime that runs until Ctrl-C or `down`.")
 _forward(app, "tiermoe", "serve", ".jobs.serve", "serve_command", "Serve a model over HTTP, as OpenAI's API.")
 _forward(app, "tiermoe", "status", ".jobs.status", "status_command", "Say what runs, where, and what it holds.")
 _forward(app, "tiermoe", "down", ".jobs.status", "down_command", "End a runtime and all that belongs to it.")

@@ -1,6 +1,6 @@
 """Ray's token authentication: the token kept private, and the mode of a cluster known before it is joined.
 
-A local Ray turns on token authentication and keeps its token in ~/.ray/auth_token. It writes that file readable to
+A local Ray turns on token authentication and reads its token from ~/.ray/auth_token. It writes that file readable to
 everybody, and two drivers that start at the same moment on a fresh machine would each write a token of their own. So
 the token is made here first, atomically and with mode 0600.
 """

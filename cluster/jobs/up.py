@@ -23,7 +23,7 @@ Check = Callable[[], None]  # raises where what stands beside the runtime has fa
 
 @with_options(*RUNTIME)
 def up_command(options: dict[str, Any], config: Config = None) -> None:
-    """Start a runtime and keep it until Ctrl-C or `tiermoe down`."""
+    """Start a runtime that runs until Ctrl-C or `tiermoe down`."""
 
     @contextmanager
     def announced(deployment: Deployment) -> Iterator[Check]:

@@ -106,13 +106,13 @@ def up(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
 
 def _generate(cluster: Cluster, kill: int | None = None) -> str:
     """The text of a request that the runtime serves; `kill` is a process that is killed once some of it is there."""
-    guest = cluster.begin("run", "import os", "--attach", cluster.address, "--max-tokens", "200")
-    assert guest.stdout is not None
-    first = guest.stdout.read(60)
+    driver = cluster.begin("run", "import os", "--attach", cluster.address, "--max-tokens", "200")
+    assert driver.stdout is not None
+    first = driver.stdout.read(60)
     if kill is not None:
         os.kill(kill, signal.SIGKILL)
-    rest, errors = guest.communicate(timeout=_WAIT_S)
-    assert guest.returncode == 0, errors
+    rest, errors = driver.communicate(timeout=_WAIT_S)
+    assert driver.returncode == 0, errors
     text, found, _ = (first + rest).partition("\nSummary")
     assert found
     return text

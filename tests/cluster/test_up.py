@@ -48,7 +48,7 @@ def _tiermoe(environment: dict[str, str], *arguments: str) -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_WAIT_S, check=False)
 
 
-def test_two_guests_status_and_down(
+def test_two_attached_drivers_status_and_down(
     environment: dict[str, str], up: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     (entry,) = [json.loads(path.read_text()) for path in (tmp_path / "tiermoe").iterdir()]
@@ -56,12 +56,12 @@ def test_two_guests_status_and_down(
     family = psutil.Process(up.pid).children(recursive=True)
 
     command = [_TIERMOE, "run", "import os", "--attach", address, "--max-tokens", "24", "--json"]
-    guests = [
+    drivers = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [guest.communicate(timeout=_WAIT_S) for guest in guests]
-    assert [guest.returncode for guest in guests] == [0, 0], said
+    said = [driver.communicate(timeout=_WAIT_S) for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], said
     first, second = (json.loads(out) for out, _ in said)
     assert first["token_ids"] == second["token_ids"]
     assert len(first["token_ids"]) == first["generated_tokens"] == 24

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from serving import policy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors import ndp_worker
-from tiermoe.actors.settings import NdpSettings, ShardSettings
+from tiermoe.actors.settings import LinkSettings, NdpSettings, ShardSettings
 from tiermoe.cluster import config as config_module
 from tiermoe.cluster import host as cores_module
 from tiermoe.cluster.config import (
@@ -33,7 +35,7 @@ from tiermoe.cluster.config import (
     parse_budget,
     policy_names,
 )
-from tiermoe.cluster.jobs.options import check_budget
+from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
 from tiermoe.cluster.topology.inputs import LocalRay, local_ray
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, TierMoeError
@@ -394,3 +396,36 @@ def test_a_quota_of_the_control_group_bounds_the_cores(
     monkeypatch.setattr(cores_module, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert cores_module.usable_cores() == cores
+
+
+# options
+
+
+def test_options_are_made_of_the_fields() -> None:
+    """Names, types and help are those of `RunConfig`; a command gets the given ones, nested by section."""
+    seen: list[dict[str, Any]] = []
+
+    @with_options(*RUNTIME)
+    def command(options: dict[str, Any], host: str = "h") -> None:
+        seen.append(options | {"host": host})
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    given = ["--budget", "25%", "--link-gbps", "2", "--ndp-workers", "per-node", "--no-ndp-pace", "--host", "x"]
+    app(given, standalone_mode=False)
+    app([], standalone_mode=False)
+    found = {
+        "budget": "25%", "link": {"gbps": 2.0}, "cluster": {"ndp_workers": "per-node"}, "ndp": {"pace": False},
+        "host": "x",
+    }  # fmt: skip
+    assert seen == [found, {"host": "h"}]
+    parameters = {p.name: p for p in typer.main.get_command(app).params}
+    assert parameters["shards"].help == f"{_about(ClusterConfig, 'shards')}. (1)"
+    assert parameters["threads"].help == f"{_about(RunConfig, 'threads')}."
+    assert parameters["link_gbps"].help == f"{_about(LinkSettings, 'gbps')}. (16)"
+    assert all(parameter.default is None for name, parameter in parameters.items() if name != "host")
+
+
+def _about(model: type[BaseModel], field: str) -> str:
+    text = model.model_fields[field].description or ""
+    return text[0].upper() + text[1:]

@@ -100,7 +100,7 @@ def test_actors_do_not_know_ray() -> None:
 
 
 def test_only_five_files_start_place_and_end() -> None:
-    """Ray's start and end; our actors' placement, life and death; what a guest may do to those of others; an
+    """Ray's start and end; our actors' placement, life and death; what an attached driver may do to those of others; an
     experiment's cells on nodes; and the two nodes of a benchmark."""
     found = set()
     for path in _FILES:
