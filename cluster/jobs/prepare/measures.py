@@ -51,7 +51,7 @@ from ...simulate.predictors import predictors_for, train_predictors
 from ...simulate.trace import Trace
 from .calibration import Windows, read_windows
 from .capture import Watcher, capture, load_model, open_inputs, watching
-from .writer import disk_errors, write_file
+from .writer import disk_errors, write_artifact
 
 MAX_TOKENS = 1 << 14  # of the text that sensitivity is measured on
 _BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is not trained on: recall is measured there
@@ -91,8 +91,8 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
                 following = None if router is None else Following(router, later.hidden)
                 trained.append(train_gate(hidden, later.ids, manifest.experts.num_experts, following, layer))
     console.print(_recalls(trained))
-    write_file(store / GATES_NAME, encode_gates([t.gate for t in trained], manifest, windows.tokens))
-    return store / GATES_NAME
+    data = encode_gates([t.gate for t in trained], manifest, windows.tokens)
+    return write_artifact(store, GATES_NAME, data, console)
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,13 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
     header = found.header
     if header.fingerprint != model_fingerprint(read_manifest(store)):
         raise TraceError(f"'{trace}' was recorded on another model than '{store}'", "record one on this model")
-    with progress_on(Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with progress_on(console) as progress:
         task = progress.add_task("training predictors", total=max(0, header.layers - stride))
         learned = islice(found.requests(), requests)
         trained = train_predictors(header, learned, stride, advanced=lambda: progress.advance(task))
-    write_file(store / predictors_file(stride), encode_predictors(trained, predictors_for(header, stride)))
-    return store / predictors_file(stride)
+    data = encode_predictors(trained, predictors_for(header, stride))
+    return write_artifact(store, predictors_file(stride), data, console)
 
 
 def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
@@ -245,8 +246,8 @@ def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console |
         what = f"the gradients of {opened.manifest.architecture} on '{text}' are not finite"
         raise StoreError(what, "give other calibration text")
     console.print("sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
-    write_file(store / SENSITIVITY_NAME, encode_sensitivity(found, opened.manifest, windows.tokens))
-    return store / SENSITIVITY_NAME
+    data = encode_sensitivity(found, opened.manifest, windows.tokens)
+    return write_artifact(store, SENSITIVITY_NAME, data, console)
 
 
 def measure(

@@ -284,6 +284,17 @@ def _matches(folder: Path, record: FileRecord) -> bool:
         return False
 
 
+def write_artifact(store: Path, name: str, data: bytes, console: Console) -> Path:
+    """Put one file into a store, under the store's lock, in place of one of that name; its path.
+
+    Raises:
+        StoreError: the disk is full, or may not be written.
+    """
+    with locked(store, console):
+        write_file(store / name, data)
+    return store / name
+
+
 def publish(
     store: Path,
     work: Path,
