@@ -67,15 +67,14 @@ def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., No
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         generated = {option_name(*key.split("."))[2:].replace("-", "_"): key for key in keys}
         hints = typing.get_type_hints(command, include_extras=True)
-        parameters = []
-        for parameter in inspect.signature(command).parameters.values():
-            if parameter.name == "options":
-                parameters += [_parameter(name, key) for name, key in generated.items()]
+        parameters: dict[str, tuple[Any, Any]] = {}
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name == "options":
+                parameters |= {option: _option(key) for option, key in generated.items()}
             else:
-                parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+                parameters[name] = (hints[name], parameter.default)
 
-        @functools.wraps(command)
-        def wrapper(**given: Any) -> None:
+        def run(**given: Any) -> None:
             options: dict[str, Any] = {}
             for name, key in generated.items():
                 section, _, field = key.rpartition(".")
@@ -83,11 +82,27 @@ def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., No
                     (options.setdefault(section, {}) if section else options)[field] = value
             command(options=options, **given)
 
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return wrapper
+        return as_command(run, command.__name__, command.__doc__, parameters)
 
     return decorate
+
+
+def as_command(
+    run: Callable[..., None], name: str, summary: str | None, options: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """Give a function the name, the help and the options of a command.
+
+    Args:
+        options: by parameter of the function: annotation, as typer reads it, and default.
+    """
+    run.__name__, run.__doc__, run.__annotations__ = name, summary, {}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # where typer looks
+        [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for option, (annotation, default) in options.items()
+        ]
+    )
+    return run
 
 
 def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:
@@ -205,8 +220,8 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
         )
 
 
-def _parameter(name: str, key: str) -> inspect.Parameter:
-    """The parameter that typer makes an option of: plain numbers and flags by their type, all else as text.
+def _option(key: str) -> tuple[Any, Any]:
+    """Type, as typer reads it, and default of a key's option: plain numbers and flags by their type, all else as text.
 
     The default is None, which leaves the value to the file; the help names the default without a file.
     """
@@ -218,7 +233,4 @@ def _parameter(name: str, key: str) -> inspect.Parameter:
     kinds = [kind for kind in members or (field.annotation,) if kind is not types.NoneType]
     kind: Any = kinds[0] if kinds[0] in (int, float, bool) and len(kinds) == 1 else str
     shown = f" ({value:g})" if isinstance(value, float) else f" ({value})" if value not in (None, False) else ""
-    option = typer.Option(help=_help(field.description or "") + shown)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    return Annotated[kind | None, typer.Option(help=_help(field.description or "") + shown)], None

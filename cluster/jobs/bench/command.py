@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
+from ..options import as_command
 from . import micro
 from .experiment import Experiment, Option, field_at, load_experiment, options_of, read_experiment
-from .finish import Check, Config, Json, JsonCommand, Model, as_command, check_folder, finish, say_overridden
+from .finish import Check, Config, Json, JsonCommand, Model, check_folder, finish, say_overridden
 from .metrics import Report
 
 if TYPE_CHECKING:

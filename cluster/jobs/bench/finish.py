@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,24 +25,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
-
-
-def as_command(
-    run: Callable[..., None], name: str, summary: str | None, options: Mapping[str, tuple[Any, Any]]
-) -> Callable[..., None]:
-    """Give a function the name, the help and the options of a command.
-
-    Args:
-        options: by parameter of the function: annotation, as typer reads it, and default.
-    """
-    run.__name__, run.__doc__, run.__annotations__ = name, summary, {}
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # where typer looks
-        [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for option, (annotation, default) in options.items()
-        ]
-    )
-    return run
 
 
 def finish(

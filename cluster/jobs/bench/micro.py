@@ -145,7 +145,8 @@ def measure(options: Options, progress: Progress | None = None) -> Report:
 
 def command(name: str) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
-    from .finish import Check, Json, Out, as_command, finish, say_overridden  # typer: a GPU machine has none
+    from ..options import as_command  # typer: a GPU machine has none
+    from .finish import Check, Json, Out, finish, say_overridden
 
     case = CASES[name]
 
