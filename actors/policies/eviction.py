@@ -112,31 +112,34 @@ class Lru(EvictionPolicy):
     State: admitted keys in order of last use (admission counts as a use, so that a prefetched expert is not the first
     to go). `admitted`, `used`, `removed` are O(1) per key, `victims` is O(count + protected keys older than the
     victims).
+
+    Attributes:
+        order: the keys, the least recently used first.
     """
 
     counted_as = "lru"
 
     def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self.order: OrderedDict[int, None] = OrderedDict()
 
     def admitted(self, key: int) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key)
+        self.order[key] = None
+        self.order.move_to_end(key)
 
     def used(self, keys: Iterable[int]) -> None:
-        move = self._order.move_to_end
+        move = self.order.move_to_end
         for key in keys:
             move(key)
 
     def removed(self, key: int) -> None:
-        del self._order[key]
+        del self.order[key]
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        position = {key: i for i, key in enumerate(self._order)}
+        position = {key: i for i, key in enumerate(self.order)}
         return sorted(keys, key=lambda key: -position.get(key, -1))
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return first_evictable(self._order, count, evictable)
+        return first_evictable(self.order, count, evictable)
 
 
 Entry = tuple[float, int, int]  # value, stamp, key
@@ -525,22 +528,31 @@ class TwoPools(EvictionPolicy):
     def __init__(self, first: EvictionPolicy, keys: int, second_class: int) -> None:
         self._first, self._second = first, Lru()
         self._keys, self._second_class = keys, second_class
+        self._last_used = self._second.order  # which most changes go to without another call
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
         return self._second if slot_class == self._second_class else self._first.of_class(slot_class)
 
     def admitted(self, key: int) -> None:
-        (self._first if key < self._keys else self._second).admitted(key)
+        if key < self._keys:
+            self._first.admitted(key)
+        else:
+            self._last_used[key] = None
 
     def used(self, keys: Iterable[int]) -> None:
-        keys = list(keys)
-        second = [key for key in keys if key >= self._keys]
-        self._first.used([key for key in keys if key < self._keys] if second else keys)
-        if second:
-            self._second.used(second)
+        first, move = list[int](), self._last_used.move_to_end
+        for key in keys:
+            if key < self._keys:
+                first.append(key)
+            else:
+                move(key)
+        self._first.used(first)
 
     def removed(self, key: int) -> None:
-        (self._first if key < self._keys else self._second).removed(key)
+        if key < self._keys:
+            self._first.removed(key)
+        else:
+            del self._last_used[key]
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """Of any class, the first pool before the second; who needs a slot of one class asks `of_class`."""
