@@ -62,16 +62,16 @@ class Hotness:
         if ring is None:
             ring = self._picked[layer] = np.zeros((window, ids.shape[1]), np.int64)
         seen = self._tokens[layer]
-        held = min(seen, window)
+        counted = min(seen, window)
         if n == window:
             values[:] = 0.0
         else:
             values *= self._powers[n]
-            leaving = held + n - window
+            leaving = counted + n - window
             if leaving > 0:
-                places = np.arange(seen - held, seen - held + leaving) % window
-                ages = np.arange(held + n - 1, held + n - 1 - leaving, -1)
-                np.subtract.at(values, ring[places], self._powers[ages, None])
+                rows = np.arange(seen - counted, seen - counted + leaving) % window
+                ages = np.arange(counted + n - 1, counted + n - 1 - leaving, -1)
+                np.subtract.at(values, ring[rows], self._powers[ages, None])
                 np.maximum(values, 0.0, out=values)  # what rounding leaves of an expert that is out of the window
         np.add.at(values, ids, self._powers[n - 1 :: -1, None] if n > 1 else 1.0)
         ring[np.arange(seen, seen + n) % window] = ids
@@ -88,9 +88,9 @@ class ImportanceEviction(EvictionPolicy):
     Where one pool serves all layers their experts compare by s, which has the same scale in each: both parts sum to
     1 in a layer at most, so a layer that holds more gives way sooner.
 
-    State: u [L, E], p-hat [L, E], what is held, and when each was used last. Ties: least recently used first, then by
-    key. O(1) per key admitted, used or removed; the order is made anew, O(L*E + n log n) for n held, by the first
-    `victims` after a change.
+    State: u [L, E], p-hat [L, E], what is resident, and when each was used last. Ties: least recently used first, then
+    by key. O(1) per key admitted, used or removed; the order is made anew, O(L*E + n log n) for n resident, by the
+    first `victims` after a change.
 
     Args:
         layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
@@ -117,7 +117,7 @@ class ImportanceEviction(EvictionPolicy):
         self._alpha = alpha
         self.hotness = Hotness(layers, experts, gamma, window)
         self._predicted: Floats = np.zeros((layers, experts))
-        self._held = np.zeros(layers * experts, bool)
+        self._resident = np.zeros(layers * experts, bool)
         self._stamp = np.zeros(layers * experts, np.int64)
         self._clock = 0
         self._order: list[int] | None = None  # of what is held, first to go first; None: to be made
@@ -133,33 +133,33 @@ class ImportanceEviction(EvictionPolicy):
         self._order = None
 
     def scores(self) -> Floats:
-        """s of every expert, by key [L*E]; of those that are not held only the second part."""
-        return self._scores(self._held)
+        """s of every expert, by key [L*E]; of those that are not resident only the second part."""
+        return self._scores(self._resident)
 
     def admitted(self, key: int) -> None:
-        self._held[key] = True
+        self._resident[key] = True
         self._touch([key])
 
     def used(self, keys: Iterable[int]) -> None:
         self._touch(list(keys))
 
     def removed(self, key: int) -> None:
-        if not self._held[key]:
+        if not self._resident[key]:
             raise KeyError(key)
-        self._held[key] = False
+        self._resident[key] = False
         self._order = None
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         if count <= 0:  # as asked wherever slots are free: no reason to make the order
             return []
         if self._order is None:
-            keys = self._held.nonzero()[0]
+            keys = self._resident.nonzero()[0]
             self._order = keys[np.lexsort((self._stamp[keys], self.scores()[keys]))].tolist()
         return first_evictable(self._order, count, evictable)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """Most worth keeping first: by falling s as if these were the residents, then most recently used first."""
-        asked = np.zeros_like(self._held)
+        asked = np.zeros_like(self._resident)
         asked[list(keys)] = True
         scores = self._scores(asked)
         return sorted(keys, key=lambda key: (-scores[key], -self._stamp[key]))

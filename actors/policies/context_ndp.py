@@ -78,29 +78,29 @@ class PrecisionOptions(PolicyOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """The GPU of each expert, and its places for each layer: what a hot set must fit into.
+class HotSlots:
+    """The GPU of each expert, and the slots for hot experts of each GPU in each layer: what a hot set must fit into.
 
-    Every GPU has places of its own in every layer. So none is given more hot experts than it has slots, whatever is
+    Every GPU has hot slots of its own in every layer. So none is given more hot experts than it has slots, whatever is
     important, and the hot experts of a layer, which run side by side, are spread over all GPUs.
 
     Args:
         owner: int [L, E], GPU 0..G-1 of each expert.
-        count: int [L, G], places of each GPU in each layer; at most as many as it owns experts there.
+        count: int [L, G], hot slots of each GPU in each layer; at most as many as it owns experts there.
     """
 
     owner: NDArray[np.int64]
     count: NDArray[np.int64]
 
     @staticmethod
-    def fit(owner: ArrayLike, slots: Sequence[int], per_layer: int | None) -> Places:
-        """Places within the slots of each GPU.
+    def fit(owner: ArrayLike, slots: Sequence[int], per_layer: int | None) -> HotSlots:
+        """Hot slots within the slots of each GPU.
 
         Args:
             owner: int [L, E].
             slots: of each of G GPUs.
-            per_layer: K, places of a layer over all GPUs: dealt out one by one, in layer l beginning with GPU l mod G.
-                None: as many as fit; the slots of a GPU divided by L, rounded down.
+            per_layer: K, hot slots of a layer over all GPUs: dealt out one by one, in layer l beginning with GPU l
+                mod G. None: as many as fit; the slots of a GPU divided by L, rounded down.
 
         Raises:
             ValueError: K is outside [0, E], or a GPU has too few slots; the message says which.
@@ -110,7 +110,7 @@ class Places:
         gpus = len(slots)
         owned = np.stack([np.bincount(row, minlength=gpus) for row in table])  # [L, G]
         if per_layer is None:
-            return Places(table, np.minimum(owned, np.asarray(slots) // layers))
+            return HotSlots(table, np.minimum(owned, np.asarray(slots) // layers))
         if not 0 <= per_layer <= experts:
             raise ValueError(f"hot_per_layer is {per_layer}; give 0 to {experts}, the experts of a layer")
         count = np.stack([_dealt(per_layer, row, layer % gpus) for layer, row in enumerate(owned.tolist())])
@@ -120,7 +120,7 @@ class Places:
                 raise ValueError(
                     f"{per_layer} hot experts in {layers} layers take {needed} slots{where}; the budget holds {there}"
                 )
-        return Places(table, count)
+        return HotSlots(table, count)
 
     @property
     def layers(self) -> int:
@@ -134,11 +134,11 @@ class Places:
 
     @property
     def per_layer(self) -> int:
-        """Places of a layer over all GPUs; of the layer with the fewest."""
+        """Hot slots of a layer over all GPUs; of the layer with the fewest."""
         return int(self.count.sum(axis=1).min())
 
     def first(self, layer: int, order: Sequence[int]) -> list[int]:
-        """The experts that get the places of a layer if they come in this order, in this order."""
+        """The experts that get the hot slots of a layer if they come in this order, in this order."""
         left, owner = self.count[layer].tolist(), self.owner[layer].tolist()
         out = []
         for expert in order:
@@ -148,13 +148,13 @@ class Places:
         return out
 
 
-def _dealt(places: int, owned: Sequence[int], first: int) -> list[int]:
-    """Places of each GPU when `places` are dealt out in turn, none getting more than it owns."""
+def _dealt(slots: int, owned: Sequence[int], first: int) -> list[int]:
+    """Hot slots of each GPU when `slots` are dealt out in turn, none getting more than it owns."""
     out, gpu = [0] * len(owned), first
-    while places:
+    while slots:
         if out[gpu] < owned[gpu]:
             out[gpu] += 1
-            places -= 1
+            slots -= 1
         gpu = (gpu + 1) % len(owned)
     return out
 
@@ -217,8 +217,8 @@ class HotSet:
     older sequences have left undone. With one active sequence H_l becomes exactly topK(S). `release` moves nothing:
     what ended sequences had is only replaced when another one comes.
 
-    Several GPUs: the rule holds for each on its own, over the experts that belong to it and with its own K (`Places`).
-    (The paper has one GPU; with one this is its rule.)
+    Several GPUs: the rule holds for each on its own, over the experts that belong to it and with its own K
+    (`HotSlots`). (The paper has one GPU; with one this is its rule.)
 
     Ties go to the lower number and not to what is hot already: what is hot must not depend on sequences that have
     ended, or a lossy preset would answer the same prompt differently after another one.
@@ -227,19 +227,19 @@ class HotSet:
     taken anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
 
     Args:
-        places: K of each GPU in each layer.
+        hot_slots: K of each GPU in each layer.
         alpha: share of activation counts in S; the paper takes 0.5.
 
     Raises:
         ValueError: alpha is outside [0, 1].
     """
 
-    def __init__(self, places: Places, alpha: float) -> None:
+    def __init__(self, hot_slots: HotSlots, alpha: float) -> None:
         _check_alpha(alpha)
-        self.places, self.alpha = places, alpha
-        self._shape = (places.layers, places.experts)
+        self.hot_slots, self.alpha = hot_slots, alpha
+        self._shape = (hot_slots.layers, hot_slots.experts)
         self._active: dict[str, NDArray[np.float64]] = {}
-        self._hot: list[frozenset[int]] = [frozenset()] * places.layers
+        self._hot: list[frozenset[int]] = [frozenset()] * hot_slots.layers
         self._rank()
 
     def admit(self, name: str, counts: RoutingCounts) -> None:
@@ -281,11 +281,11 @@ class HotSet:
 
     def _moved(self, layer: int, own: Sequence[int]) -> frozenset[int]:
         """H_l after an admission; own: the experts by descending importance to the incoming sequence."""
-        hot, order, places = self._hot[layer], self.order(layer), self.places
-        best, wanted = places.first(layer, order), set(places.first(layer, own)) - hot
+        hot, order, hot_slots = self._hot[layer], self.order(layer), self.hot_slots
+        best, wanted = hot_slots.first(layer, order), set(hot_slots.first(layer, own)) - hot
         out = set(hot)
-        owner = places.owner[layer].tolist()
-        for gpu, count in enumerate(places.count[layer].tolist()):
+        owner = hot_slots.owner[layer].tolist()
+        for gpu, count in enumerate(hot_slots.count[layer].tolist()):
             limit = sum(owner[e] == gpu for e in wanted)
             enters = [e for e in best if owner[e] == gpu and e not in hot][:limit]
             here = [e for e in reversed(order) if owner[e] == gpu and e in hot]
@@ -294,20 +294,20 @@ class HotSet:
         return frozenset(out)
 
 
-def static_hot(popularity: ArrayLike, places: Places) -> list[frozenset[int]]:
+def static_hot(popularity: ArrayLike, hot_slots: HotSlots) -> list[frozenset[int]]:
     """The most popular experts of each layer, for good: what Fiddler places. Ties go to the lower number.
 
     Args:
         popularity: [L, E], selections counted over a calibration text.
-        places: of each GPU in each layer.
+        hot_slots: of each GPU in each layer.
 
     Raises:
         ValueError: the popularity is not [L, E], or not finite.
     """
     table = np.asarray(popularity, np.float64)
-    if table.shape != places.owner.shape or not np.isfinite(table).all():
-        raise ValueError(f"popularity must be finite numbers {list(places.owner.shape)}, not {list(table.shape)}")
-    return [frozenset(places.first(layer, row.tolist())) for layer, row in enumerate(_descending(table))]
+    if table.shape != hot_slots.owner.shape or not np.isfinite(table).all():
+        raise ValueError(f"popularity must be finite numbers {list(hot_slots.owner.shape)}, not {list(table.shape)}")
+    return [frozenset(hot_slots.first(layer, row.tolist())) for layer, row in enumerate(_descending(table))]
 
 
 def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts) -> list[bool]:

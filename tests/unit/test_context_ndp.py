@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.policies.context_ndp import (
     HotSet,
-    Places,
+    HotSlots,
     RoutingCounts,
     importance,
     monde_split,
@@ -41,7 +41,7 @@ def counts(*rows: list[int]) -> RoutingCounts:
 
 def hot_set(layers: int, per_layer: int, alpha: float = 0.5) -> HotSet:
     """On one GPU."""
-    return HotSet(Places.fit(np.zeros((layers, E)), [layers * E], per_layer), alpha)
+    return HotSet(HotSlots.fit(np.zeros((layers, E)), [layers * E], per_layer), alpha)
 
 
 class TestRoutingCounts:
@@ -143,22 +143,22 @@ class TestHotSet:
         hot.admit("a", counts([0, 1, 1, 1]))
         assert hot.hot(0) == {1, 2}
 
-    @pytest.mark.parametrize("places", [0, E])
-    def test_none_and_all(self, places: int) -> None:
-        hot = hot_set(1, places)
+    @pytest.mark.parametrize("hot_slots", [0, E])
+    def test_none_and_all(self, hot_slots: int) -> None:
+        hot = hot_set(1, hot_slots)
         for rows in ([1, 2, 3, 4], [4, 3, 2, 1]):
             hot.admit("a", counts(rows))
-            assert hot.hot(0) == set(range(places))
+            assert hot.hot(0) == set(range(hot_slots))
 
     def test_each_gpu_ranks_its_own(self) -> None:
-        hot = HotSet(Places(np.array([[0, 1, 0, 1]]), np.array([[1, 1]])), 0.5)
+        hot = HotSet(HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 1]])), 0.5)
         hot.admit("a", counts([5, 1, 4, 2]))  # 0 and 2 are the most important, and both on GPU 0
         assert hot.hot(0) == {0, 3}
         hot.admit("b", counts([0, 0, 8, 1]))  # sums .42 .08 1.22 .28
         assert hot.hot(0) == {2, 3}
 
     def test_a_gpu_without_places_keeps_nothing(self) -> None:
-        hot = HotSet(Places(np.array([[0, 1, 0, 1]]), np.array([[2, 0]])), 0.5)
+        hot = HotSet(HotSlots(np.array([[0, 1, 0, 1]]), np.array([[2, 0]])), 0.5)
         hot.admit("a", counts([1, 9, 1, 9]))
         assert hot.hot(0) == {0, 2}
 
@@ -178,32 +178,32 @@ class TestHotSet:
 
 class TestPlaces:
     def test_one_gpu_gets_what_fits(self) -> None:
-        assert Places.fit(np.zeros((3, E)), [7], None).count.tolist() == [[2]] * 3
-        assert Places.fit(np.zeros((2, E)), [99], None).per_layer == E
-        assert Places.fit(np.zeros((2, E)), [1], None).per_layer == 0
+        assert HotSlots.fit(np.zeros((3, E)), [7], None).count.tolist() == [[2]] * 3
+        assert HotSlots.fit(np.zeros((2, E)), [99], None).per_layer == E
+        assert HotSlots.fit(np.zeros((2, E)), [1], None).per_layer == 0
 
     def test_each_gpu_gets_what_fits_into_its_own_slots(self) -> None:
         owner = [[0, 1, 0], [1, 0, 1]]  # 3 experts, layer-expert
-        assert Places.fit(owner, [4, 2], None).count.tolist() == [[2, 1], [1, 1]]
+        assert HotSlots.fit(owner, [4, 2], None).count.tolist() == [[2, 1], [1, 1]]
 
     def test_a_number_is_dealt_out_in_turn(self) -> None:
         owner = np.arange(3 * 5).reshape(3, 5) % 2
-        assert Places.fit(owner, [9, 9], 3).count.tolist() == [[2, 1], [1, 2], [2, 1]]
-        assert Places.fit(owner, [9, 9], 5).count.tolist() == [[3, 2], [2, 3], [3, 2]]
+        assert HotSlots.fit(owner, [9, 9], 3).count.tolist() == [[2, 1], [1, 2], [2, 1]]
+        assert HotSlots.fit(owner, [9, 9], 5).count.tolist() == [[3, 2], [2, 3], [3, 2]]
         lopsided = [[0, 0, 0, 1]] * 2
-        assert Places.fit(lopsided, [6, 2], 3).count.tolist() == [[2, 1], [2, 1]]  # GPU 1 owns no second one
+        assert HotSlots.fit(lopsided, [6, 2], 3).count.tolist() == [[2, 1], [2, 1]]  # GPU 1 owns no second one
 
     def test_what_does_not_fit_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"3 hot experts in 2 layers take 6 slots; the budget holds 5"):
-            Places.fit(np.zeros((2, E)), [5], 3)
+            HotSlots.fit(np.zeros((2, E)), [5], 3)
         with pytest.raises(ValueError, match=r"take 3 slots on GPU 1; the budget holds 2"):
-            Places.fit(np.arange(8).reshape(2, E) % 2, [9, 2], 3)
+            HotSlots.fit(np.arange(8).reshape(2, E) % 2, [9, 2], 3)
         with pytest.raises(ValueError, match="hot_per_layer is 5; give 0 to 4"):
-            Places.fit(np.zeros((2, E)), [99], 5)
+            HotSlots.fit(np.zeros((2, E)), [99], 5)
 
     def test_the_first_of_each_gpu_in_the_order_given(self) -> None:
-        places = Places(np.array([[0, 1, 0, 1]]), np.array([[1, 2]]))
-        assert places.first(0, [2, 0, 3, 1]) == [2, 3, 1]
+        hot_slots = HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 2]]))
+        assert hot_slots.first(0, [2, 0, 3, 1]) == [2, 3, 1]
 
     @settings(max_examples=100, deadline=None)
     @given(
@@ -217,15 +217,15 @@ class TestPlaces:
         slots = [min(budget, int((owner == gpu).sum())) for gpu in range(gpus)]
         per_layer = data.draw(st.none() | st.integers(0, experts))
         try:
-            places = Places.fit(owner, slots, per_layer)
+            hot_slots = HotSlots.fit(owner, slots, per_layer)
         except ValueError:
             assert per_layer is not None
             return
-        assert (places.count.sum(axis=0) <= slots).all()
+        assert (hot_slots.count.sum(axis=0) <= slots).all()
         order = data.draw(st.permutations(range(experts)))
         for layer in range(layers):
-            first = places.first(layer, order)
-            assert np.bincount(owner[layer][first], minlength=gpus).tolist() == places.count[layer].tolist()
+            first = hot_slots.first(layer, order)
+            assert np.bincount(owner[layer][first], minlength=gpus).tolist() == hot_slots.count[layer].tolist()
             assert per_layer is None or len(first) == per_layer
 
 
@@ -233,16 +233,16 @@ TABLE = st.lists(st.lists(st.integers(0, 9), min_size=E, max_size=E), min_size=2
 EVENTS = st.lists(st.one_of(st.tuples(st.integers(0, 3), TABLE), st.tuples(st.integers(0, 3), st.none())), max_size=12)
 
 
-def top(table: NDArray[np.float64], layer: int, places: int) -> set[int]:
-    return set(sorted(range(E), key=lambda e: (-table[layer, e], e))[:places])
+def top(table: NDArray[np.float64], layer: int, hot_slots: int) -> set[int]:
+    return set(sorted(range(E), key=lambda e: (-table[layer, e], e))[:hot_slots])
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=EVENTS, places=st.integers(0, E), alpha=st.sampled_from([0.0, 0.5, 1.0]))
+@given(events=EVENTS, hot_slots=st.integers(0, E), alpha=st.sampled_from([0.0, 0.5, 1.0]))
 def test_what_every_admission_keeps(
-    events: list[tuple[int, list[list[int]] | None]], places: int, alpha: float
+    events: list[tuple[int, list[list[int]] | None]], hot_slots: int, alpha: float
 ) -> None:
-    hot = hot_set(2, places, alpha)
+    hot = hot_set(2, hot_slots, alpha)
     active: dict[str, NDArray[np.float64]] = {}
     for number, rows in events:
         name = f"s{number}"
@@ -258,9 +258,9 @@ def test_what_every_admission_keeps(
         hot.admit(name, seen)
         total = np.sum(list(active.values()), axis=0)
         for layer in range(2):
-            now, own = hot.hot(layer), top(active[name], layer, places)
+            now, own = hot.hot(layer), top(active[name], layer, hot_slots)
             enters = now - before[layer]
-            assert len(now) == places
+            assert len(now) == hot_slots
             assert len(enters) <= len(own - before[layer])
             assert sum(total[layer, list(now)]) >= sum(total[layer, list(before[layer])]) - 1e-9  # never worse
             if len(active) == 1:
@@ -269,12 +269,12 @@ def test_what_every_admission_keeps(
 
 
 def test_static_hot() -> None:
-    def one_gpu(per_layer: int, layers: int = 1) -> Places:
-        return Places.fit(np.zeros((layers, E)), [layers * E], per_layer)
+    def one_gpu(per_layer: int, layers: int = 1) -> HotSlots:
+        return HotSlots.fit(np.zeros((layers, E)), [layers * E], per_layer)
 
     assert static_hot([[1, 5, 5, 9], [0, 0, 0, 0]], one_gpu(2, 2)) == [{1, 3}, {0, 1}]
     assert static_hot([[1, 2, 3, 4]], one_gpu(0)) == [frozenset()]
-    two = Places(np.array([[0, 1, 0, 1]]), np.array([[1, 1]]))
+    two = HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 1]]))
     assert static_hot([[1, 5, 5, 9]], two) == [{2, 3}]
     for popularity in ([1, 2, 3, 4], [[1.0, 2.0, 3.0, float("nan")]], [[1, 2]]):
         with pytest.raises(ValueError, match="popularity"):

@@ -26,7 +26,7 @@ from ....errors import ConfigError
 from ....kernels.expert_ffn import ExpertKernel
 from ...policies.context_ndp import (
     HotSet,
-    Places,
+    HotSlots,
     PrecisionOptions,
     RoutingCounts,
     monde_split,
@@ -254,7 +254,7 @@ class ContextPlacer(HotPlacer):
     ) -> None:
         super().__init__(cache, experts, shards, pool, widest)
         self._hot, self._choose_bits, self._migrated = hot, bits, migrated
-        self.hot_per_layer = hot.places.per_layer
+        self.hot_per_layer = hot.hot_slots.per_layer
         self._layers = len(cache.stats.layers)
         self._counting: dict[str, RoutingCounts] = {}
         self._decoding: set[str] = set()
@@ -378,26 +378,26 @@ def make_placer(
     bits, widest = _bits(policy.precision, policy.name, tables)
     if placement.kind == "monde":
         return MondePlacer(cache, experts, pool, _monde_choice(settings, cache, shape, kernel), widest)
-    places = _places(settings, cache, experts)
+    hot_slots = _hot_slots(settings, cache, experts)
     if placement.kind == "context":
         stats = cache.stats
 
         def migrated() -> None:
             stats.migrations += 1
 
-        hot_set = HotSet(places, placement.alpha)
+        hot_set = HotSet(hot_slots, placement.alpha)
         return ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated)
     counts = _tables(tables, policy.name, "the popularity of experts").counts
-    hot = static_hot(counts, places)
-    keys = [layer * experts + e for layer in range(places.layers) for e in sorted(hot[layer])]
+    hot = static_hot(counts, hot_slots)
+    keys = [layer * experts + e for layer in range(hot_slots.layers) for e in sorted(hot[layer])]
     cold = []
-    for layer in range(places.layers):
+    for layer in range(hot_slots.layers):
         order = np.argsort(-counts[layer], kind="stable").tolist()
         cold.append(bits(layer, [e for e in order if e not in hot[layer]]))
     return StaticPlacer(cache, experts, shards, pool, widest, keys, cold)
 
 
-def _places(settings: EngineSettings, cache: ExpertCache, experts: int) -> Places:
+def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> HotSlots:
     """What each GPU keeps of every layer.
 
     Raises:
@@ -408,7 +408,7 @@ def _places(settings: EngineSettings, cache: ExpertCache, experts: int) -> Place
     bought = cache.stats.expert_budget_bytes // cache.residency.slot_bytes  # of each GPU, which needs no more than own
     slots = [min(bought, int((owner == gpu).sum())) for gpu in range(settings.shards.count)]
     try:
-        return Places.fit(owner, slots, settings.policy.placement.hot_per_layer)
+        return HotSlots.fit(owner, slots, settings.policy.placement.hot_per_layer)
     except ValueError as error:
         raise ConfigError(
             f"policy {settings.policy.name}: {error}", "raise --budget, or lower placement.hot_per_layer"

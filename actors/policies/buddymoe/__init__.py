@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,27 +154,10 @@ def profile_of(context: PolicyContext) -> ExpertProfile:
     return profile
 
 
-class Found(Protocol):
-    """What an implementation of Algorithm 1 answers: `Substituted`."""
-
-    @property
-    def ids(self) -> Ids: ...
-    @property
-    def weights(self) -> Weights: ...
-    @property
-    def substituted(self) -> int: ...
-    @property
-    def dropped(self) -> int: ...
-
-
-Replaceable = Callable[[Ids, NDArray[np.bool_], float | None, NDArray[np.int64] | None], NDArray[np.bool_]]
-Substitute = Callable[
-    [
-        Ids, Weights, NDArray[np.float32] | None, NDArray[np.bool_], NDArray[np.float32], Buddies, SubstitutionOptions,
-        float | None,
-    ],
-    Found,
-]  # fmt: skip
+# Algorithm 1 and the distribution gate by the arguments of `substitution.substitute` and `.replaceable`; the former
+# answers with what `Substituted` has
+Replaceable = Callable[..., NDArray[np.bool_]]
+Substitute = Callable[..., Any]
 
 
 @register("on_miss", "substitute")
@@ -313,7 +296,7 @@ class RandomRule(MissRule):
 
     Args:
         layers, experts: L and E. options: with `eta` and `weights` as they are by default.
-        seed: the same seed and the same calls give the same experts.
+        seed: the same seed and the same calls give the same experts. gates: as for `MissRule`.
     """
 
     Options = RandomOptions
@@ -324,16 +307,7 @@ class RandomRule(MissRule):
         return cls(context.layers, context.experts, options.substitution(context), **gates, seed=context.seed)
 
     def __init__(
-        self,
-        layers: int,
-        experts: int,
-        options: SubstitutionOptions,
-        taus: Sequence[float] | None = None,
-        beta: float | None = None,
-        betas: Sequence[AdaptiveBeta] | None = None,
-        replaceable: Replaceable = replaceable,
-        substitute: Substitute = substitute,
-        seed: int = 0,
+        self, layers: int, experts: int, options: SubstitutionOptions, seed: int = 0, **gates: Any
     ) -> None:
         if options.needs_probabilities or options.search is not None or options.kappa:
             raise ValueError("random replacement goes by no probabilities, no ranks and no hops")
@@ -344,7 +318,7 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        super().__init__([everyone] * layers, drawing, taus, beta, betas, replaceable, substitute)
+        super().__init__([everyone] * layers, drawing, **gates)
         self.needs_probabilities = False
         self._draw = np.random.default_rng(seed)
 
