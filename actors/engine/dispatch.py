@@ -56,7 +56,7 @@ class ExpertRunner:
         begun: set[int] = set()  # of split experts: those of which y holds the rows of one segment
         late = [load for load in plan.loads if load.after] if plan.loads else []
         for stop in _stops(plan, late):
-            keys = plan.run[done:stop]
+            keys: Sequence[int] = plan.run[done:stop]
             slots = cache.await_experts(keys, layer)
             if cache.divided:
                 groups = self._segment_groups(keys, slots, spans, begun)

@@ -11,7 +11,6 @@ from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..policies.baselines import Predictor
-from ..policies.eviction import CacheOrder
 from ..policies.hobbit import MixedPrecision
 from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
@@ -46,7 +45,7 @@ from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter
 from .serving.streams import SequenceRows
-from .split import Configurator, Configuring
+from .split import Configuring, make_configuring
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
 _MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
@@ -125,7 +124,9 @@ class ExpertEngine:
             self._connect()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, artifacts)
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
-            self.configuring = self._make_configuring(settings)
+            self.configuring = make_configuring(
+                policy, self.cache, self.experts, top_k, self.slot_bytes, self.prefetching
+            )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             if policy.preload == "all":
                 self.cache.preload(mine)
@@ -284,22 +285,6 @@ class ExpertEngine:
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
         return RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
 
-    def _make_configuring(self, settings: EngineSettings) -> Configuring | None:
-        """The configurator, where the cut adapts; it watches what is prefetched and how layers run."""
-        policy = settings.policy
-        if policy.split.kind != "adaptive":
-            return None
-        ahead = policy.prefetch
-        top = self.top_k if ahead.top is None else ahead.top
-        configurator = Configurator(
-            self.cache, policy.split, cast(CacheOrder, policy.cache_order), self.experts, self.top_k,
-            0 if ahead.kind == "none" else top, self.slot_bytes,
-        )  # fmt: skip
-        found = Configuring(configurator, self.cache, policy.split.tau)
-        if self.prefetching is not None:
-            self.prefetching.on_predicted = found.predicted
-        return found
-
     @property
     def peers(self) -> dict[str, RemoteExperts]:
         """The other processes that compute experts, by name."""
@@ -320,18 +305,13 @@ class ExpertEngine:
 
     def stats(self) -> EngineStats:
         """The counters so far; the record is live."""
-        self._stats.loads_in_flight = self.cache.loads_in_flight
-        self._stats.prefetch_resting = self.cache.governor.resting
+        self.cache.live_stats()
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
         return self._stats
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.states(), self.cache.uses.copy(), self.experts
-        return [
-            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
-            for i in range(0, len(states), n)
-        ]
+        return self.cache.layer_residency()
 
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from .dispatch import RemoteTask, Routing, Spans
+    from .dispatch import RemoteTask, Spans
+    from .host_view import Routing
     from .serving.streams import SequenceRows
 
 # (layer, ids [T, K], weights [T, K]), as the model picked them; an observer that keeps them copies them

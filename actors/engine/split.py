@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,10 @@ from numpy.typing import NDArray
 from ..policies.eviction import CacheOrder
 from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
+from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
 from .host_view import Routing
+from .prefetching import Prefetching
 from .stats import ConfiguratorStats
 
 _TIMES = 4096  # forwards whose times are remembered
@@ -160,8 +163,6 @@ def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
         if seen is not None and len(seen):
             scores[i] = seen.max(axis=0)
     return Picks(counts, np.array([step.tokens for step in steps]), scores)
-
-
 
 
 class Recorder:
@@ -320,3 +321,32 @@ class Configuring:
             self._configurator.stats.configure_s += time.perf_counter() - start_s
             if isinstance(item, _Ask):
                 item.done.set()
+
+
+def make_configuring(
+    policy: PolicySettings,
+    cache: ExpertCache,
+    experts: int,
+    top_k: int,
+    expert_bytes: int,
+    prefetching: Prefetching | None,
+    clock: Callable[[], float] = time.perf_counter,
+    threaded: bool = True,
+    batch: int = 128,
+) -> Configuring | None:
+    """The configurator of a policy whose split adapts, which learns what is prefetched; None for any other policy.
+
+    Args:
+        experts: of a layer. top_k: of a token. expert_bytes: of a slot that holds a whole one. clock, threaded, batch:
+            as `Configuring`.
+    """
+    if policy.split.kind != "adaptive":
+        return None
+    ahead = policy.prefetch
+    most = 0 if ahead.kind == "none" else top_k if ahead.top is None else ahead.top
+    order = cast(CacheOrder, policy.cache_order)
+    configurator = Configurator(cache, policy.split, order, experts, top_k, most, expert_bytes)
+    found = Configuring(configurator, cache, policy.split.tau, clock, threaded, batch)
+    if prefetching is not None:
+        prefetching.on_predicted = found.predicted
+    return found

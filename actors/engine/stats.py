@@ -1,7 +1,4 @@
-"""Counters of the expert engine: one typed record that CLI, benchmarks and metrics all read.
-
-A timeline of compute, copies and waits, in Chrome's trace event format.
-"""
+"""Counters of the expert engine, one typed record that CLI, benchmarks and metrics read; and a timeline for Chrome."""
 
 from __future__ import annotations
 

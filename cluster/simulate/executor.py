@@ -24,11 +24,11 @@ from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter
-from ...actors.engine.split import Configurator, Configuring
+from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.cost import Link
-from ...actors.policies.eviction import CacheOrder, EvictionPolicy, make_eviction
+from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
 from ...actors.policies.moepic.split import CacheCut, buffer_for
 from ...actors.policies.plan import LayerPlan
@@ -304,7 +304,7 @@ class SimulatedEngine:
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            VirtualLoader(self.clock, machine.link, lambda key: self.cache.bytes_of(key)), self.clock, cut, writeback,
+            VirtualLoader(self.clock, machine.link), self.clock, cut, writeback,
             replicas,
         )  # fmt: skip
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine)))
@@ -328,14 +328,10 @@ class SimulatedEngine:
         if pre_evict is not None:
             pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, _recorded_logits)
         if adaptive is not None:
-            ahead, order = adaptive.prefetch, cast(CacheOrder, adaptive.cache_order)
-            most = 0 if ahead.kind == "none" else header.top_k if ahead.top is None else ahead.top
-            configurator = Configurator(
-                self.cache, adaptive.split, order, header.experts, header.top_k, most, header.slot_bytes
-            )
-            configuring = Configuring(configurator, self.cache, adaptive.split.tau, self.clock, False, _BATCH)
-            if prefetching is not None:
-                prefetching.on_predicted = configuring.predicted
+            configuring = make_configuring(
+                adaptive, self.cache, header.experts, header.top_k, header.slot_bytes, prefetching, self.clock, False,
+                _BATCH,
+            )  # fmt: skip
         return prefetching, pre_evicting, configuring
 
     def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitOptions | None) -> Hooks:

@@ -1,8 +1,7 @@
-"""Serve a trace's requests on a simulated engine: continuous batching of whole iterations, TTFT and TPOT.
+"""Serve a trace's requests on a simulated engine, and hit rates of eviction policies without prefetch.
 
-Hit rates of eviction policies at per-layer cache sizes, from recorded routing: eviction alone, without prefetch.
-
-The form of MoEpic's Table 1, with Belady's optimum beside it.
+`serve` batches whole iterations continuously and measures TTFT and TPOT. `hit_rates` plays recorded routing through
+caches of single layers: the form of MoEpic's Table 1, with Belady's optimum beside it.
 """
 
 from __future__ import annotations
@@ -93,9 +92,7 @@ def serve(
 
 def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
     """The engine's counters (as of a real engine) and what the replay took, flat."""
-    engine.stats.loads_in_flight = engine.cache.loads_in_flight
-    engine.stats.prefetch_resting = engine.cache.governor.resting
-    return engine.stats.as_dict() | {
+    return engine.cache.live_stats().as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
         "tpot_s": served.tpot_s,

@@ -1,7 +1,4 @@
-"""Predictors of the stride policy: trained on a trace, kept in a safetensors file beside the store.
-
-How much of the true top-k a prefetch policy names, by distance: prediction alone, without cache and link.
-"""
+"""What a trace teaches of prediction: predictors of the stride policy, and recall of prefetch policies by distance."""
 
 from __future__ import annotations
 

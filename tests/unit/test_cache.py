@@ -290,8 +290,6 @@ def test_check_integrity_sees_a_disagreement(make: Make) -> None:
         fixture.cache.check_integrity()
 
 
-
-
 def test_a_failed_migration_is_loaded_on_demand(make: Make) -> None:
     fixture = make(2)
     fixture.device.failing = OSError("unplugged")

@@ -166,7 +166,6 @@ class TestConfiguring:
             configuring.close()
             configuring.close()
 
-
     def test_an_error_is_told_and_stops_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = FakeConfigurator(tau=9)
         monkeypatch.setattr(FakeConfigurator, "configure", lambda self: 1 / 0)

@@ -224,8 +224,6 @@ def test_shards_are_told_of_what_is_theirs_even_while_the_lead_rests(routers: li
         assert [keys for keys, _, _ in cache.asked] == ([mine] if mine else [])
 
 
-
-
 def softmax(logits: np.ndarray) -> np.ndarray:
     raised = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return raised / raised.sum(axis=-1, keepdims=True)

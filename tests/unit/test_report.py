@@ -136,8 +136,6 @@ def test_the_placed_topology_says_where_and_that_the_speed_is_predicted() -> Non
     assert json.loads(json.dumps(planned.as_dict()))["topology"]["groups"][0]["strategy"] == "STRICT_PACK"
 
 
-
-
 def test_one_cell_an_expert_where_they_fit() -> None:
     lines = residency_map([((2, 0, 1, 2), (9, 5, 0, 1)), ((0, 0, 0, 0), (0, 0, 0, 0))], width=40)
     assert [line.plain for line in lines] == ["L0 █·~█ 2/4", "L1 ···· 0/4"]

@@ -23,7 +23,7 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine.cache.link_queue import LinkQueue
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
-from tiermoe.actors.engine.peers.shards import PeerCaches, owners, told, understood
+from tiermoe.actors.engine.peers.shards import PeerCaches, ShardResidency, owners
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policies.context_ndp import PlacementOptions
@@ -339,27 +339,27 @@ def residency(*keys: int, slots: int = 4) -> Residency:
 @pytest.mark.parametrize("resting", [False, True])
 def test_what_is_told_is_understood(resting: bool) -> None:
     cache = residency(1, 7, 11)
-    packed = told(cache, resting)
+    packed = ShardResidency.encode(cache, resting)
     assert packed.nbytes == 2
-    held = understood(packed, L * E)
+    held = ShardResidency.decode(packed, L * E)
     assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 7, 11]
     assert (held.vacant, held.resting) == (True, resting)
     cache.reserve(2)  # on its way
     cache.evict(7)
     cache.reserve(3)
-    held = understood(told(cache, resting), L * E)
+    held = ShardResidency.decode(ShardResidency.encode(cache, resting), L * E)
     assert held is not None
     assert np.flatnonzero(held.here).tolist() == [1, 2, 3, 11]
     assert not held.vacant
     cache.check_integrity()
-    assert understood(packed, 4 * L * E) is None
-    assert understood(np.zeros(0, np.uint8), L * E) is None
+    assert ShardResidency.decode(packed, 4 * L * E) is None
+    assert ShardResidency.decode(np.zeros(0, np.uint8), L * E) is None
 
 
 class _Peer:
     def __init__(self) -> None:
-        self.available, self.connections, self.held, self.asked = True, 1, None, set()
+        self.available, self.connections, self.resident, self.asked = True, 1, None, set()
 
 
 class _Shards:
@@ -385,17 +385,17 @@ def _seen(caches: PeerCaches, layer: int, *own: int) -> tuple[list[int], list[in
 def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     assert _seen(caches, 0, 0) == ([0], [0, 1, 2] * 2, [False, True, True])  # nothing told yet
-    one.held = told(residency(1, 7, 10), False)  # 7 and 10 are experts 1 and 4 of layer 1
-    two.held = told(residency(2, 8, 11, 5), False)
+    one.resident = ShardResidency.encode(residency(1, 7, 10), False)  # 7 and 10 are experts 1 and 4 of layer 1
+    two.resident = ShardResidency.encode(residency(2, 8, 11, 5), False)
     assert _seen(caches, 0, 0, 4) == ([0, 1, 2, 5], [0, 1, 2] * 2, [False, True, False])  # 4 is not run on the lead
     assert _seen(caches, 1) == ([1, 2, 4, 5], [0, 1, 2] * 2, [False, True, False])
-    two.held = told(residency(2), False)
+    two.resident = ShardResidency.encode(residency(2), False)
     assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
 
 
 def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    one.held, two.held = told(residency(1), False), told(residency(2), True)
+    one.resident, two.resident = ShardResidency.encode(residency(1), False), ShardResidency.encode(residency(2), True)
     one.asked, two.asked = {4, 10}, {5, 11}  # experts 4 and 5 of both layers; shard 2 rests
     assert _seen(caches, 0)[0] == [1, 2, 4]
     assert _seen(caches, 1)[0] == [4]
@@ -403,20 +403,20 @@ def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
 
 def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    one.held = told(residency(1, 4, 7, 10), False)
-    two.held = told(residency(2, 5, 8, 11), False)
+    one.resident = ShardResidency.encode(residency(1, 4, 7, 10), False)
+    two.resident = ShardResidency.encode(residency(2, 5, 8, 11), False)
     assert _seen(caches, 0, 0)[2] == [False, False, False]
     one.available = False
     assert _seen(caches, 0, 0, 4) == ([0, 2, 4, 5], [0, 0, 2] * 2, [False, False, False])
-    one.available, one.connections, one.held, one.asked = True, 2, None, set()  # restarted: empty, as far as is known
+    one.available, one.connections, one.resident, one.asked = True, 2, None, set()  # restarted: empty, it seems
     assert _seen(caches, 0, 0, 4) == ([0, 2, 5], [0, 1, 2] * 2, [False, True, False])
-    one.held = told(residency(1), False)
+    one.resident = ShardResidency.encode(residency(1), False)
     assert _seen(caches, 0, 0)[2] == [False, True, False]
 
 
 def test_bits_of_another_model_tell_nothing(shards: Any) -> None:
     caches, (one, _) = PeerCaches(shards, L, E), shards.peers.values()
-    one.held = np.full(9, 255, np.uint8)
+    one.resident = np.full(9, 255, np.uint8)
     assert _seen(caches, 0) == ([], [0, 1, 2] * 2, [False, True, True])
 
 
@@ -477,7 +477,7 @@ def test_buddies_across_shards(store: ExpertStore, prefetch: str) -> None:
         # what the lead was told is what the shard holds: it has answered last, and nothing was asked of it since
         (peer,) = group.lead.engine.shards.peers.values()
         if prefetch == "none":
-            held = np.unpackbits(peer.held, count=16).nonzero()[0].tolist()
+            held = np.unpackbits(peer.resident, count=16).nonzero()[0].tolist()
             assert held == sorted(group.shards[0].engine.cache.residency.held())
 
 
@@ -512,7 +512,7 @@ def test_a_shard_is_lost_and_comes_back(store: ExpertStore) -> None:
         group.shards[0] = group.start_shard(1)
         try:
             assert peer.wait_until_found(10.0)
-            assert peer.held is None
+            assert peer.resident is None
             greedy(group.lead, _PROMPTS, _LOSSY_NEW)
             assert group.shards[0].engine.stats().total().misses > 0  # it fills its cache again
             assert (0, 1) in watched.moves

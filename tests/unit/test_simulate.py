@@ -43,7 +43,7 @@ def machine(gbps: float | None = None) -> Machine:
 
 
 def job(loader: VirtualLoader, key: int, cause: Cause) -> LoadJob:
-    return LoadJob(Reservation(key, key, 1), (), (), None, 0, cause, done=loader.event())
+    return LoadJob(Reservation(key, key, 1), (), (), None, 0, cause, done=loader.event(), nbytes=1000)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def trace(tmp_path: Path) -> Trace:
 
 def test_demand_overtakes_queued_prefetches_and_not_the_copy_under_way() -> None:
     clock = VirtualClock()
-    loader = VirtualLoader(clock, LINK, 1000)
+    loader = VirtualLoader(clock, LINK)
     first, second = job(loader, 0, "prefetch"), job(loader, 1, "prefetch")
     loader.submit([first, second], PREFETCH)
     clock.advance(0.5)
@@ -77,7 +77,7 @@ def test_demand_overtakes_queued_prefetches_and_not_the_copy_under_way() -> None
 
 def test_queued_copies_can_be_cancelled_and_promoted() -> None:
     clock = VirtualClock()
-    loader = VirtualLoader(clock, LINK, 1000)
+    loader = VirtualLoader(clock, LINK)
     jobs = [job(loader, key, "prefetch") for key in range(5)]
     loader.submit(jobs, PREFETCH)
     assert not loader.cancel(jobs[0])  # started at once

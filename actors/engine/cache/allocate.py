@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ def make_cache(
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
         pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
     replica_layers: Sequence[LayerWeights] = () if replicas is None else replicas.layers
-    cache = ExpertCache(
+    return ExpertCache(
         pool,
         weights,
         device,
@@ -79,23 +79,22 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
-        _queue(settings, device, pool, weights, replica_layers, clock, lambda key: cache.bytes_of(key)),
+        _queue(settings, device, pool, weights, replica_layers, clock),
         time.perf_counter if clock is None else clock,
         bought.cut,
         policy.evict_writeback,
         part,
     )
-    return cache
 
 
 def _queue(
     settings: EngineSettings, device: Device, pool: SlotPool, weights: Sequence[ExpertSource],
-    replicas: Sequence[LayerWeights], clock: VirtualClock | None, bytes_of: Callable[[int], int],
+    replicas: Sequence[LayerWeights], clock: VirtualClock | None,
 ) -> CopyQueue:  # fmt: skip
     """What makes the cache's copies; on a stepped link's clock (None: the wall's) they take what the link says."""
     if clock is None or settings.link.gbps is None:
         return copy_queue(device, pool, weights, settings.copies, replicas)
-    return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), bytes_of, copy_now)
+    return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), copy_now)
 
 
 @dataclass(frozen=True)

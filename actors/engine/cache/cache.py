@@ -21,7 +21,7 @@ from ...policies.moepic.split import CacheCut
 from ...policies.plan import LayerPlan, Load
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
-from ..stats import EngineStats, Timeline
+from ..stats import EngineStats, LayerResidency, Timeline
 from .counting import CacheCounters
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
@@ -30,6 +30,7 @@ from .slots import LowBitPart, SlotMap
 if TYPE_CHECKING:
     from .device import Device
     from .slots import ExpertSource, SlotPool
+
 
 class ExpertCache:
     """Slots for experts of all layers on one device.
@@ -289,6 +290,16 @@ class ExpertCache:
         if held != set(self.eviction.victims(residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {sorted(held)}")
         self.counters.check_integrity(held)
+
+    def live_stats(self) -> EngineStats:
+        """The counters so far; the record is live."""
+        self.stats.loads_in_flight, self.stats.prefetch_resting = self._queue.pending, self.governor.resting
+        return self.stats
+
+    def layer_residency(self) -> list[LayerResidency]:
+        """Where the experts of each layer stand at this moment; from any thread."""
+        states, uses, n = [int(state) for state in self.states()], self.uses.copy(), self._map.experts
+        return [LayerResidency(tuple(states[i : i + n]), tuple(uses[i : i + n])) for i in range(0, len(states), n)]
 
     @property
     def loads_in_flight(self) -> int:

@@ -1,11 +1,9 @@
-"""Where experts are cached and how bytes get there: what every device has, a GPU or the CPU standing in for one.
+"""Where experts are cached and how bytes get there: a GPU, or the CPU that stands in for one at a stated rate.
 
 A device copies host tensors into slot tensors (on the loader's thread) and lets the compute wait
 for a copy. It knows no experts and decides nothing.
 
-The CPU as a device that experts are copied to, at a stated rate.
-
-How a layer's rows get from the compute device to its peers, and their sums back: `Activations`.
+`Activations` carry a layer's rows from the compute device to its peers, and their sums back:
 
     begin (hidden) -> the routing is read -> take (the rows of one peer) -> the channel
     the channel -> receive (a peer's sums) -> a tensor on the compute device
@@ -14,10 +12,8 @@ A shard is at the other end:
 
     the channel -> receive (rows, weights) -> kernels -> deliver (the sums) -> the channel
 
-Where the compute device is the CPU the rows are there already. On a GPU they go through pinned memory without making
-anything wait but the host, once, for the rows that it is about to send (`cuda.activations`).
-
-What a process computes on, as its settings say, and how activations get there and back.
+If the compute device is the CPU, the rows are there already. On a GPU they go through pinned memory; only the host
+waits, once, for the rows that it is about to send (`cuda.activations`).
 """
 
 from __future__ import annotations

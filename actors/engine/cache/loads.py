@@ -23,6 +23,7 @@ from .slots import SlotMap
 if TYPE_CHECKING:
     from .device import Copied, Device
 
+
 class _NotCounted:
     """For what a preload took, which no layer waited for."""
 

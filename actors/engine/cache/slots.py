@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .device import Tensors
 
+
 @runtime_checkable
 class PendingExpert(Protocol):
     """An expert that is not in this node's memory yet; used by the loader's thread only."""

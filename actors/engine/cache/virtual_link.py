@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ....kernels.expert_ffn import ExpertKernel
 
+
 class VirtualClock:
     """Seconds since it began."""
 
@@ -78,17 +79,10 @@ class VirtualLoader(HostWaits):
     """
 
     def __init__(
-        self,
-        clock: VirtualClock,
-        link: Link | None,
-        nbytes: int | Callable[[int], int],
-        carry: Callable[[LoadJob], None] | None = None,
+        self, clock: VirtualClock, link: Link | None, carry: Callable[[LoadJob], None] | None = None
     ) -> None:
-        """`link` None: copies take no time. `nbytes`: of a copy, or those of each key's.
-
-        `carry`: moves a job's bytes, when its copy ends; None: nothing moves.
-        """
-        self.clock, self._link, self._nbytes, self._carry = clock, link, nbytes, carry
+        """`link` None: copies take no time. `carry`: moves a job's bytes, when its copy ends; None: nothing moves."""
+        self.clock, self._link, self._carry = clock, link, carry
         self.caught_up_s = 0.0  # when copies were last ended and started
         self._closed = False
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
@@ -164,8 +158,7 @@ class VirtualLoader(HostWaits):
             _, _, submitted_s, job = heapq.heappop(self._heap)
             job.started = True
             start_s = max(self._free_s, submitted_s)
-            nbytes = job.nbytes or self._nbytes
-            copy_s = 0.0 if self._link is None else load_s(nbytes, self._link)
+            copy_s = 0.0 if self._link is None else load_s(job.nbytes, self._link)
             self._current = (job, start_s, start_s + copy_s * (2 if job.writeback else 1))
 
     def _arrived(self, job: LoadJob, carry: Callable[[LoadJob], None]) -> bool:

@@ -1,20 +1,10 @@
-"""Pinned host memory that is used for moments: by a message on its way, or by a copy.
-
-    lease (bytes) -> a NumPy array -> views of it anywhere -> nothing refers to it any more -> leased again
-
-Memory is not given back by a call, which whoever fails would forget: an array, every view of it and every message that
-holds one keep it, and the last that goes returns it. What the GPU still reads or writes is kept besides until the
-event after that copy is done.
-
-Tensors of a GPU to the host: copies into pinned memory, and one wait for all of them.
-
-Rows to the peers and sums back through pinned memory: nothing on the way waits but the host, for what it sends.
+"""Rows to the peers and sums back through pinned memory: only the host waits, for what it sends.
 
     begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute: of a few rows all, at once
              (the host then reads the layer's routing, whose copy is enqueued after these: one wait is for both)
     take     -> the rows of a peer; of many rows they are gathered on the GPU and waited for here
     channel  writes the frame into its ring from pinned memory, reads the answer out of the ring into pinned memory
-    receive  -> copy to the GPU, enqueued; the memory is kept until it is done
+    receive  -> copy to the GPU, enqueued; the memory stays leased until it is done
 
 and at a shard, whose server reads the frame out of the ring into pinned memory:
 
@@ -25,6 +15,11 @@ Pinned memory lies beside the rings, not in them: which rows a peer gets, and wh
 when the routing has been read, and the rows are on the host by then. The copies from pinned memory into the ring and
 out of the ring into pinned memory are those that a channel makes anyway. And what is checked on arrival must not lie
 where the peer can still write.
+
+`PinnedPool` leases pinned memory for moments: lease (bytes) -> a NumPy array -> views of it anywhere -> the last
+reference goes -> leased again. No call gives memory back, which code that fails would forget: an array, every view of
+it and every message that has one keep the lease. What the GPU still reads or writes is leased besides until the event
+after that copy is done. `PinnedFetch` brings tensors to the host with one wait for all of them.
 """
 
 from __future__ import annotations

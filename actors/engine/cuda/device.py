@@ -1,6 +1,6 @@
-"""Pin the store's pages: fill them, then `cudaHostRegister`, layer by layer up to a limit; what is left is staged.
+"""The GPU as the cache and the loader see it (`engine.cache.device.Device`), and pinning of the store's pages.
 
-The GPU as the cache and the loader see it (`engine.device.Device`).
+Pages are filled, then `cudaHostRegister`ed, layer by layer up to a limit; what is left is staged.
 """
 
 from __future__ import annotations

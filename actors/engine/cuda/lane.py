@@ -1,6 +1,6 @@
-"""Copies of host memory that is not pinned, through two pinned buffers; for a loader's thread.
+"""One copy stream of a GPU: copies and parts of copies, enqueued back to back, and which of them have ended, when.
 
-One copy stream of a GPU: copies and parts of copies, enqueued back to back, and which of them have ended, when.
+Host memory that is not pinned is copied through two pinned buffers (`Staging`), by a loader's thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The few calls on streams, events and pinned memory that copies to a GPU are made of, and `torch.cuda` behind them.
 
-Everything that decides (`stream_queue`, `staging`, `registration`) speaks to the protocol, so that tests run it on a
+All code that decides (`stream_queue`, `lane`, `device`) speaks to the protocol, so that tests run it on a
 GPU made of lists, which carries out the operations in any order that streams and events allow.
-
-Host times of a GPU's events, without waiting for any.
+`EventClock` gives the host times of a GPU's events, without waiting for any.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What the candidates for running experts take and whether they compute the same, on slots that hold nothing yet.
-
-What running and loading an expert costs on this device: measured at start, for planners that weigh the two.
-
-Which kernel runs the experts: on a GPU the fastest of a few for each class of row counts, measured at start.
+"""Which kernel runs the experts: on a GPU the fastest of a few for each class of row counts, measured at start.
 
 On the CPU it is the C++ kernel where that supports the experts, else the loop. On a GPU the candidates are the loop
 (one GEMM per expert and projection), the Triton kernels in a few shapes, and `torch.nn.functional.grouped_mm`. Each is
@@ -10,9 +6,9 @@ timed on the slot pool itself before that holds anything, and compared with the 
 else, or gives an expert other bits depending on what runs beside it, is no candidate, and the plan says so.
 
 Kernels round differently, so two engines agree to the last bit only if they choose alike. What was chosen for a shape
-is therefore kept for the life of the process, and Triton, all of whose shapes of a class agree, is preferred unless
+is therefore used for the life of the process, and Triton, all of whose shapes of a class agree, is preferred unless
 another takes less than `_MARGIN` of its time, so that processes agree too unless two are nearly as fast as that;
-the setting `expert_kernel` settles it.
+the setting `expert_kernel` settles it. `expert_seconds` and `link_seconds` measure what planners weigh.
 """
 
 from __future__ import annotations
@@ -144,7 +140,7 @@ def _groups(rows: int, slots: Sequence[int], neurons: int) -> list[Group]:
     return [(i * rows, (i + 1) * rows, slot * neurons, neurons, False) for i, slot in enumerate(slots)]
 
 
-_REPEATS_MEASURE = 5
+_MEASURED = 5
 _ROWS = 16
 _COPY_GBPS = 10.0  # of an emulated link without throttle: what a copy within memory takes
 
@@ -177,7 +173,7 @@ def _seconds(kernel: ExpertKernel, pool: SlotPool, rows: int) -> float:
     pairs = torch.arange(rows, device=gate_up.device)
     y = torch.empty_like(hidden)
     times = []
-    for _ in range(_REPEATS_MEASURE + 1):
+    for _ in range(_MEASURED + 1):
         start_s = time.perf_counter()
         kernel.run(hidden, pairs, [(0, rows, 0, gate_up.shape[1], False)], 1, y)
         if gate_up.is_cuda:

@@ -1,14 +1,13 @@
-"""One torch operator for all experts of a layer: `tiermoe::experts`.
+"""The binding to transformers: its model code, our experts, expert parameters never materialised.
 
-The dense part around it can be compiled or graph-captured without looking inside. An operator takes
-tensors and ints only, so it finds its layer by handle in a table of the living layers.
+All experts of a layer are one torch operator, `tiermoe::experts`. The dense part around it can be compiled or
+graph-captured without looking inside. An operator takes tensors and ints only, so it finds its layer by handle in a
+table of the living layers.
 
 Under `torch.compile` the same goes by `tiermoe::experts_at`, whose handle is a tensor in host memory: an int of each
 layer would be a constant of its code, which would be compiled anew for every layer. Both read the routing on the host,
 so that no CUDA graph can hold them; a tag says so, and a compiler that makes graphs makes them of what lies between
-(`engine.compile`).
-
-The binding to transformers: its model code, our experts, expert parameters never materialised.
+(`model.compile`).
 """
 
 from __future__ import annotations

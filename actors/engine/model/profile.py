@@ -1,9 +1,7 @@
-"""Where a layer's time goes: kernel against everything around it. For benchmarks; off it costs nothing.
+"""Where the host's time of a decode step goes: by part of a layer, and which calls the device was given for it.
 
-Where the host's time of a decode step goes: by part of a layer, and which calls the device was given for it.
-
-For benchmarks. Off it costs nothing; on, each part is timed by two clock readings (about 0.3 us together), so totals
-come from `engine.profile`, and parts from here. Parts are exclusive: what a part calls that is a part itself is counted
+For benchmarks. Off it costs nothing; on, each timed part takes two clock readings (about 0.3 us together), so totals
+come from a run that times `KERNEL_PARTS` alone. Parts are exclusive: what a part calls that is a part itself is counted
 there alone.
 """
 
@@ -11,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,77 +17,16 @@ from typing import Any, cast
 import torch
 from torch.autograd import DeviceType
 
-from ....kernels.expert_ffn import ExpertKernel, Group
 from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
 
-
-@dataclass(frozen=True, slots=True)
-class LayerPass:
-    """One pass of one MoE layer: tokens in the batch, seconds in all and seconds inside kernel calls."""
-
-    layer: int
-    tokens: int
-    total_s: float
-    kernel_s: float
-
-
-class _TimedKernel:
-    """Adds up the time of the kernel that it stands in for."""
-
-    def __init__(self, kernel: ExpertKernel) -> None:
-        self.kernel = kernel
-        self.spent_s = 0.0
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        start_s = time.perf_counter()
-        self.kernel.run(hidden, pairs, groups, top_k, y)
-        self.spent_s += time.perf_counter() - start_s
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        start_s = time.perf_counter()
-        out = self.kernel.combine(y, weights)
-        self.spent_s += time.perf_counter() - start_s
-        return out
-
-
-@contextmanager
-def layer_passes(engine: ExpertEngine) -> Iterator[list[LayerPass]]:
-    """Collect every layer pass inside the `with` block; call it while no request is in flight.
-
-    CPU only: on CUDA a kernel call returns before the kernel has run.
-    """
-    passes: list[LayerPass] = []
-    kernels = [layer.kernel for layer in engine.layers]
-    for layer in engine.layers:
-        timed = _TimedKernel(layer.kernel)
-        layer.kernel = timed
-        layer.forward = _timed_forward(layer.index, layer.forward, timed, passes)  # type: ignore[method-assign]
-    try:
-        yield passes
-    finally:
-        for layer, kernel in zip(engine.layers, kernels, strict=True):
-            layer.kernel = kernel
-            del layer.forward  # the class's own again
-
-
-def _timed_forward(index: int, forward, timed: _TimedKernel, passes: list[LayerPass]):  # type: ignore[no-untyped-def]
-    def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        timed.spent_s = 0.0
-        start_s = time.perf_counter()
-        out = forward(hidden, ids, weights)
-        passes.append(LayerPass(index, hidden.shape[0], time.perf_counter() - start_s, timed.spent_s))
-        return out
-
-    return run
-
-
 PARTS = (
     "read", "wait", "reroute", "plan", "begin", "issue", "await", "send", "prefetch", "pre_evict", "run", "kernels",
     "combine", "other",  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
 )  # fmt: skip
+KERNEL_PARTS = ("kernels", "combine")
 _LAYER = "tiermoe.layer"
 
 _LAUNCHES = (
@@ -116,10 +53,17 @@ class HostPass:
     parts: dict[str, float]
 
     @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def kernel_s(self) -> float:
+        return self.parts["kernels"] + self.parts["combine"]
+
+    @property
     def outside_s(self) -> float:
         """Seconds of the host's own: neither in kernels nor waiting for what is read."""
-        parts = self.parts
-        return sum(parts.values()) - parts["kernels"] - parts["combine"] - parts["wait"]
+        return self.total_s - self.kernel_s - self.parts["wait"]
 
 
 @dataclass
@@ -170,14 +114,18 @@ class _Clock:
 
 
 @contextmanager
-def host_passes(engine: ExpertEngine) -> Iterator[list[HostPass]]:
-    """Collect every layer pass inside the `with` block; call it while no request is in flight."""
+def host_passes(engine: ExpertEngine, parts: Sequence[str] = PARTS) -> Iterator[list[HostPass]]:
+    """Collect every layer pass inside the `with` block; call it while no request is in flight.
+
+    Args:
+        parts: to be timed; all other time is `other`. On CUDA a kernel call returns before the kernel has run.
+    """
     passes: list[HostPass] = []
     clock, replaced, wrapped = _Clock(), _Replaced(), set[tuple[int, str]]()
     with replaced:
         for layer in engine.layers:
             for part, owner, method in _parts_of(layer):
-                if hasattr(owner, method) and (id(owner), method) not in wrapped:
+                if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
                     wrapped.add((id(owner), method))
                     replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
             replaced.set(layer, "forward", _timed_pass(clock, layer.index, layer.forward, passes))

@@ -6,10 +6,8 @@ All methods are called by the forward's thread. `begin` and `observe` write one 
 `take` looks which answers are there. A thread that sends would not spare the forward anything: it takes the
 interpreter for as long, at a moment that the forward does not choose.
 
-Nothing depends on the matcher: where it is lost, slow or knows no maps yet, `source` says so and the engine asks the
-next layers' routers instead. It is published to all the same where it is there, so that it can recover.
-
-Prefetch by the matcher, behind the protocol of all prefetch policies; by the next layers' routers without it.
+Nothing depends on the matcher: where it is lost, slow or knows no maps yet, `source` says so and `MatcherPrefetch` asks
+the next layers' routers instead. It is published to all the same if it is there, so that it can recover.
 """
 
 from __future__ import annotations

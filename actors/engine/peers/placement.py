@@ -1,14 +1,10 @@
-"""From a layer's routing to its plan where other processes share the experts.
+"""From a layer's routing to its plan where other processes share the experts, and the placer that a policy asks for.
 
 Two things are decided for each needed expert: on a GPU or near data, and on which of them. A placer follows sequences
 (`begin_forward`, `end_sequence`), asks the pure policies where each expert belongs, and lets the caches carry a
-migration out. An expert that runs on a GPU runs on the one that owns it, on the lead where that one is lost; one near
+migration out. An expert that runs on a GPU runs on the one that owns it, or on the lead if that one is lost; one near
 data on the NDP worker that the pool chooses. What runs on this GPU is planned by `LoadOnMiss`; the rest goes to
 `LayerPlan.remote`.
-
-Prefill-guided placement in the engine: counts prompts, moves the hot set once per sequence.
-
-Builds the placer that a policy asks for.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
     send (returns at once) -> the layer computes its own experts -> result
 
-A peer is an NDP worker or another shard.
-
-A worker that is killed fails its calls within a second (the channel's liveness); the layer then computes those
-experts itself. A thread looks the peer's address up and connects again, so a restarted worker rejoins.
-
-The NDP workers as one: which of them computes an expert now.
+A peer is an NDP worker or another shard; `NdpPool` chooses the NDP worker that computes an expert now. A worker that is
+killed fails its calls within a second (the channel's liveness); the layer then computes those experts itself. The
+connection looks the peer's address up and connects again, so a restarted worker rejoins.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from ....proto.peers import PeerLink, ReconnectingChannel, ndp_name
 from ...policies.sharding import reassigned, spread_by_bytes
 from ...settings import NdpSettings, ShardSettings
 from ..cache.device import Outgoing
-from ..dispatch import Routing
+from ..host_view import Routing
 from ..stats import EngineStats, PeerKind
 
 
@@ -62,7 +59,7 @@ class RemoteExperts:
 
     Attributes:
         connections: how often it was connected; one that is connected anew has forgotten what it was told.
-        held: what a shard said last that it holds (`held.py`); None: nothing since it was connected.
+        resident: what a shard said last that it holds (`held.py`); None: nothing since it was connected.
         asked: experts that it was told to load ahead since the last batch that it was sent.
     """
 
@@ -79,7 +76,7 @@ class RemoteExperts:
     ) -> None:
         self.kind, self.label, self.name = kind, label, link.name
         self.connections = 0
-        self.held: NDArray[np.uint8] | None = None
+        self.resident: NDArray[np.uint8] | None = None
         self.asked: set[int] = set()
         self._settings, self._activation, self._stats = settings, activation, stats
         self._peer = ReconnectingChannel(
@@ -177,7 +174,7 @@ class RemoteExperts:
                 return None
             assert isinstance(answer, ExpertResult)
             if answer.resident is not None and channel is self._peer.connection:
-                self.held = answer.resident
+                self.resident = answer.resident
             return answer
 
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)
@@ -241,7 +238,7 @@ class RemoteExperts:
 
     def _connected(self) -> None:
         self.connections += 1
-        self.held, self.asked = None, set()
+        self.resident, self.asked = None, set()
 
     def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
         """A call failed: the peer is gone, or is there and refuses this one call."""
@@ -249,7 +246,6 @@ class RemoteExperts:
             self._stats.count_refusal(self.kind, str(failure))
         else:
             self._peer.lost(channel, str(failure))
-
 
 
 _REPORT_S = 5.0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from ..model.kernels import Kernels
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
-from .shards import owners, told
+from .shards import ShardResidency, owners
 
 
 class ShardEngine:
@@ -121,16 +122,12 @@ class ShardEngine:
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             link_s = stats.link_s - busy_s
-            held = told(self.cache.residency, self.cache.governor.resting) if self._tells else None
+            held = ShardResidency.encode(self.cache.residency, self.cache.governor.resting) if self._tells else None
             return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, held)
 
     def residency(self) -> list[LayerResidency]:
         """Where the experts of each layer stand at this moment; from any thread."""
-        states, uses, n = self.cache.states(), self.cache.uses.copy(), self._experts
-        return [
-            LayerResidency(tuple(int(s) for s in states[i : i + n]), tuple(uses[i : i + n]))
-            for i in range(0, len(states), n)
-        ]
+        return self.cache.layer_residency()
 
     def prefetch(self, command: PrefetchCommand) -> None:
         """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
@@ -178,10 +175,7 @@ class ShardEngine:
 
     def stats(self) -> EngineStats:
         """The counters so far; the record is live."""
-        stats = self.cache.stats
-        stats.loads_in_flight = self.cache.loads_in_flight
-        stats.prefetch_resting = self.cache.governor.resting
-        return stats
+        return self.cache.live_stats()
 
     def close(self) -> None:
         """Hang up, which ends what the loader waits for, and stop it. Safe to call twice."""
@@ -222,8 +216,8 @@ class _BatchView:
         batch, starts = self.batch, self.batch.starts.tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
         pairs = torch.arange(starts[-1], device=self.device)
-        # tokens: of the forward's rows, those with an expert here
-        return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, batch.rows)
+        order: Any = batch.rows  # nobody reads it here; tokens: of the forward's rows, those with an expert here
+        return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, order)
 
 
 class _BatchBackend:

@@ -1,25 +1,20 @@
-"""What a shard's cache holds, as it tells the lead with each answer.
-
-    shard: occupied slots -> `told` -> ExpertResult.resident -> `RemoteExperts.held` -> `understood` : lead
-
-A bit for each expert of the model, so that one answer tells of all layers: slots serve all of them, and the load of one
-layer evicts experts of others. At 6144 experts that is 770 bytes beside rows of several kilobytes.
-
-Expert parallelism as the lead sees it: who owns which expert, and what the owners are told.
+"""Expert parallelism as the lead sees it: who owns which expert, what the owners are asked, and what their caches hold.
 
 Every expert belongs to one GPU by a rule that all processes know (`policies.sharding`). A layer's experts go to their
 owners first, then the lead loads and computes its own, then it joins the sums. Hidden states and sums cross
 processes through host memory (the channel's rings on one host, gRPC between hosts), on CUDA too, there pinned on both
-sides (`activations`): a decode batch is a few rows, and a copy of them costs less than mapping device memory of another
-process.
+sides (`cache.device.Activations`): a decode batch is a few rows, and a copy of them costs less than mapping device
+memory of another process.
 
-The other shards' caches as the lead knows them, for rules that go by where experts are.
+    shard: occupied slots -> ShardResidency.encode -> ExpertResult.resident -> RemoteExperts.resident -> decode: lead
 
-A shard's last answer says what it held after that batch (`held.py`); what it was asked to prefetch since then counts
-as on its way there. Between its answers only such prefetches change its cache, so the view is exact but for what those
-evicted, what the shard refused, and copies that failed; where every forward has a batch for each shard, no view is
-older than a forward. An expert that the view has and the shard lacks is loaded by the shard; one that the shard has and
-the view lacks is replaced without need. Neither makes a result wrong.
+A bit for each expert of the model, so that one answer tells of all layers: slots serve all of them, and the load of one
+layer evicts experts of others. At 6144 experts that is 770 bytes beside rows of several kilobytes. What a shard is
+asked to prefetch after its last answer counts as on its way there (`PeerCaches`). Between its answers only such
+prefetches change its cache, so the view is exact but for what those evicted, what the shard refused, and copies that
+failed; where every forward has a batch for each shard, no view is older than a forward. An expert that the view has and
+the shard lacks is loaded by the shard; one that the shard has and the view lacks is replaced without need. Neither
+makes a result wrong.
 """
 
 from __future__ import annotations
@@ -47,8 +42,8 @@ _FLAGS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """One shard's cache at one moment.
+class ShardResidency:
+    """What one shard's cache holds at one moment, as it says with each answer.
 
     Attributes:
         here: [keys], which experts are resident or on their way.
@@ -60,21 +55,21 @@ class Held:
     vacant: bool
     resting: bool
 
+    @staticmethod
+    def encode(residency: Residency, resting: bool) -> NDArray[np.uint8]:
+        """A cache of whole experts, packed: its experts' bits, then vacant, then resting."""
+        bits = np.empty(residency.keys + _FLAGS, np.bool_)
+        bits[:-_FLAGS] = residency.occupied()
+        bits[-_FLAGS:] = residency.free_slots > 0, resting
+        return np.packbits(bits)
 
-def told(residency: Residency, resting: bool) -> NDArray[np.uint8]:
-    """A cache of whole experts, packed: its experts' bits, then vacant, then resting."""
-    bits = np.empty(residency.keys + _FLAGS, np.bool_)
-    bits[:-_FLAGS] = residency.occupied()
-    bits[-_FLAGS:] = residency.free_slots > 0, resting
-    return np.packbits(bits)
-
-
-def understood(packed: NDArray[np.uint8], keys: int) -> Held | None:
-    """What `told` packed; None where these are not the bits of so many experts."""
-    if packed.size != (keys + _FLAGS + 7) // 8:
-        return None
-    bits = np.unpackbits(packed, count=keys + _FLAGS).view(np.bool_)
-    return Held(bits[:keys], bool(bits[keys]), bool(bits[keys + 1]))
+    @staticmethod
+    def decode(packed: NDArray[np.uint8], keys: int) -> ShardResidency | None:
+        """What `encode` packed; None if these are not the bits of so many experts."""
+        if packed.size != (keys + _FLAGS + 7) // 8:
+            return None
+        bits = np.unpackbits(packed, count=keys + _FLAGS).view(np.bool_)
+        return ShardResidency(bits[:keys], bool(bits[keys]), bool(bits[keys + 1]))
 
 
 _START_S = 30.0  # seconds to reach a shard, which is started before the lead
@@ -296,21 +291,21 @@ class PeerCache:
         self.peer, self._keys = peer, keys
         self._connection = -1
         self._packed: NDArray[np.uint8] | None = None
-        self._held: Held | None = None
+        self._known: ShardResidency | None = None
         self.filling = True  # since it was connected there has always been a vacant slot
 
-    def look(self) -> Held | None:
-        """As it is known now; None: it has told nothing since it was connected."""
+    def look(self) -> ShardResidency | None:
+        """As it is known now; None: it has said nothing since it was connected."""
         peer = self.peer
         if self._connection != peer.connections:
             self._connection, self.filling = peer.connections, True
-        packed = peer.held
+        packed = peer.resident
         if packed is not self._packed:
             self._packed = packed
-            self._held = None if packed is None else understood(packed, self._keys)
-        if self._held is not None and not self._held.vacant:
+            self._known = None if packed is None else ShardResidency.decode(packed, self._keys)
+        if self._known is not None and not self._known.vacant:
             self.filling = False
-        return self._held
+        return self._known
 
 
 class PeerCaches:

@@ -1,9 +1,7 @@
-"""Requests in, tokens out: continuous batching through transformers' own manager.
-
-Requests one after another through `generate`: for models whose caches cannot be paged.
+"""Requests in, tokens out: continuous batching through transformers' own manager, or one request after another.
 
 State-space and linear-attention layers, and attention whose keys and values differ in width, have no
-place in transformers' paged cache; `generate` runs them all.
+place in transformers' paged cache; `generate` runs those models serially.
 """
 
 from __future__ import annotations

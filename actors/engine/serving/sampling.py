@@ -1,14 +1,12 @@
-"""Log-probabilities of what is generated, and of a prompt while it is prefilled.
+"""Per-request sampling inside transformers' continuous batching, and log-probabilities.
 
-Generated tokens: the sampler sees the logits [V] of each, before it changes them. Prompts: the model computes logits of
-the rows that predict a next token only, so for a request that wants its prompt's, it is asked for those rows too, and
-they are taken off its answer before anyone else sees it. The logits are the model's own, with whatever it does to them.
+Sampling is greedy, or by temperature, top-k, top-p and seed. The manager takes the argmax of the processed scores. A
+sampled row is turned into a one-hot row here, so greedy and sampled requests share a batch, and a seeded request draws
+the same tokens whatever else is in the batch: its n-th draw depends on (seed, n) alone.
 
-Per-request sampling inside transformers' continuous batching: greedy, temperature, top-k, top-p, seeds.
-
-The manager takes the argmax of the processed scores. A sampled row is turned into a one-hot row
-here, so greedy and sampled requests share a batch, and a seeded request draws the same tokens
-whatever else is in the batch: its n-th draw depends on (seed, n) alone.
+Log-probabilities of generated tokens: the sampler sees the logits [V] of each, before it changes them. Of prompts: the
+model computes logits of the rows that predict a next token only, so for a request that wants its prompt's, it is asked
+for those rows too, and they are removed from its answer before other code sees it. The logits are the model's own.
 """
 
 from __future__ import annotations

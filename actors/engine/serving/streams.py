@@ -1,7 +1,4 @@
-"""Whose rows a forward carries: what policies that follow a sequence from prefill to decode need to know.
-
-Open requests and the events on their way to consumers; shared by both ways of batching.
-"""
+"""Open requests, the events on their way to consumers, and whose rows a forward carries; for both ways of batching."""
 
 from __future__ import annotations
 

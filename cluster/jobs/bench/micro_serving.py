@@ -103,9 +103,9 @@ def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[s
     Args:
         run: sends requests and waits for them.
     """
-    from ....actors.engine.model.profile import PARTS, device_calls, host_passes, layer_passes
+    from ....actors.engine.model.profile import KERNEL_PARTS, PARTS, device_calls, host_passes
 
-    with layer_passes(engine) as whole_passes:
+    with host_passes(engine, KERNEL_PARTS) as whole_passes:
         run()
     whole = [p for p in whole_passes if p.tokens == tokens]
     with host_passes(engine) as passes:

@@ -359,7 +359,7 @@ def calibrate(
     base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None = None
 ) -> Calibration:
     """Measure it on the first three prompts, three times, one request after the other; medians."""
-    from ....actors.engine.model.profile import layer_passes
+    from ....actors.engine.model.profile import KERNEL_PARTS, host_passes
 
     prompts = prompts[:CALIBRATED]
     task = None if progress is None else progress.add_task("computing without waits", total=CALIBRATED * len(prompts))
@@ -371,7 +371,7 @@ def calibrate(
             taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
             if progress is not None and task is not None:
                 progress.advance(task)
-        with layer_passes(worker.engine) as passes:
+        with host_passes(worker.engine, KERNEL_PARTS) as passes:
             serve(worker.submit, prompts[:1], max_tokens)
         engine = worker.engine
         return Calibration(
