@@ -37,6 +37,17 @@ def resident(residency: Residency, *keys: int) -> None:
         residency.publish(residency.reserve(key))
 
 
+def test_it_counts_how_often_it_became_empty(residency: Residency) -> None:
+    """What a rule on misses sees of a flush: the cache is to fill again."""
+    resident(residency, 1, 2)
+    residency.evict(1)
+    assert residency.emptied == 0
+    residency.evict(2)
+    assert residency.emptied == 1
+    residency.release(residency.reserve(3))
+    assert residency.emptied == 2
+
+
 def test_reserve_then_publish(residency: Residency) -> None:
     reservation = residency.reserve(3)
     assert reservation == Reservation(key=3, slot=0, generation=1)
