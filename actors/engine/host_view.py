@@ -1,7 +1,7 @@
 """What a layer's policies read on the host: in one transfer.
 
 On a GPU each look of the host at a tensor waits for the compute stream. So what the policies of a layer will want is
-known up front (`Asker`), computed on the device and fetched together; what nobody foresaw is fetched when it is asked
+known up front (`Asker`), computed on the device and fetched together; all else is fetched when it is asked
 for. Where the tensors are host memory, nothing is copied, and scores are made when they are asked for: there is nothing
 to wait for, and a demand load need not wait for a later layer's router.
 
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     rows: tuple[int, ...] = ()
 
 
-# (layer, its tokens) -> the scores that somebody will ask for once its routing is known
+# (layer, its tokens) -> the scores that will be asked for once its routing is known
 Asker = Callable[[int, int], Iterable[Asked]]
 
 
@@ -159,7 +159,7 @@ class LayerView:
         return found
 
     def scores(self, asked: Asked) -> NDArray[np.float32]:
-        """[T, E], or [R, E] of R rows; fetched now if nobody foresaw it."""
+        """[T, E], or [R, E] of R rows; fetched now if it was not foreseen."""
         there = self._scores
         if there is None:
             there = self._scores = {}
@@ -203,7 +203,7 @@ class HostViews:
         fetch: brings tensors to the host.
         ahead: whether to fetch what will be asked for together, which pays where a fetch waits.
         askers: say which scores those will be.
-        weighed: whether somebody reads the weights of every layer.
+        weighed: whether the weights of every layer are read.
     """
 
     def __init__(

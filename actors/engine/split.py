@@ -58,7 +58,7 @@ class Configurator:
 
     Args:
         cache: begins with a cut, which is the one in use. order: in which its tops leave. experts: of a layer.
-        top_k: experts of a token. guesses: experts that are prefetched for a layer at most. expert_bytes: of a slot
+        top_k: experts of a token. prefetched: experts that are prefetched for a layer at most. expert_bytes: of a slot
             that holds a whole one.
     """
 
@@ -69,13 +69,13 @@ class Configurator:
         order: CacheOrder,
         experts: int,
         top_k: int,
-        guesses: int,
+        prefetched: int,
         expert_bytes: int,
     ) -> None:
         assert cache.cut is not None
         self.layers = len(cache.cut.tops)
         self._cache, self._settings, self._order = cache, settings, order
-        self._experts, self._guesses, self._expert_bytes = experts, guesses, expert_bytes
+        self._experts, self._prefetched, self._expert_bytes = experts, prefetched, expert_bytes
         self._room = Room(cache.cut.neurons, cache.pool.total_neurons, top_k, settings.buffer)
         self._statistics = [LayerStatistics.none(experts) for _ in range(self.layers)]
         self._priorities = [Priorities.none(experts) for _ in range(self.layers)]
@@ -126,7 +126,7 @@ class Configurator:
         try:
             found = configure(
                 self._statistics, times, self._room, present, zeta=split.zeta, min_gain=split.min_gain,
-                allocation=split.allocation, guesses=self._guesses,
+                allocation=split.allocation, guesses=self._prefetched,
             )  # fmt: skip
         except ValueError as error:
             stats.problem = str(error)
@@ -225,7 +225,7 @@ class Configuring:
     """A configurator beside an engine: fed by its forwards, applied between them.
 
     Args:
-        configurator: of the engine's cache, which nobody else uses.
+        configurator: of the engine's cache, which has no other user.
         cache: of the engine. tau: tokens between configurations.
         clock: seconds, by which layers are timed.
         threaded: compute in a thread; False: on the forward's, at once.

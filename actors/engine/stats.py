@@ -105,7 +105,7 @@ class WorkerStats:
 
 @dataclass
 class SourceStats:
-    """What became of the experts that one source of guesses had prefetched, since the counters were reset.
+    """What became of the experts that one prefetch source asked for, since the counters were reset.
 
     What is neither used nor gone yet is in `queued` only. Under a cut the segments of experts are counted.
     """
@@ -183,7 +183,7 @@ class EngineStats:
         return out
 
     def source(self, name: str) -> SourceStats:
-        """The counters of one source of guesses."""
+        """The counters of one prefetch source."""
         if name not in self.prefetch_sources:
             self.prefetch_sources = self.prefetch_sources | {name: SourceStats()}  # a new one: others may read the old
         return self.prefetch_sources[name]

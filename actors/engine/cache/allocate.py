@@ -45,7 +45,7 @@ def make_cache(
     Args:
         owned: experts in all layers that belong to this device; it gets no more slots than that.
         top_k: experts per token, for the buffer of split experts.
-        clock: of a stepped link; None: the wall's.
+        clock: of a stepped link; None: wall-clock.
         replicas: which get slots of their own within the budget; None where the policy loads none.
 
     Raises:
@@ -91,7 +91,7 @@ def _queue(
     settings: EngineSettings, device: Device, pool: SlotPool, weights: Sequence[ExpertSource],
     replicas: Sequence[LayerWeights], clock: VirtualClock | None,
 ) -> CopyQueue:  # fmt: skip
-    """What makes the cache's copies; on a stepped link's clock (None: the wall's) they take what the link says."""
+    """What makes the cache's copies; on a stepped link's clock (None: wall-clock) they take what the link says."""
     if clock is None or settings.link.gbps is None:
         return copy_queue(device, pool, weights, settings.copies, replicas)
     return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), copy_now)

@@ -36,7 +36,7 @@ class LinkQueue(HostWaits):
         self._link = _cpu.link(rate, link.latency_us * 1e-6)
         self._closed = False
         self._alive: deque[LoadJob] = deque()  # whose buffers the thread may still use
-        self._scratch: Tensors | None = None  # where experts that are copied back go; nobody needs them there
+        self._scratch: Tensors | None = None  # where experts that are copied back go; they are not used there
 
     @staticmethod
     def supports(pool: SlotPool, weights: Sequence[ExpertSource]) -> bool:
@@ -181,7 +181,7 @@ def _pieces(job: LoadJob) -> tuple[_cpu.Piece, ...]:
         (d.data_ptr(), s.data_ptr(), s.numel(), True)
         if d.dtype != s.dtype
         else (d.data_ptr(), s.data_ptr(), s.nbytes, False)
-        for d, s in zip(job.dst, job.src, strict=True)  # type: ignore[arg-type]  # no promises, see `supports`
+        for d, s in zip(job.dst, job.src, strict=True)  # type: ignore[arg-type]  # none is pending, see `supports`
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .device import Copied, Device, Tensors
 
 DEMAND, PREFETCH = 0, 1
-_LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; how many it does is its own affair
+_LOOK_AHEAD = 64  # queued jobs whose bytes a source may ask for ahead; the source decides how many
 Cause = Literal["demand", "prefetch", "migration"]
 
 
@@ -88,7 +88,7 @@ class CopyQueue(Protocol):
         ...
 
     def overtake(self, job: LoadJob) -> bool:
-        """Have copies that are submitted from now on come after this one, which nobody needs. As `join` else."""
+        """Have copies that are submitted from now on come after this one, which is no longer needed. As `join` else."""
         ...
 
     def poll(self) -> None:
@@ -208,7 +208,7 @@ class Loader(HostWaits):
             job.done.set()
 
     def _write_back(self, job: LoadJob) -> Copied:
-        """Copy what is in the slot to host memory, where nobody needs it: only what it takes matters."""
+        """Copy what is in the slot to host memory, where it is not used: only the time counts."""
         if self._scratch is None:
             self._scratch = tuple(t.cpu().clone() for t in job.dst)
         return self._device.copy(self._scratch, job.dst, job.after)

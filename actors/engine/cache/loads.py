@@ -111,13 +111,13 @@ class Loads:
             self._land(key, job)
 
     def land_all(self) -> None:
-        """Have the host wait for every copy under way; in no layer's books."""
+        """Have the host wait for every copy under way; counted in no layer."""
         for key, job in list(self.under_way.items()):
             job.done.wait()
             self._land(key, job)
 
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
-        """Load these into free slots and wait for them, in no layer's books; their jobs, which are over."""
+        """Load these into free slots and wait for them, counted in no layer; their jobs, which are over."""
         jobs = self.reserve(keys, "demand")
         self.queue.submit(jobs, DEMAND)
         for job in jobs:

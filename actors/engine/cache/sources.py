@@ -1,13 +1,13 @@
 """Where a worker's experts come from: its own node's files by mapping, another node's store for the rest.
 
-    open_sources -> per layer: LayerWeights (mapped tensors) | RemoteLayer (an expert is a promise of tensors)
+    open_sources -> per layer: LayerWeights (mapped tensors) | RemoteLayer (an expert is a `PendingExpert`)
     loader's thread: ask(this expert, those behind it in the queue) -> tensors() -> device copy
 
-The thread of the forward never fetches: it hands promises to the loader, as it hands mapped tensors.
+The thread of the forward never fetches: it hands pending experts to the loader, as it hands mapped tensors.
 
 Which store. Of the stores that hold a layer, layer l takes the first living one, counted from place l, so that layers
 spread over replicas. One that is lost or fails is passed over for the next; its connection is made again in the
-background. While nobody has the layer the loader waits, but no longer than `deadline_s` after the fetch began, nor
+background. While no node has the layer, the loader waits, but no longer than `deadline_s` after the fetch began, nor
 after the last of its stores was lost: one outage is waited for once, and what comes later fails at once until a store
 is back.
 
@@ -67,7 +67,7 @@ def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
 
 
 class RemoteExpert:
-    """The promise of one expert; used by the loader's thread only."""
+    """One expert on its way (`PendingExpert`); used by the loader's thread only."""
 
     __slots__ = ("__weakref__", "expert", "fetch", "layer", "stores")
 
@@ -95,7 +95,7 @@ class RemoteLayer:
         self._stores, self._layer = stores, layer
 
     def expert(self, index: int) -> RemoteExpert:
-        """The promise of an expert; nothing is asked for yet."""
+        """An expert as a `PendingExpert`; nothing is asked for yet."""
         return RemoteExpert(self._stores, self._layer, index)
 
 
@@ -295,7 +295,7 @@ class RemoteStores:
             )
 
     def _nobody(self, layer: int, refusals: Mapping[str, str]) -> StoreError:
-        """Nobody gave an expert of this layer; the error names every layer that nobody has now."""
+        """No node gave an expert of this layer; the error names every layer that no node has now."""
         holders = self._of_layer[layer]
         why = "; ".join(f"{h.name}: {refusals.get(h.name) or h.problem}" for h in holders)
         gone = [i for i, having in self._of_layer.items() if all(h.current is None for h in having)]

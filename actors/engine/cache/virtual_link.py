@@ -74,8 +74,8 @@ class VirtualLoader(HostWaits):
 
     The same order: demand before prefetch, then first come first served, and a copy that has started is never
     interrupted. A copy has the link for its latency and its bytes over its rate, twice where a slot's last
-    expert is copied back first; the next one starts when it ends. State is brought up to the clock whenever somebody
-    asks; what happens at one instant happens in the order of the calls.
+    expert is copied back first; the next one starts when it ends. State is brought up to the clock at each
+    question; what happens at one instant happens in the order of the calls.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class VirtualLoader(HostWaits):
 
     @property
     def pending(self) -> int:
-        """Copies queued or under way when somebody last asked for one; from any thread."""
+        """Copies queued or under way at the last question; from any thread."""
         return len(self._heap) + (self._current is not None)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class VirtualLoader(HostWaits):
         """Let time pass until a copy has ended."""
         while not job.done.is_set():
             if self._current is None:
-                raise AssertionError("waiting for a copy that nobody makes")
+                raise AssertionError("waiting for a copy that is not queued")
             self.clock.now_s = self._current[2]
 
     def catch_up(self) -> None:

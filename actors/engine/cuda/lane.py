@@ -151,7 +151,7 @@ class StreamCopy:
         """Its pieces that are not enqueued; the first time it is cut in pieces of so many bytes at most."""
         if self.pieces is None:
             self.pieces = [
-                piece for d, s in zip(self.job.dst, self.job.src, strict=True)  # type: ignore[arg-type]  # no promises
+                piece for d, s in zip(self.job.dst, self.job.src, strict=True)  # type: ignore[arg-type]  # none is pending
                 for piece in chunks(d, s, part_bytes)
             ]  # fmt: skip
         return self.pieces[self.sent :]
@@ -160,7 +160,7 @@ class StreamCopy:
         """What is enqueued next, these pieces or (None) all that is left, and its bytes."""
         if self.pieces is None:
             job = self.job
-            return list(zip(job.dst, job.src, strict=True)), self.nbytes  # type: ignore[arg-type]  # no promises
+            return list(zip(job.dst, job.src, strict=True)), self.nbytes  # type: ignore[arg-type]  # none is pending
         if pieces is None:
             pieces = self.pieces[self.sent :]
         self.sent += len(pieces)
@@ -238,7 +238,7 @@ class Lane:
                         self.side.copy(d, s)
                     end = clock.event()
                     runtime.record(end, self.stream)
-                except Exception as error:  # the cache drops a guess and fails a forward that waits
+                except Exception as error:  # the cache drops a prefetch and fails a forward that waits
                     job.error, job.copied, copy.ended = error, None, True
                     self._settle_failed()
                     continue
@@ -276,7 +276,7 @@ class Lane:
             self._runtime.synchronize(end)
 
     def _write_back(self, job: LoadJob) -> None:
-        """Copy what is in the slot to the host, where nobody needs it: only what it takes matters."""
+        """Copy what is in the slot to the host, where it is not used: only the time counts."""
         need = max(d.nbytes for d in job.dst)
         if self._scratch is None or self._scratch.nbytes < need:
             self._scratch = self._runtime.pinned(need)

@@ -42,7 +42,7 @@ class GpuRuntime(Protocol):
         ...
 
     def event(self, timing: bool = True) -> Any:
-        """A new event; it may be recorded again once nobody asks about its last record."""
+        """A new event; it may be recorded again once its last record is no longer asked about."""
         ...
 
     def record(self, event: Any, stream: Any) -> None:
@@ -158,7 +158,7 @@ class TorchRuntime:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a refused call for whoever asks next, which is the first kernel: let this be it."""
+        """CUDA reports the error of a refused call to the next call that asks, a kernel: let this be it."""
         try:
             torch.empty(1, device=self.device).fill_(0)
         except RuntimeError:

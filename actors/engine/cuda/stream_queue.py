@@ -6,7 +6,7 @@
 
 A copy engine takes copies in the order in which they were enqueued, whatever the priorities of their streams. So what
 a demand load may have to wait for is bounded by `ahead_bytes`, and what keeps the link busy while the host is away too.
-A guess that proves wrong while it is on its way costs what is enqueued of it; the rest is dropped.
+A prefetch that proves wrong while it is on its way costs what is enqueued of it; the rest is dropped.
 
 The host never waits for a copy on a forward's way: `join` has the compute's stream wait for the copy's event. What the
 compute waited is seen from timing events around that wait, which are read once they are done.
@@ -112,7 +112,7 @@ class StreamQueue:
         if self._staged is not None:
             jobs = self._stage(jobs, priority)
         copies = list[StreamCopy]()
-        for job in jobs:  # in pinned memory, so no promises
+        for job in jobs:  # in pinned memory, so none is pending
             copy = _done(job).copy = StreamCopy(job, sum([s.nbytes for s in job.src]))  # type: ignore[union-attr]
             copies.append(copy)
         if priority == DEMAND:
@@ -251,7 +251,7 @@ class StreamQueue:
         self._runtime.wait_event(other.stream, part.end)
         if self._staged is None:
             return False
-        self._runtime.synchronize(part.end)  # a thread's copy may be next, whose stream is its own affair
+        self._runtime.synchronize(part.end)  # a thread's copy may be next, on a stream of its own
         return True
 
     def _feed(self) -> None:

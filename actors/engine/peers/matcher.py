@@ -376,8 +376,8 @@ class MatcherPrefetch(PrefetchPolicy):
             return self._blend.merged(seen, wanted)
         if link.source == "next-gate":
             link.fell_back()
-            guesses = self._fallback.observed(seen)
-            return [*wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in guesses)]
+            instead = self._fallback.observed(seen)
+            return [*wanted, *(Wanted(want.key, want.priority, NextGatePrefetch.name) for want in instead)]
         return ranked(wanted) if len(commands) > 1 else wanted
 
     def end(self, sequence: str) -> None:

@@ -216,7 +216,7 @@ class _BatchView:
         batch, starts = self.batch, self.batch.starts.tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
         pairs = torch.arange(starts[-1], device=self.device)
-        order: Any = batch.rows  # nobody reads it here; tokens: of the forward's rows, those with an expert here
+        order: Any = batch.rows  # not read here; tokens: of the forward's rows, those with an expert here
         return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, order)
 
 

@@ -85,7 +85,7 @@ class ContinuousBatcher:
     Args:
         model: a transformers model on its device.
         kv: size of the cache and of a batch.
-        watcher: told before each forward pass whose rows it carries; None: nobody.
+        watcher: told before each forward pass whose rows it carries; None: no watcher.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously; found by running one
@@ -297,7 +297,7 @@ class SerialBatcher:
         model: a transformers model on its device.
         kv: its token capacity bounds a request, as with continuous batching.
         because: why requests are not batched, for the plan's notes.
-        watcher: told before each forward pass whose rows it carries; None: nobody.
+        watcher: told before each forward pass whose rows it carries; None: no watcher.
     """
 
     def __init__(self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None) -> None:

@@ -177,7 +177,7 @@ class Pick:
         return params.temperature == 0 and params.logprobs is None and self.step >= params.min_tokens
 
     def force(self, scores: torch.Tensor, eos: Sequence[int], note: Note) -> None:
-        """Pick from scores [V] and put all mass on the token, in place: whoever takes the argmax takes it.
+        """Pick from scores [V] and put all mass on the token, in place: an argmax picks it.
 
         Args:
             eos: tokens that must not come before `min_tokens` have.
