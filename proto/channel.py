@@ -4,15 +4,9 @@
     channel = open_channel(server.address)
     result = channel.call(batch, deadline_s=1.0)     # raises DeadlinePassed, PeerLost, RemoteFailure
 
-The control stream over gRPC opens every channel, proves whether both processes share a host, and stays open as a sign
-of life. Messages then travel through rings in shared memory where they can, else through a second stream. On both ways:
-
-- A request has an id. If no answer comes, the client asks the server, and sends the request again if it never arrived.
-  The server executes it once, however often it arrives.
-- A deadline holds on both sides: the server does not execute an expired request, the client does not wait for a late
-  answer.
-- Sizes, shapes and numbers are checked before anything uses them (`codec.py`).
-- When the transport is full, `submit` waits, and `post` drops the message and counts it.
+A control stream over gRPC opens every channel, detects shared memory, and carries heartbeats. Messages travel through
+rings in shared memory, else through a second stream. A request has an id and runs once, however often it is sent; its
+deadline holds on both sides. When the transport is full, `submit` waits, and `post` drops the message and counts it.
 """
 
 from __future__ import annotations
@@ -37,15 +31,15 @@ from .messages import Acknowledged, Failure, Message
 from .options import ChannelOptions, Received
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-_FULL_S = 0.001  # while the transport is full: how long to wait before looking for answers that may clear it
+_FULL_S = 0.001  # between attempts to send while the transport is full
 
 
 class Transport(Protocol):
-    """How frames go from client to server and back: `shm.ShmTransport`, `grpc_transport.GrpcTransport`.
+    """Carries frames both ways: `shm.ShmTransport`, `grpc_transport.GrpcTransport`.
 
     Attributes:
-        pull: whether answers are there for `receive` to take; else they are delivered.
-        whole: longer frames are sent while the peer takes them out.
+        pull: whether the channel calls `receive`; else the transport calls `deliver`.
+        whole: bytes; a longer frame is sent in pieces while the peer reads it.
     """
 
     @property
@@ -55,33 +49,26 @@ class Transport(Protocol):
     whole: int
 
     def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
-        """Called once, before anything is sent."""
+        """Called once, before the first `send`."""
 
     def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
-        """Send a frame; one thread at a time. False: the transport stayed full.
+        """Send a frame; one thread at a time. False: the transport stayed full for `timeout_s`.
 
-        Args:
-            pieces, size: the frame.
-            timeout_s: how long to wait for space.
-            stall_s: how long to wait in the middle of a frame longer than `whole`; then the transport is broken.
+        A frame longer than `whole` that stalls for `stall_s` breaks the transport.
         """
 
     def receive(self, timeout_s: float) -> Received | None:
-        """Take a frame; one thread at a time. None: none came in time."""
+        """Take a frame; one thread at a time. None: none arrived in time."""
 
     def close(self) -> None:
-        """End it and wake the threads that wait. Idempotent."""
+        """Close, and wake the threads that wait. Idempotent."""
 
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> Channel:
-    """Connect to a `ChannelServer`.
-
-    Args:
-        address: HOST:PORT.
-        options: None: the defaults.
+    """Connect to a `ChannelServer` at HOST:PORT.
 
     Raises:
-        ChannelRefused: nobody answers, the token or version is wrong, or shared memory was demanded and is impossible.
+        ChannelRefused: no server answers, the token or version is wrong, or "shm" is demanded and impossible.
         ConfigError: a TLS file cannot be read.
     """
     options = options if options is not None else ChannelOptions()
@@ -116,7 +103,7 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
 
 
 class Pending:
-    """An answer to come. Several threads may wait for different answers; one waits for the same."""
+    """A future answer; one thread at a time may wait for it."""
 
     __slots__ = (
         "_channel", "answered", "deadline", "number", "pieces", "probe_after_s", "probe_at", "reply", "size", "unknown",
@@ -129,12 +116,12 @@ class Pending:
         self.pieces, self.size = pieces, size
         self.probe_after_s, self.probe_at = probe_after_s, 0.0
         self.reply: Frame | None = None
-        self.unknown = False  # the peer says that the request never came
-        self.answered = threading.Lock()  # locked until there is something to look at; used where answers are delivered
+        self.unknown = False  # the peer reports that the request did not arrive
+        self.answered = threading.Lock()  # released by `wake`; only used where the transport delivers
         self.answered.acquire()
 
     def wake(self) -> None:
-        """Let the thread that waits for this answer look again."""
+        """Let the waiting thread check again."""
         with contextlib.suppress(RuntimeError):  # it is awake
             self.answered.release()
 
@@ -143,10 +130,10 @@ class Pending:
         return self._channel._poll(self)
 
     def result(self) -> Message | None:
-        """The answer; None if it is an acknowledgement.
+        """The answer; None for an acknowledgement.
 
         Raises:
-            DeadlinePassed: none came in time.
+            DeadlinePassed: no answer arrived in time.
             PeerLost: the other process died or does not answer.
             RemoteFailure: the answer is an error.
             MessageError: the answer is malformed.
@@ -155,11 +142,10 @@ class Pending:
 
 
 class Channel:
-    """An open channel; made by `open_channel`. All methods may be called by any thread.
+    """An open channel, made by `open_channel`. Thread-safe.
 
-    On shared memory the thread that waits for an answer reads the ring itself, so that no second thread has to be
-    woken. One thread reads at a time: the others sleep until their answer is there, or the ring is free. On gRPC a
-    thread of gRPC delivers.
+    On shared memory the thread that waits for an answer reads the ring itself, so no second thread must wake. One
+    thread reads at a time; the others sleep. On gRPC a thread of gRPC delivers.
     """
 
     def __init__(
@@ -204,7 +190,7 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """False once the peer is lost or the channel closed; it does not come back."""
+        """False once the peer is lost or the channel closed; final."""
         return self._lost is None
 
     @property
@@ -220,11 +206,11 @@ class Channel:
         }  # fmt: skip
 
     def submit(self, message: Message, deadline_s: float) -> Pending:
-        """Send a request; waits only where the transport is full.
+        """Send a request; wait only while the transport is full.
 
         Args:
             message: the request.
-            deadline_s: seconds from now until which an answer is worth something, here and there.
+            deadline_s: seconds from now; holds for the server too.
 
         Raises:
             MessageError: the message is malformed, or too large (`MessageTooLarge`).
@@ -262,7 +248,7 @@ class Channel:
         """Send without an answer, at once or not at all.
 
         Returns:
-            False: the transport was full, or the message is longer than the ring; it is dropped and counted.
+            False: the transport is full, or the message longer than the ring; it is dropped and counted.
 
         Raises:
             MessageError, PeerLost: as in `submit`.
@@ -281,7 +267,7 @@ class Channel:
         return sent
 
     def close(self) -> None:
-        """End the channel; calls that wait raise `PeerLost`. Idempotent."""
+        """Close the channel; waiting calls raise `PeerLost`. Idempotent."""
         self._lose("the channel was closed")
         for timer in list(self._timers):
             timer.cancel()
@@ -328,7 +314,7 @@ class Channel:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                self._drain()  # the peer may be waiting for us to take its answers
+                self._drain()  # the peer may wait for us to take its answers
                 if self._transport.send(pieces, size, min(left_s, _FULL_S), 0.0):
                     return True
         except shm.RingEnded as end:
@@ -336,7 +322,7 @@ class Channel:
         raise self._peer_lost()
 
     def _send_long(self, pieces: Pieces, size: int, deadline: float) -> bool:
-        """A frame longer than the ring. The peer may have to write answers before it takes the rest: take them."""
+        """Send a frame longer than the ring, and take the answers that the peer must write before it reads on."""
         sent = threading.Event()
 
         def take_answers() -> None:
@@ -356,11 +342,11 @@ class Channel:
             helper.join()
 
     def _ask_again(self, pending: Pending, now: float) -> None:
-        """Ask where the answer is; send the request again where the peer says that it never came."""
+        """Probe for the answer, or send the request again if the peer reports that it did not arrive."""
         pending.probe_after_s *= 2
         pending.probe_at = now + pending.probe_after_s
         if not self._sending.acquire(blocking=False):
-            return  # somebody sends; the next time
+            return  # another thread sends
         try:
             if pending.unknown:
                 pending.unknown = False
@@ -379,7 +365,7 @@ class Channel:
             now = time.monotonic()
             left_s = pending.deadline - now
             if self._lost is not None or left_s <= 0:
-                self._poll(pending)  # what came before the end counts
+                self._poll(pending)  # an answer before the end counts
                 if pending.reply is not None:
                     break
                 self._pendings.pop(pending.number, None)
@@ -400,7 +386,7 @@ class Channel:
         return None if isinstance(message, Acknowledged) else message
 
     def _wait(self, pending: Pending, timeout_s: float) -> None:
-        """Until there may be something new for this answer: read the ring, or sleep while another thread does."""
+        """Read the ring, or sleep while another thread reads it."""
         if not self._transport.pull:
             if self._lost is None:
                 pending.answered.acquire(timeout=timeout_s)
@@ -414,7 +400,7 @@ class Channel:
                 self._wake()
         else:
             with self._changed:
-                # Counted before the check of what it waits for: a thread that changes that reads the count afterwards.
+                # Count before the check: the thread that changes the state reads the count afterwards.
                 self._waiters += 1
                 try:
                     waits = pending.reply is None and not pending.unknown and self._lost is None
@@ -455,7 +441,7 @@ class Channel:
             self._changed.notify_all()
 
     def _deliver(self, data: Received) -> None:
-        """An answer arrived."""
+        """Handle a frame that arrived."""
         try:
             frame = unpack(data)
         except MessageError as error:
@@ -471,7 +457,7 @@ class Channel:
             return
         pending = self._pendings.pop(frame.request, None)
         if pending is None or frame.role != REPLY or frame.client != self._client:
-            self._unexpected += 1  # the answer to a request that was sent again, or given up
+            self._unexpected += 1  # of a request that was sent twice, or given up
             return
         pending.reply = frame
         if not self._transport.pull:
@@ -504,7 +490,7 @@ def _not_sent() -> DeadlinePassed:
 
 
 def close_all() -> None:
-    """End every channel of this process, so that no thread of theirs waits when the interpreter ends."""
+    """End every channel of this process, so that none of its threads waits at exit."""
     for channel in list(_open_channels):
         with contextlib.suppress(Exception):
             channel.close()

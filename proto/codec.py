@@ -1,12 +1,7 @@
-"""Messages to frames and back, checked.
+"""Messages to frames and back: encode, pack; unpack, decode.
 
-    message -> Encoded(kind, body, arrangement, arrays)        encode: no array is copied unless it is not contiguous
-    Encoded -> buffers of a `Frame`                            pack: written one after the other
-    bytes -> Frame                                             unpack: the payload stays where it is
-    Frame's parts -> message                                   decode: arrays are views of the received bytes
-
-Nothing that arrives is trusted: sizes are checked against the bytes received, indices against their ranges, numbers for
-being finite. Every fault raises a `MessageError`.
+Arrays are copied only where they are not contiguous; received arrays are views of the received bytes. Sizes, indices
+and floats of a received message are checked; every fault raises a `MessageError`.
 """
 
 from __future__ import annotations
@@ -45,9 +40,10 @@ from .options import Limits, Received, malformed, too_large
 
 Arrays = list[NDArray[Any]]
 Parts = tuple[bytes, tuple[NDArray[Any], ...]]  # body, arrays
+_Encode = Callable[[Any], Parts]
+_Decode = Callable[[bytes, Arrays, Limits], Message]
 
-# Arrays: which follow a message, and where. Batches of equal shape have equal layouts, so both directions are cached: a
-# layout is serialized, parsed and checked against the rules of its kind once, not per message.
+# Arrays. A layout is serialized, parsed and checked once per shape, not per message.
 
 ALIGNMENT = 16  # bytes; frames and their payloads start there, so arrays are aligned for every dtype
 MAX_TENSORS = 24
@@ -92,24 +88,17 @@ Shapes = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """All arrays of a payload.
-
-    Attributes:
-        serialized: the `Layout` message.
-        places: dtype, shape and offset of each.
-        gaps: bytes of padding before each.
-        size: bytes of the payload.
-    """
+    """The arrays of a payload: the `Layout`; dtype, shape and offset of each; bytes of padding before each."""
 
     serialized: bytes
-    places: tuple[tuple[np.dtype[Any], tuple[int, ...], int], ...]
+    arrays: tuple[tuple[np.dtype[Any], tuple[int, ...], int], ...]
     gaps: tuple[int, ...]
-    size: int
+    size: int  # bytes of the payload
 
 
 @functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def _arrange(kind: int, shapes: Shapes) -> Arrangement:
-    """How arrays of these shapes travel with a message of this kind; raises MessageError."""
+    """How arrays of these shapes travel with a message of this kind."""
     layout = pb.Layout()
     for dtype, shape in shapes:
         if dtype not in _CODES:
@@ -124,7 +113,7 @@ def _arrange(kind: int, shapes: Shapes) -> Arrangement:
 
 @functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def _parse_layout(kind: int, serialized: bytes) -> Arrangement:
-    """What a received `Layout` says; raises MessageError."""
+    """The arrangement in a received `Layout`."""
     if len(serialized) > _MAX_LAYOUT_BYTES:  # bounds the memory of the cache
         raise malformed(f"a layout of {len(serialized)} bytes")
     try:
@@ -182,7 +171,7 @@ def _check_shapes(kind: int, shapes: Shapes) -> None:
 
 
 class Encoded(NamedTuple):
-    """A message ready to be written: `arrays` are contiguous and follow each other as `arrangement` says."""
+    """A message ready to be written; the arrays are contiguous."""
 
     kind: int
     body: bytes
@@ -191,7 +180,7 @@ class Encoded(NamedTuple):
 
 
 def encode(message: Message) -> Encoded:
-    """The parts of a message.
+    """Turn a message into its parts.
 
     Raises:
         MessageError: dtypes, shapes or numbers break the rules of its kind.
@@ -214,10 +203,10 @@ def encode(message: Message) -> Encoded:
 
 
 def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> Message:
-    """The message in these bytes; its arrays are read-only views of `payload`.
+    """Turn parts into a message; its arrays are read-only views of `payload`.
 
     Raises:
-        MessageError: the bytes are no message, or it breaks the rules of its kind.
+        MessageError: the bytes are malformed, or the message breaks the rules of its kind.
     """
     decoder = _DECODERS.get(kind)
     if decoder is None:
@@ -225,7 +214,7 @@ def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: L
     arrangement = _parse_layout(kind, layout)
     if arrangement.size != len(payload):
         raise malformed(f"the arrays take {arrangement.size} bytes, there are {len(payload)}")
-    arrays = [np.ndarray(shape, dtype, payload, offset) for dtype, shape, offset in arrangement.places]
+    arrays = [np.ndarray(shape, dtype, payload, offset) for dtype, shape, offset in arrangement.arrays]
     try:
         return decoder(body, arrays, limits)
     except (DecodeError, UnicodeDecodeError):
@@ -250,33 +239,26 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
     return array
 
 
-class _Plain:
-    """A kind whose message has the fields of its protobuf body, and its arrays, under the same names.
+def _plain(
+    kind: int, message: Callable[..., Message], body: Any, check: Callable[[Any, Limits], None] | None
+) -> tuple[_Encode, _Decode]:
+    """For messages whose fields and arrays have the same names as in protobuf and in `_ARRAYS`."""
+    fields = tuple(body.DESCRIPTOR.fields_by_name)
+    names = tuple(name for name, *_ in _ARRAYS.get(kind, ()))
 
-    Args:
-        message: its class.
-        body: the protobuf class.
-        check: refuses a received message that breaks a rule of its kind.
-    """
+    def encode(m: Any) -> Parts:
+        filled = body(**{name: getattr(m, name) for name in fields})
+        return filled.SerializeToString(), tuple([getattr(m, name) for name in names])
 
-    def __init__(
-        self, kind: int, message: Callable[..., Message], body: Any, check: Callable[[Any, Limits], None] | None = None
-    ) -> None:
-        self._message, self._body, self._check = message, body, check
-        self._fields = tuple(body.DESCRIPTOR.fields_by_name)
-        self._arrays = tuple(name for name, *_ in _ARRAYS.get(kind, ()))
+    def decode(data: bytes, arrays: Arrays, limits: Limits) -> Message:
+        read = body.FromString(data)
+        values = {name: getattr(read, name) for name in fields}
+        made = message(**values, **dict(zip(names, arrays, strict=True)))
+        if check is not None:
+            check(made, limits)
+        return made
 
-    def encode(self, message: Any) -> Parts:
-        body = self._body(**{name: getattr(message, name) for name in self._fields})
-        return body.SerializeToString(), tuple([getattr(message, name) for name in self._arrays])
-
-    def decode(self, body: bytes, arrays: Arrays, limits: Limits) -> Message:
-        read = self._body.FromString(body)
-        values = {name: getattr(read, name) for name in self._fields}
-        message = self._message(**values, **dict(zip(self._arrays, arrays, strict=True)))
-        if self._check is not None:
-            self._check(message, limits)
-        return message
+    return encode, decode
 
 
 def _check_prefetch(m: PrefetchCommand, limits: Limits) -> None:
@@ -429,8 +411,6 @@ def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreRep
     return StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
-_Encode = Callable[[Any], Parts]
-_Decode = Callable[[bytes, Arrays, Limits], Message]
 _SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
     (pb.KIND_EXPERT_BATCH, ExpertBatch, _encode_batch, _decode_batch),
     (pb.KIND_EXPERT_RESULT, ExpertResult, _encode_result, _decode_result),
@@ -451,13 +431,12 @@ _PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] 
 _ENCODERS: dict[type, tuple[int, _Encode]] = {message: (kind, encode) for kind, message, encode, _ in _SPECIAL}
 _DECODERS: dict[int, _Decode] = {kind: decode for kind, _, _, decode in _SPECIAL}
 for _kind, _message, _body, _check in _PLAIN:
-    _plain = _Plain(_kind, _message, _body, _check)
-    _ENCODERS[_message], _DECODERS[_kind] = (_kind, _plain.encode), _plain.decode
+    _encode, _DECODERS[_kind] = _plain(_kind, _message, _body, _check)
+    _ENCODERS[_message] = _kind, _encode
 
 
-# Frames: the `Frame` of channel.proto, written and read by frame.cpp, because a payload must not be copied on the way.
-# The bytes are what protobuf writes for the message with every field present and in order, so any protobuf
-# implementation reads them. Frames of other implementations, which leave out empty fields, are read too, but slower.
+# Frames: the `Frame` of channel.proto, written and read by frame.cpp without a copy of the payload. The bytes are valid
+# protobuf with every field present and in order. Frames that leave out empty fields are read too, but slower.
 #
 #     offset  0  9 18 27  fixed64 client, request, settled, deadline_ns, each after its tag
 #            36 41        fixed32 role, kind, each after its tag
@@ -487,10 +466,10 @@ class Frame(NamedTuple):
 def pack(
     encoded: Encoded, client: int, request: int, settled: int, deadline_ns: int, role: int, max_bytes: int
 ) -> tuple[Pieces, int]:
-    """The buffers that make up a frame, and their bytes together.
+    """The buffers of a frame, and their total bytes.
 
     Raises:
-        MessageTooLarge: there are more than `max_bytes`.
+        MessageTooLarge: the total is above `max_bytes`.
     """
     arrangement = encoded.arrangement
     start = _ring.frame_head(
@@ -515,7 +494,7 @@ def pack_bare(client: int, request: int, settled: int, deadline_ns: int, role: i
 
 
 def unpack(data: Received) -> Frame:
-    """Find the parts of a frame, whose payload stays where it is.
+    """Split a frame into its parts without a copy.
 
     Raises:
         MessageError: the bytes are no frame.
@@ -523,7 +502,7 @@ def unpack(data: Received) -> Frame:
     parts = _ring.frame_parts(data)
     if parts is not None:
         return Frame._make(parts)
-    try:  # as others write it, with fields left out or in another order; its payload is copied
+    try:  # other implementations leave fields out or reorder them; this copies the payload
         f = channel_pb2.Frame.FromString(bytes(data))
     except DecodeError:
         raise malformed(f"{len(data)} bytes that are no frame") from None

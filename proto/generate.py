@@ -1,8 +1,7 @@
 """Writes `proto/generated` from the `.proto` files: `python -m tiermoe.proto.generate`, or `make proto`.
 
-Two things are changed in what protoc writes. Imports between the files become relative, as everywhere in this package.
-The check that the installed protobuf is not older than protoc goes: the files hold a serialized descriptor and calls
-that protobuf 6 and 7 share, and which release of grpcio-tools a developer has should not decide what a user may run.
+Two changes to protoc's output: imports between the files become relative, and the check of protobuf's version goes,
+because protobuf 6 and 7 share all that the files use, and the developer's grpcio-tools should not decide for users.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def generate() -> dict[str, str]:
 
     Raises:
         ModuleNotFoundError: grpcio-tools is not installed.
-        RuntimeError: protoc refuses a file; its own words are on standard error.
+        RuntimeError: protoc refuses a file.
     """
     from grpc_tools import protoc  # a tool of developers
 
@@ -51,7 +50,7 @@ def _ours(text: str) -> str:
 
 
 def main() -> None:
-    """Write the files and remove those that no `.proto` file gives any more."""
+    """Write the files, and remove generated files without a `.proto`."""
     files = generate()
     for path in GENERATED.glob("*_pb2.*"):
         if path.name not in files:

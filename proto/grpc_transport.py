@@ -1,8 +1,7 @@
 """The gRPC side of a client: names, settings and credentials, the control stream, and the stream of frames.
 
-The control stream opens every channel. A peer that is killed breaks it within milliseconds. One that stops (SIGSTOP, a
-machine that is gone) does not answer pings. Time in which this process itself was stopped does not count against the
-peer. `server.py` shares the names and settings. grpc is imported when it is first used.
+The control stream detects a lost peer: a killed one breaks the stream, a stopped one misses its pings. Time in which
+this process itself was stopped does not count. grpc is imported when first used.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 1
 TOKEN_KEY = "tiermoe-token"
 CLIENT_KEY = "tiermoe-client"
-_OVERHEAD = 64 * 1024  # above the largest message, for what gRPC adds
+_OVERHEAD = 64 * 1024  # of gRPC, above the largest message
 
 
 def _path(service: str, method: str) -> str:
@@ -53,18 +52,14 @@ def settings(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
-        # a connection of its own, which no other channel of the process shares or breaks
+        # one connection per channel, shared with no other
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
     ]
 
 
 def dial(address: str, options: ChannelOptions) -> grpc.Channel:
-    """A gRPC channel to an address; connects when it is used.
-
-    Raises:
-        ConfigError: a TLS file cannot be read.
-    """
+    """A gRPC channel to an address, connected at first use; raises ConfigError if a TLS file cannot be read."""
     import grpc
 
     wire = settings(options.limits.max_message_bytes)
@@ -77,11 +72,7 @@ def dial(address: str, options: ChannelOptions) -> grpc.Channel:
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """What a server shows, and whether it demands the same.
-
-    Raises:
-        ConfigError: a TLS file cannot be read.
-    """
+    """The certificate of a server; with a CA, clients must show one too. Raises ConfigError as `dial` does."""
     import grpc
 
     ca, certificate, key = tls.read()
@@ -89,7 +80,7 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
 
 def metadata(options: ChannelOptions, client: int) -> tuple[tuple[str, str], ...]:
-    """What goes with every call."""
+    """The metadata of every call."""
     token = () if options.token is None else ((TOKEN_KEY, options.token),)
     return (*token, (CLIENT_KEY, f"{client:016x}"))
 
@@ -100,25 +91,19 @@ def value_of(key: str, given: Iterable[Any]) -> str | None:
 
 
 def reason(error: Any) -> str:
-    """What gRPC says about a call that ended."""
+    """Why a call ended, by gRPC."""
     return f"{error.code().name.lower()}: {error.details()}"
 
 
 class ControlStream:
-    """An open control stream.
-
-    Args:
-        address: of the server.
-        channel: to it; closed with this.
-        metadata: of the call.
-        hello: the first message.
+    """An open control stream to the server at `address`; owns `channel`.
 
     Attributes:
-        welcome: the server's answer.
-        offset_ns: server's monotonic clock minus ours, at most too large by the time of one way.
+        welcome: the server's answer to `hello`.
+        offset_ns: server's monotonic clock minus ours, at most one way's time too large.
 
     Raises:
-        ChannelRefused: nobody answers in time, or the server refuses.
+        ChannelRefused: no server answers in time, or the server refuses.
     """
 
     def __init__(
@@ -143,12 +128,12 @@ class ControlStream:
         self._call = channel.stream_stream(CONTROL)(self._requests(), metadata=metadata)
         threading.Thread(target=self._read, name="channel-control", daemon=True).start()
         self._await_welcome()
-        self._ping(1)  # the time of the hello holds that of connecting: this one measures the clocks
+        self._ping(1)  # measures the clocks' offset: the hello's time includes connecting
         self._await_pong(1, options.liveness_s)
         threading.Thread(target=self._watch, name="channel-heartbeat", daemon=True).start()
 
     def on_lost(self, lose: Callable[[str], None]) -> None:
-        """Whom to tell when the peer is lost; at once where it already is."""
+        """Call `lose` with the reason once the peer is lost; at once if it already is."""
         with self._changed:
             self._lose = lose
             lost = self._lost
@@ -156,7 +141,7 @@ class ControlStream:
             lose(lost)
 
     def close(self) -> None:
-        """End the stream and its connection. Idempotent."""
+        """Close the stream and its connection. Idempotent."""
         self._closed.set()
         self._outgoing.put(None)
         with contextlib.suppress(Exception):
@@ -237,7 +222,7 @@ class ControlStream:
             self._ping(sequence)
             answered = self._await_pong(sequence, patience_s)
             took_s = time.monotonic() - begin
-            if answered or took_s > 2 * patience_s:  # in the latter case it is us who were stopped
+            if answered or took_s > 2 * patience_s:  # the latter: this process was stopped
                 continue
             self._end(f"no sign of life for {took_s + options.heartbeat_s:.1f} s")
             return
@@ -253,13 +238,7 @@ class ControlStream:
 
 
 class GrpcTransport:
-    """A gRPC bidirectional stream.
-
-    Args:
-        channel: connected.
-        metadata: of the call.
-        max_queued: bytes that may wait to be sent, one message in any case.
-    """
+    """A gRPC bidirectional stream; at most `max_queued` bytes wait to be sent, or one message."""
 
     name: Literal["grpc"] = "grpc"
     pull = False
@@ -275,8 +254,7 @@ class GrpcTransport:
 
     def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
         def arrived(data: bytes) -> bool:
-            # gRPC's own thread is here with the bytes: from it the answer is one wake-up away from who waits for it,
-            # from the thread below it is two
+            # On gRPC's own thread: one wake-up fewer than from `_read`.
             deliver(data)
             return True
 
@@ -301,7 +279,7 @@ class GrpcTransport:
         return True
 
     def receive(self, timeout_s: float) -> Received | None:
-        """Never asked: answers are delivered."""
+        """Not used: answers are delivered."""
         return None
 
     def close(self) -> None:
@@ -313,7 +291,7 @@ class GrpcTransport:
             self._call.cancel()
 
     def _outgoing(self) -> Iterator[bytes]:
-        """gRPC asks for the next frame when the one before is on its way."""
+        """gRPC asks for the next frame when the previous one is sent."""
         while (data := self._queue.get()) is not None:
             with self._space:
                 self._queued -= len(data)
@@ -322,7 +300,7 @@ class GrpcTransport:
             yield data
 
     def _read(self, lose: Callable[[str], None]) -> None:
-        """Asks gRPC for one answer after the other."""
+        """Ask gRPC for each next answer."""
         import grpc
 
         try:

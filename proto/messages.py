@@ -1,8 +1,7 @@
-"""The messages that the program uses: frozen values with NumPy arrays. `codec.py` turns them into bytes and back.
+"""The messages of the program: frozen values with NumPy arrays, encoded by `codec.py`.
 
-Symbols in the shapes: N experts, P (row, expert) pairs, T rows, H hidden size, S sequences, D embedding size,
-E experts of a layer. A uint16 array holds bfloat16 bit patterns; float arrays that arrive are finite. Arrays that
-arrive are read-only.
+Shapes: N experts, P (row, expert) pairs, T rows, H hidden size, S sequences, D embedding size, E experts of a layer.
+A uint16 array holds bfloat16 bits. Received arrays are read-only, their floats finite.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ class ExpertBatch:
     """Rows of one layer for one worker.
 
     Attributes:
-        layer: MoE layer.
         experts: [N] expert ids of this layer, each once.
-        bits: [N] width of the replica to use per expert, 1..8; 0: full precision.
+        bits: [N] width of each expert's replica, 1..8; 0: full precision.
         starts: [N + 1], rising from 0 to P; rows[starts[i]:starts[i + 1]] go through experts[i].
         rows: [P] row numbers into hidden.
         weights: [P] routing weight of each pair.
         hidden: [T, H] float32, float16 or bfloat16 (uint16).
-        activation: name of the experts' activation, which only the lead's model knows.
-        decode: whether the forward is known to hold no row of any prompt.
+        activation: name of the experts' activation.
+        decode: whether the forward holds no prompt rows.
     """
 
     layer: int
@@ -46,16 +44,15 @@ class ExpertBatch:
 
 @dataclass(frozen=True, eq=False)
 class ExpertResult:
-    """What a worker made of a batch.
+    """A worker's result of a batch.
 
     Attributes:
         partial: [T, H], sum over this worker's experts of weight * FFN(hidden row).
         measured_s: seconds in the kernel.
-        modelled_s: seconds by the cost model of the device that the worker stands for; of a shard, by the clock of its
-            link: how long that was busy with the layer's copies.
-        paced_s: seconds in all, waiting for the modelled time included.
-        resident: [B] the experts in a shard's cache after the batch, packed as `engine/peers/shards.py` says; None:
-            not sent.
+        modelled_s: seconds by the cost model of the simulated device; of a shard, seconds in which its link was busy
+            with the layer's copies.
+        paced_s: seconds in all, the wait for the modelled time included.
+        resident: [B] the experts in a shard's cache after the batch, packed as in `engine/peers/shards.py`.
     """
 
     partial: NDArray[np.float32]
@@ -67,13 +64,12 @@ class ExpertResult:
 
 @dataclass(frozen=True, eq=False)
 class PrefetchCommand:
-    """Experts to load ahead, for one iteration, decided while `layer` ran.
+    """Experts to prefetch in one iteration, chosen while `layer` ran.
 
     Attributes:
         keys: [N], layer * experts of a layer + expert.
-        priorities: [N], higher goes first.
-        hints: how many of the keys, at the end, are not to be loaded: their priorities only say what eviction may
-            want to know.
+        priorities: [N], higher first.
+        hints: how many of the last keys are not loaded: their priorities are for eviction only.
         mapped: the priorities are p / (layer of the key + 1 - `layer`), p of a matched expert map.
     """
 
@@ -87,12 +83,12 @@ class PrefetchCommand:
 
 @dataclass(frozen=True, eq=False)
 class PlacementCommand:
-    """Experts that a shard is to hold until the next such command; answered when their loads are under way.
+    """Experts that a shard holds until the next such command; answered when their loads have started.
 
     Attributes:
         keys: [N], layer * experts of a layer + expert, most urgent first.
-        keep_others: other experts may stay where there is room, for a prompt that is using them.
-        preload: answer when they are there; they count as loaded before the first request.
+        keep_others: other experts may stay where there is room, for a running prompt.
+        preload: answer when they are loaded; they count as loaded before the first request.
     """
 
     keys: NDArray[np.int32]
@@ -106,8 +102,8 @@ class Context:
 
     Attributes:
         sequences: [S] sequence ids.
-        embedding: [S, D] the sequences' semantic embedding; D is 0 where the probabilities are told.
-        probabilities: [S, E] router probabilities at this layer; E is 0 where the embedding is told.
+        embedding: [S, D] semantic embeddings; D is 0 in a message with probabilities.
+        probabilities: [S, E] router probabilities of this layer; E is 0 in a message with embeddings.
     """
 
     iteration: int
@@ -119,12 +115,12 @@ class Context:
 
 @dataclass(frozen=True)
 class HealthRequest:
-    """How are you?"""
+    """Asks for a `HealthReport`."""
 
 
 @dataclass(frozen=True)
 class HealthReport:
-    """A worker's own account of its state."""
+    """A worker's state."""
 
     role: str
     details: Mapping[str, Detail]
@@ -132,12 +128,7 @@ class HealthReport:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of the other side; `channel.call` raises it as `RemoteFailure`.
-
-    Attributes:
-        kind: name of the error's class.
-        what, remedy: as in `TierMoeError`.
-    """
+    """An error of the other side, which `channel.call` raises as `RemoteFailure`; `kind` is the error's class."""
 
     kind: str
     what: str
@@ -146,13 +137,7 @@ class Failure:
 
 @dataclass(frozen=True, eq=False)
 class StoreRequest:
-    """Asks for experts of one layer, or for some neurons of each: a large expert takes several messages.
-
-    Attributes:
-        experts: [N], each once.
-        first: of the neurons wanted.
-        neurons: how many; 0: all from `first` on.
-    """
+    """Asks for `neurons` neurons (0: all), from `first` on, of the `experts` [N] of one layer, each named once."""
 
     layer: int
     experts: NDArray[np.int32]
@@ -166,8 +151,8 @@ class StoreReply:
 
     Attributes:
         experts: [N] expert ids.
-        tensors: by name, [N, ...] of a dtype that the codec knows; bfloat16 as uint16.
-        first: neuron at which the tensors that have neurons begin.
+        tensors: by name, [N, ...]; bfloat16 as uint16.
+        first: the first neuron in the tensors that have neurons.
     """
 
     layer: int
@@ -178,11 +163,7 @@ class StoreReply:
 
 @dataclass(frozen=True)
 class FileRequest:
-    """Asks for a piece of a file of the store that holds no experts.
-
-    Attributes:
-        offset, length: bytes; fewer come where the file ends.
-    """
+    """Asks for `length` bytes of a file of the store that holds no experts; fewer come at its end."""
 
     name: str
     offset: int
@@ -191,12 +172,7 @@ class FileRequest:
 
 @dataclass(frozen=True, eq=False)
 class FileReply:
-    """The piece.
-
-    Attributes:
-        size: bytes of the whole file.
-        data: uint8 [N].
-    """
+    """A piece of a file of `size` bytes; `data` uint8 [N]."""
 
     name: str
     offset: int
@@ -206,7 +182,7 @@ class FileReply:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """Done, and nothing to say: a handler that returns None answers with this."""
+    """Done without a result: the answer of a handler that returns None."""
 
 
 Message = (

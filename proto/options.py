@@ -1,4 +1,4 @@
-"""Bounds of messages, and how a channel is opened and a server is bound."""
+"""Bounds of messages, and options of channels and servers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from ..errors import ConfigError, MessageError, MessageTooLarge
 MIB = 1 << 20
 TransportChoice = Literal["auto", "shm", "grpc"]
 # Bytes of an arriving message -> a writable buffer of exactly that size, aligned to 16, or None for ordinary bytes.
-# Called by the thread that reads; the message and its arrays reference the buffer for as long as they live.
+# The reading thread calls it; the message and its arrays reference the buffer.
 Supply = Callable[[int], Any]
 Received = bytes | memoryview  # a frame that arrived; read-only
-# Asked for each message that is about to be sent: how often it arrives, and how many seconds late. A client's meets
-# requests and posts, a server's answers; messages that are sent again are asked for anew.
+# Called for each message to send, repeated ones too: how often it arrives, and its delay in seconds. For tests: a
+# client's faults apply to requests and posts, a server's to answers.
 Faults = Callable[[], tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what may be sent and what is accepted.
-
-    Attributes:
-        max_message_bytes: of a whole frame.
-        layers, experts: of the model; ids lie below.
+    """Bounds of sent and accepted messages: bytes of a whole frame, layers and experts of the model.
 
     Raises:
         ConfigError: a bound is out of range.
@@ -49,12 +45,12 @@ class Limits:
 
 
 def malformed(what: str) -> MessageError:
-    """The error for a message that breaks the rules of its kind."""
+    """The error of a message that breaks the rules of its kind."""
     return MessageError(f"malformed message: {what}", "run the same version of tiermoe at both ends")
 
 
 def too_large(size: int, most: int) -> MessageTooLarge:
-    """The error for a message of `size` bytes where `most` are allowed."""
+    """The error of a message of `size` bytes where `most` are allowed."""
     return MessageTooLarge(
         f"a message of {size} bytes is larger than the {most} that the channel carries",
         "send fewer rows or experts at once, or raise max_message_bytes at both ends",
@@ -62,10 +58,10 @@ def too_large(size: int, most: int) -> MessageTooLarge:
 
 
 def default_spin_s() -> float:
-    """How long a side polls for data before it sleeps: 200 us; after the first 5 us it yields the core between polls.
+    """How long a side polls before it sleeps: 200 us; after the first 5 us it yields the core between polls.
 
-    A wake-up costs some 40 us. With 50 us, one late round trip made both sides sleep from then on. The number of cores
-    is the machine's, not that of this process: the peer is likely to run on another core.
+    A wake-up costs some 40 us. With 50 us, one late round trip made both sides sleep from then on. The count of cores
+    is the machine's: the peer is likely to run on a core outside this process's affinity.
     """
     return 200e-6 if (os.cpu_count() or 1) > 1 else 0.0
 
@@ -75,9 +71,9 @@ class TlsFiles:
     """PEM files of one side.
 
     Attributes:
-        ca: what certifies the other side. A server that has one demands a certificate of its clients.
-        certificate, key: this side's own; a client may do without.
-        server_name: client only: the name in the server's certificate where it is not the address.
+        ca: certifies the other side. A server with a CA demands a certificate of its clients.
+        certificate, key: this side's own; optional for a client.
+        server_name: client only: the name in the server's certificate if it is not the address.
     """
 
     ca: str | None = None
@@ -86,7 +82,7 @@ class TlsFiles:
     server_name: str | None = None
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """ca, certificate, key.
+        """The contents of ca, certificate and key.
 
         Raises:
             ConfigError: a file cannot be read, or there is a certificate without a key.
@@ -106,23 +102,22 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class ChannelOptions:
-    """The client's side.
+    """Options of a client.
 
     Attributes:
-        transport: "auto" takes shared memory where the peer proves to be on this host.
+        transport: "auto" takes shared memory if the peer is on this host.
         limits: bounds of messages, at most the server's.
         token: shared secret of the server.
         tls: None: no encryption.
-        ring_bytes: of the ring of each direction, a power of two. Longer messages go through in pieces.
-        spin_s: how long a waiting thread looks before it sleeps.
-        resend_after_s: the peer is asked for an answer that is missing after this, and then after twice as long each
-            time; a request that it never got is sent again, under the same id.
-        heartbeat_s, liveness_s: how often the peer is asked for a sign of life, and when it counts as lost.
+        ring_bytes: of each direction's ring, a power of two. Longer messages go through in pieces.
+        spin_s: how long a waiting thread polls before it sleeps.
+        resend_after_s: wait before the first probe for a missing answer, doubled each time; a request that did not
+            arrive is sent again under the same id.
+        heartbeat_s, liveness_s: interval of the pings, and when the peer counts as lost.
         open_deadline_s: for opening.
         queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
-        supply: shared memory only: where answers are put when they are taken out of the ring, such as memory that is
-            registered with a GPU; None: anywhere.
-        faults: for tests: what happens to each message that this side sends, see `Faults`.
+        supply: shared memory only: where answers are put, such as memory registered with a GPU; None: anywhere.
+        faults: for tests, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -154,23 +149,22 @@ class ChannelOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's side.
+    """Options of a server.
 
     Attributes:
-        host, port: what to bind; port 0: any free one.
-        advertise_host: what clients are told to connect to; None: `host`.
+        host, port: the address to bind; port 0: any free one.
+        advertise_host: the host that clients connect to; None: `host`.
         limits: bounds of messages.
-        token: shared secret; needed unless `host` is a loopback address.
+        token: shared secret; required unless `host` is a loopback address.
         tls: None: no encryption.
         shared_memory: whether clients of this host may use it.
-        spin_s: how long a connection's thread looks for requests before it sleeps.
-        doze_s: shared memory only: for so long after a request its thread looks every 0.1 ms or so before it sleeps for
-            good, so that a client that must not wait need not wake it (a system call, some 10 us of the client's time).
+        spin_s: how long a connection's thread polls for requests before it sleeps.
+        doze_s: shared memory only: how long after a request its thread polls every 0.1 ms or so, so that a client need
+            not wake it (a system call, some 10 us of the client's time).
         max_connections: more are refused.
-        supply: shared memory only: where requests are put when they are taken out of the ring, as of `ChannelOptions`.
-        remembered_replies, remembered_bytes: per client, answers kept for requests that arrive again. A client says
-            which answers it has, so that few are kept.
-        faults: for tests: what happens to each message that this side sends, see `Faults`.
+        supply: shared memory only: where requests are put, as in `ChannelOptions`.
+        remembered_replies, remembered_bytes: bounds of a client's answers remembered for repeated requests.
+        faults: for tests, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range, or a host other than loopback has no token.

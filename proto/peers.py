@@ -1,7 +1,6 @@
-"""How a process finds another one's channel, and connects again when it is lost.
+"""How a process finds another one's channel in a directory of addresses, and reconnects after a loss.
 
-Processes register the addresses of their servers in a directory. A process that restarts registers a new one, so
-whoever lost it looks its address up again.
+A process that restarts registers a new address, so a reconnection looks the address up again.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from .options import ChannelOptions, Supply, TransportChoice
 if TYPE_CHECKING:
     from .channel import Channel
 
-MATCHER = "matcher"  # the name under which the matcher of expert maps is registered
+MATCHER = "matcher"  # registered name of the matcher of expert maps
 _RETRY_S = 0.1  # seconds between attempts to connect
 _HEALTH_S = 2.0
 
 
 def ndp_name(index: int) -> str:
-    """The name under which NDP worker 0..N-1 is registered."""
+    """The registered name of NDP worker 0..N-1."""
     return f"ndp/{index}"
 
 
 def shard_name(index: int) -> str:
-    """The name under which shard 1..G-1 is registered."""
+    """The registered name of shard 1..G-1."""
     return f"shard/{index}"
 
 
 def store_name(index: int) -> str:
-    """The name under which a store of experts is registered."""
+    """The registered name of a store of experts."""
     return f"store/{index}"
 
 
 class Directory(Protocol):
-    """The cluster's endpoint directory as the actors see it (`cluster.endpoints`)."""
+    """The cluster's endpoint directory (`cluster.endpoints`)."""
 
     def lookup(self, name: str) -> str | None: ...
     def register(self, name: str, address: str) -> object: ...
     def host(self) -> str:
-        """The address of this node that the other processes of the cluster can reach."""
+        """This node's address that the other processes of the cluster can reach."""
         ...
 
 
 @dataclass
 class LocalDirectory:
-    """A directory for processes that are not on Ray: the process that starts them copies the addresses."""
+    """A directory for processes outside Ray: the process that starts them copies the addresses."""
 
     addresses: dict[str, str] = field(default_factory=dict)
 
@@ -67,26 +66,18 @@ class LocalDirectory:
 
 @dataclass(frozen=True)
 class PeerLink:
-    """The way to another process, wherever it runs now.
-
-    Attributes:
-        token: what it asks of those who connect; never printed.
-        name: under which it is registered.
-    """
+    """How to reach another process by its registered name; `token` is its secret, never printed."""
 
     directory: Directory
     token: str | None = field(default=None, repr=False)
     name: str = field(kw_only=True)
 
     def address(self) -> str | None:
-        """Where it is now; None when it has not said so."""
+        """Its address; None if not registered."""
         return self.directory.lookup(self.name)
 
     def connect(self, address: str, transport: TransportChoice, supply: Supply | None = None) -> Channel:
-        """A channel to it.
-
-        Args:
-            supply: where answers are put, see `options.Supply`.
+        """Open a channel; `supply` as in `options.Supply`.
 
         Raises:
             RuntimeFailure: it cannot be reached, or refuses.
@@ -98,13 +89,12 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class StoreLink:
-    """The way to a store of experts on another node.
+    """A store of experts on another node.
 
     Attributes:
-        name: under which it is registered, such as "store/0".
-        layers: that it holds.
-        link: to its channel.
-        actor: name of its Ray actor, through which object refs are had; None where it is none.
+        name: its registered name, such as "store/0".
+        layers: the MoE layers that it holds.
+        actor: name of its Ray actor, which gives object refs; None outside Ray.
     """
 
     name: str
@@ -114,34 +104,33 @@ class StoreLink:
 
 
 class Connection(Protocol):
-    """A `Channel`, or an object that wraps one."""
+    """A `Channel`, or a wrapper of one."""
 
     @property
     def closed_because(self) -> str | None:
-        """Why it is of no more use; None while it is."""
+        """Why it ended; None while it is open."""
 
     def close(self) -> None:
-        """End it; may take its time."""
+        """Close it; may take time."""
 
 
 C = TypeVar("C", bound=Connection)
 
 
 class Reconnecting(Generic[C]):
-    """One connection at a time, which a thread of its own makes whenever there is none. Users never wait for it.
+    """One connection, made again by a thread whenever it is lost. Users never wait for it.
 
     Args:
         name: of the peer.
-        connect: makes a connection and checks that the peer is the expected one; None: the peer is not there yet. An
-            error that it raises becomes the problem, and it is called again.
-        changed: notified when a connection is made or lost; several may share it. None: its own.
-        on_connect: called before a new connection can be seen.
-        on_loss: called with the reason when one is lost.
+        connect: makes and checks a connection; None: the peer is not registered yet. After an error it is called again.
+        changed: notified when a connection is made or lost; None: its own.
+        on_connect: called before a new connection becomes visible.
+        on_loss: called with the reason of a loss.
 
     Attributes:
         connection: as of the last check; it may have ended.
-        problem: why the last attempt to connect failed, or why the connection was lost.
-        losses: how often one was lost.
+        problem: why the last attempt failed or the connection was lost.
+        losses: number of lost connections.
     """
 
     def __init__(
@@ -163,13 +152,13 @@ class Reconnecting(Generic[C]):
         self._thread = threading.Thread(target=self._run, name=f"tiermoe-{name}-link", daemon=True)
 
     def start(self) -> None:
-        """Connect from now on; once. Returns at once."""
+        """Start to connect; call once. Returns at once."""
         self._lost_s = time.monotonic()
         self._thread.start()
 
     @property
     def current(self) -> C | None:
-        """The connection; None while there is none. Checks whether it ended."""
+        """The connection, if it has not ended."""
         connection = self.connection
         if connection is not None and (why := connection.closed_because) is not None:
             self.lost(connection, why)
@@ -178,16 +167,16 @@ class Reconnecting(Generic[C]):
 
     @property
     def lost_s(self) -> float | None:
-        """Since when there is none, `time.monotonic` seconds; None while there is one."""
+        """`time.monotonic` of the loss; None while connected."""
         return None if self.current is not None else self._lost_s
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is a connection within this time."""
+        """Whether there is a connection within `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self.current is not None, timeout_s)
 
     def lost(self, connection: C, why: str) -> None:
-        """This connection is of no more use: connect again. Nothing happens if another took its place."""
+        """Report that this connection ended; a newer one stays."""
         with self._changed:
             if self.connection is not connection:
                 return
@@ -198,7 +187,7 @@ class Reconnecting(Generic[C]):
         threading.Thread(target=connection.close, name=f"tiermoe-{self.name}-hangup", daemon=True).start()
 
     def close(self) -> None:
-        """Hang up and connect no more. Safe to call twice."""
+        """Close, and connect no more. Idempotent."""
         with self._changed:
             self._closed = True
             connection, self.connection = self.connection, None
@@ -232,15 +221,12 @@ class Reconnecting(Generic[C]):
 
 
 class ReconnectingChannel(Reconnecting["Channel"]):
-    """A channel to a peer that may restart. A health request checks that the peer is the expected one.
+    """A channel to a peer that may restart.
 
     Args:
-        role: that the peer's health report must state.
-        link: looks its address up and connects to it.
-        transport: of the channel.
-        expected: details that the health report must contain.
+        role, expected: role and details that the peer's health report must state.
         supply: where answers are put, see `options.Supply`.
-        on_connect, on_loss: as of `Reconnecting`.
+        on_connect, on_loss: as in `Reconnecting`.
     """
 
     def __init__(
@@ -258,7 +244,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         self._expected = dict(expected or {})
 
     def post(self, message: Message) -> bool:
-        """Send what needs no answer; False: the peer is not there, or has no room for it now."""
+        """Send without an answer; False: the peer is not connected, or the channel is full."""
         channel = self.current
         if channel is None:
             return False
@@ -283,7 +269,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         return channel
 
     def _difference(self, report: Message | None) -> str | None:
-        """How the peer differs from the expected one; None if it does not."""
+        """How the peer differs from the expected one, or None."""
         if not isinstance(report, HealthReport) or report.role != self._role:
             return "answers as something else"
         for name, value in self._expected.items():

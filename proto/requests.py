@@ -2,9 +2,8 @@
 
     unpack -> decode -> expired? known? stale? -> handler -> encode -> remember -> the frame of the answer
 
-Requests that arrive twice are executed once. Per client, the server remembers the requests that are running or whose
-answer the client may not have. A client sends with every request the number below which it needs no answer any more;
-what lies below is forgotten and, should it arrive again, refused.
+A request that arrives twice runs once. Per client, the server remembers running requests and answers that the client
+may lack; every request states below which number the client has all answers.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ from .options import Received, ServerOptions, too_large
 Handler = Callable[[Message], Message | None]
 _log = logging.getLogger(__name__)
 _MAX_CLIENTS = 256
-_NO_DEADLINE_S = 3600.0  # a request without a deadline waits this long for its first execution
+_NO_DEADLINE_S = 3600.0  # the wait of a repeated request without a deadline
 
 
 class Requests:
-    """Executes each request once and answers it as often as it comes. Used by all threads of a server.
-
-    Attributes:
-        counts: requests executed, repeated, expired, stale, unknown, failed, malformed, and posts.
-    """
+    """Executes each request once, and answers every copy of it. Thread-safe."""
 
     def __init__(self, handler: Handler, options: ServerOptions) -> None:
         self._handler, self._options = handler, options
@@ -42,11 +37,11 @@ class Requests:
         self.counts: Counter[str] = Counter()
 
     def answer(self, data: Received) -> Pieces | None:
-        """The answer to a frame, ready to be written; None: there is none to give."""
+        """The answer to a frame, ready to be written, if it has one."""
         try:
             frame = unpack(data)
         except MessageError as error:
-            # a frame without numbers cannot be answered; the client sends it again until its deadline passes
+            # a frame without ids cannot be answered; the client sends it again until its deadline passes
             self._count("malformed")
             _log.warning("dropped a frame: %s", error.what)
             return None
@@ -63,7 +58,7 @@ class Requests:
         return self._packed(frame, self._reply(frame))
 
     def forget(self, client: int) -> None:
-        """A client is gone: so are its answers."""
+        """Drop the answers of a client that is gone."""
         with self._lock:
             self._caches.pop(client, None)
 
@@ -145,7 +140,7 @@ def _failure(error: TierMoeError) -> Failure:
 
 
 def _result_of(run: Callable[[], Message | None]) -> Message | None:
-    """The result, or what went wrong as a message."""
+    """The result, or the error as a message."""
     try:
         return run()
     except TierMoeError as error:
@@ -158,17 +153,17 @@ def _result_of(run: Callable[[], Message | None]) -> Message | None:
 
 
 class State(Enum):
-    """Of a request that arrives."""
+    """The state of a request that arrives."""
 
     NEW = "new"  # execute it, then `finish`
     KNOWN = "known"  # running or done: `reply_of` waits for the answer
-    STALE = "stale"  # its client has the answer or no longer wants it, or too many requests came since
+    STALE = "stale"  # settled by its client, or forgotten
 
 
 @dataclass(slots=True)
 class _Entry:
     reply: Encoded | None = None
-    done: threading.Event | None = None  # made for the first thread that waits: most requests come once
+    done: threading.Event | None = None  # made for the first waiting thread: most requests arrive once
 
 
 class ReplyCache:
@@ -176,7 +171,7 @@ class ReplyCache:
 
     Args:
         max_replies: answers remembered.
-        max_bytes: of their arrays together; the newest is remembered in any case.
+        max_bytes: of their arrays together; the newest is always remembered.
     """
 
     def __init__(self, max_replies: int, max_bytes: int) -> None:
@@ -184,10 +179,10 @@ class ReplyCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._bytes = 0
-        self._floor = 0  # requests below are stale where there is no entry
+        self._floor = 0  # requests below without an entry are stale
 
     def begin(self, request: int, settled: int) -> State:
-        """What to do with a request that arrived."""
+        """The state of a request that arrived; a new one is now known."""
         with self._lock:
             if settled > self._floor:
                 self._floor = settled
@@ -206,7 +201,7 @@ class ReplyCache:
             return request in self._entries or request < self._floor
 
     def finish(self, request: int, reply: Encoded) -> None:
-        """Remember the answer of a request that `begin` called new, and give it to the threads that wait."""
+        """Remember the answer of a new request, and wake the threads that wait for it."""
         with self._lock:
             entry = self._entries.get(request)
             if entry is None:  # settled while it ran
@@ -223,7 +218,7 @@ class ReplyCache:
                 self._floor = max(self._floor, oldest + 1)
 
     def reply_of(self, request: int, timeout_s: float) -> Encoded | None:
-        """The answer of a known request; None: it did not come in time, or was forgotten."""
+        """The answer of a known request; None: it is late or forgotten."""
         with self._lock:
             entry = self._entries.get(request)
             if entry is None or entry.reply is not None:

@@ -1,8 +1,7 @@
 """The server's side of channels: `ChannelServer`.
 
-Threads per connection: one of gRPC's that answers pings, and one that takes requests and runs the handler (on shared
-memory a thread of ours, else the one of gRPC's that has the stream). A handler that is busy therefore does not make the
-process look dead.
+Threads per connection: one answers pings, and one takes requests and runs the handler, so that a busy handler does not
+make the process look dead.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     import grpc
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0  # how often a thread that waits on a ring returns to its loop
+_POLL_S = 1.0  # of a thread that waits on a ring
 _CLOSE_S = 2.0
 _open_servers: weakref.WeakSet[ChannelServer] = weakref.WeakSet()
 
@@ -50,9 +49,8 @@ class ChannelServer:
     """Listens from its construction to `close`.
 
     Args:
-        handler: message -> answer, or None where "done" is answer enough. Called by one thread per connection, so by
-            several at the same time where there are several. What it raises becomes the client's `RemoteFailure`.
-        options: where to listen, and the bounds.
+        handler: message -> answer, or None to acknowledge. Called by one thread per connection, concurrently. Its
+            exceptions become the client's `RemoteFailure`.
 
     Raises:
         ConfigError: a TLS file cannot be read.
@@ -86,7 +84,7 @@ class ChannelServer:
 
     @property
     def connections(self) -> int:
-        """Clients that are connected."""
+        """The number of connected clients."""
         with self._lock:
             return len(self._connections)
 
@@ -96,7 +94,7 @@ class ChannelServer:
         return dict(self._requests.counts)
 
     def close(self) -> None:
-        """End all connections; their clients see `PeerLost`. Idempotent."""
+        """End all connections; clients see `PeerLost`. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -120,7 +118,7 @@ class ChannelServer:
         server = grpc.server(
             _DaemonThreads(),
             options=wire.settings(options.limits.max_message_bytes),
-            # a control stream and an exchange for each, and a few calls beside
+            # a control stream and an exchange per connection, and some role calls
             maximum_concurrent_rpcs=2 * options.max_connections + 8,
         )
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
@@ -147,7 +145,7 @@ class ChannelServer:
         return server, port
 
     def _control(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Hello and welcome, then pings and pongs until the connection ends."""
+        """Answer hello, then pings until the connection ends."""
         import grpc
 
         self._authorise(context)
@@ -206,7 +204,7 @@ class ChannelServer:
         return request.hello
 
     def _exchange(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """The requests of a client that has no shared memory."""
+        """Serve the requests of a client without shared memory."""
         import grpc
 
         self._authorise(context)
@@ -216,15 +214,13 @@ class ChannelServer:
         if client not in known:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
         for data in incoming:
-            pieces = self._requests.answer(data)
-            if pieces is None:
-                continue
-            reply = b"".join(pieces)
-            for _ in range(self._copies()):
-                yield reply
+            if (pieces := self._requests.answer(data)) is not None:
+                reply = b"".join(pieces)
+                for _ in range(self._copies()):
+                    yield reply
 
     def _role_call(self, data: bytes, context: Any) -> bytes:
-        """A call of one of the roles' services: one frame."""
+        """Serve a call of a role's service: one frame."""
         import grpc
 
         self._authorise(context)
@@ -238,21 +234,18 @@ class ChannelServer:
         try:
             while True:
                 data = rings.requests.read(_POLL_S, max_bytes, self._options.supply)
-                if data is None:
-                    continue
-                pieces = self._requests.answer(data)
-                if pieces is None:
+                if data is None or (pieces := self._requests.answer(data)) is None:
                     continue
                 for _ in range(self._copies()):
                     while not rings.replies.write(pieces, _POLL_S):
-                        pass  # the client takes its answers when it has time; a client that ends closes the ring
+                        pass  # until the client takes its answers; its end closes the ring
         except shm.RingEnded as end:
             _log.debug("a connection ended: %s", end)
         finally:
             rings.close()
 
     def _copies(self) -> int:
-        """How often the next answer is written: once, unless a test says otherwise."""
+        """How often the next answer is written: once, except under injected faults."""
         if self._faults is None:
             return 1
         copies, delay_s = self._faults()
@@ -272,7 +265,7 @@ class ChannelServer:
 
 
 class _Methods:
-    """gRPC's generic handler: full method name -> what serves it. Bytes in, bytes out."""
+    """gRPC's generic handler: full method name -> handler of bytes."""
 
     def __init__(self, methods: dict[str, Any]) -> None:
         self._methods = methods
@@ -282,7 +275,7 @@ class _Methods:
 
 
 class _DaemonThreads(futures.Executor):
-    """A thread for each call. concurrent.futures would join its threads when the interpreter ends, streams or not."""
+    """A daemon thread for each call: concurrent.futures would join its threads at exit, open streams included."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -299,10 +292,7 @@ class _DaemonThreads(futures.Executor):
 
 
 def _add_health(server: Any) -> Any:
-    """The standard health service, for probes from outside; None if its package is not installed.
-
-    Channels do not need it: a clone that runs without an installation, as on a bare GPU machine, goes without.
-    """
+    """Add the standard health service; None if its package is not installed, as on a bare GPU machine."""
     try:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     except ModuleNotFoundError:
@@ -315,7 +305,7 @@ def _add_health(server: Any) -> Any:
 
 
 def close_all() -> None:
-    """End every server of this process; its own channels first, which need not see it go."""
+    """Close this process's channels, then its servers."""
     close_channels()
     for server in list(_open_servers):
         with contextlib.suppress(Exception):

@@ -1,9 +1,8 @@
 """Two rings in one anonymous file, shared by two processes of a host. Linux only.
 
-The file has no name: it is gone with the last process that maps it, however that process ended. The client makes it,
-writes a random nonce into it and tells the server its pid and the number of the open file; the server opens
-/proc/<pid>/fd/<number> and says which nonce it found. Only a server that sees the same processes can; in another host,
-container or pid namespace it finds nothing, or another nonce, and the channel stays with gRPC.
+The client makes the file, writes a random nonce into it, and sends its pid and file descriptor. The server opens
+/proc/<pid>/fd/<fd> and returns the nonce: only a server that sees the same processes finds the right one. The file
+disappears with the last process that maps it.
 
     0        nonce, 32 bytes
     4096     ring of the requests: header, bytes (ring.hpp)
@@ -38,25 +37,25 @@ _REASONS = {
     _STALLED: "the peer stopped in the middle of a message",
 }
 _MAX_WAIT_S = 3600.0
-_DOZE_STEP_S = 50e-6  # the kernel makes some 0.1 ms of it
-_READ_STALL_NS = 5_000_000_000  # a writer that lives goes on with its message
+_DOZE_STEP_S = 50e-6  # some 0.1 ms with the kernel's timer slack
+_READ_STALL_NS = 5_000_000_000  # the longest pause of a live writer within a message
 
 
 def supported() -> bool:
-    """Whether this system has what it takes."""
+    """Whether this system has the required calls."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(_ring, "read")
 
 
 class RingEnded(Exception):
-    """Nothing more comes through this ring; the text says why."""
+    """The ring ended; the text says why."""
 
 
 class Ring:
-    """One direction. One thread at a time writes on one side, one at a time reads on the other.
+    """One direction, with one writer thread and one reader thread at a time.
 
     Args:
-        spin_s: how long a side polls before it sleeps until it is woken.
-        doze_s: for so long after a message the reader polls at intervals instead, so that the writer need not wake it.
+        spin_s: how long a side polls before it sleeps.
+        doze_s: how long after a message the reader polls at intervals, so that the writer need not wake it.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0) -> None:
@@ -65,10 +64,10 @@ class Ring:
         self._doze_s, self._doze_until_s = doze_s, 0.0
 
     def write(self, pieces: Pieces, timeout_s: float, stall_s: float = _MAX_WAIT_S) -> bool:
-        """Write a message; False: there was no space within the time.
+        """Write a message; False: no space within `timeout_s`.
 
-        A message that is longer than the ring is begun when half of it is free, and then waits for the reader for
-        `stall_s`; after that the ring is broken, as half a message is in it.
+        A message longer than the ring starts when half of the ring is free; if the reader then stalls for `stall_s`,
+        the ring is broken.
 
         Raises:
             RingEnded: the ring is closed or broken.
@@ -77,20 +76,17 @@ class Ring:
         status = _ring.write(
             self._memory, self._offset, self._capacity, pieces, timeout_ns, self._spin_ns, int(stall_s * 1e9)
         )  # fmt: skip
-        if status == _OK:
-            return True
-        return self._nothing(status)
+        return True if status == _OK else self._nothing(status)
 
     def read(self, timeout_s: float, max_bytes: int, supply: Supply | None = None) -> Received | None:
-        """The next message; None: none came within the time (or a signal did).
+        """The next message; None: none arrived within `timeout_s`, or a signal did.
 
         Args:
-            supply: says where a message is to lie, see `Supply`; None: in bytes of its own. What it raises leaves
-                the message in the ring.
+            supply: where to put the message, see `Supply`; if it raises, the message stays in the ring.
 
         Raises:
             RingEnded: the ring is closed and empty, or broken.
-            ValueError: what `supply` gave has another size or is not aligned.
+            ValueError: the supplied buffer has another size or is not aligned.
         """
         timeout_ns = int(min(timeout_s, _MAX_WAIT_S) * 1e9)
         if self._doze_s and (data := self._doze(timeout_s, max_bytes, supply)) is not None:
@@ -109,7 +105,7 @@ class Ring:
         return data if isinstance(data, bytes) else memoryview(data).toreadonly()
 
     def _doze(self, timeout_s: float, max_bytes: int, supply: Supply | None) -> Received | None:
-        """Poll at intervals, until the time is up or `doze_s` after the last message."""
+        """Poll at intervals for `timeout_s`, at most until `doze_s` after the last message."""
         until_s = min(self._doze_until_s, time.monotonic() + timeout_s)
         left_ns = self._spin_ns
         while time.monotonic() < until_s:
@@ -126,7 +122,7 @@ class Ring:
         return self._capacity - 8
 
     def close(self) -> None:
-        """End it for both sides and wake the threads that wait. Messages written before can still be read."""
+        """Close both sides and wake waiting threads. Written messages can still be read."""
         _ring.close(self._memory, self._offset, self._capacity)
 
     @staticmethod
@@ -138,8 +134,6 @@ class Ring:
 
 @dataclass(frozen=True)
 class SharedRings:
-    """Both directions."""
-
     requests: Ring
     replies: Ring
 
@@ -150,7 +144,7 @@ class SharedRings:
 
 @dataclass(frozen=True)
 class Offer:
-    """The client's rings before the server has seen them."""
+    """The client's rings before the server has opened them."""
 
     rings: SharedRings
     nonce: bytes
@@ -158,17 +152,13 @@ class Offer:
     ring_bytes: int
 
     def close_fd(self) -> None:
-        """Close the file; the mapping stays, but no other process can open it any more."""
+        """Close the file: no further process can map it."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
 
 
 def offer(ring_bytes: int, spin_s: float) -> Offer:
-    """Make rings.
-
-    Raises:
-        OSError: no memory, or no such files here.
-    """
+    """Make rings; raises OSError without memory or such files."""
     fd = os.memfd_create("tiermoe-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         size = _size(ring_bytes)
@@ -185,15 +175,11 @@ def offer(ring_bytes: int, spin_s: float) -> Offer:
 
 
 def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> tuple[SharedRings, bytes] | None:
-    """Open the rings that a client offers; None if the file cannot be opened or holds no rings.
-
-    Returns:
-        The rings and the nonce that was found.
-    """
+    """The rings that a client offers and the nonce found; None if the file cannot be opened or holds no rings."""
     if not supported() or not good_ring_bytes(ring_bytes):
         return None
     try:
-        # O_NONBLOCK: the number may name anything, a pipe too
+        # O_NONBLOCK: the descriptor may be of a pipe
         here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return None
@@ -217,19 +203,13 @@ def _size(ring_bytes: int) -> int:
 
 
 def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> SharedRings:
-    """`doze_s` is for the requests, which the server reads."""
+    """`doze_s` applies to the requests, which the server reads."""
     second = _FIRST_RING + _HEADER + ring_bytes
     return SharedRings(Ring(memory, _FIRST_RING, ring_bytes, spin_s, doze_s), Ring(memory, second, ring_bytes, spin_s))
 
 
 class ShmTransport:
-    """Frames through shared memory; the thread that waits for an answer reads.
-
-    Args:
-        rings: of both directions.
-        max_bytes: of a frame.
-        supply: where frames that arrive are put.
-    """
+    """Frames of up to `max_bytes` through shared memory; the waiting thread reads them."""
 
     name: Literal["shm"] = "shm"
     pull = True
@@ -240,7 +220,7 @@ class ShmTransport:
         self.whole = self.send_ring.whole
 
     def start(self, deliver: Callable[[Received], None], lose: Callable[[str], None]) -> None:
-        """Nothing to start: `receive` reads."""
+        """`receive` reads: there is nothing to start."""
 
     def send(self, pieces: Pieces, size: int, timeout_s: float, stall_s: float) -> bool:
         return self.send_ring.write(pieces, timeout_s, stall_s)
