@@ -1,4 +1,4 @@
-"""Launches on the right device, and how long calls take there."""
+"""The current device of launches, and the time that calls take."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from typing import Any
 import torch
 
 _WARM_UP = 2  # the first compiles
-_BACKLOG_CYCLES = 4_000_000  # of the device's clock: some milliseconds, in which the calls queue up
+_BACKLOG_CYCLES = 4_000_000  # device clock cycles: some milliseconds, in which the calls queue up
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches inside go to `device`. Triton takes the thread's current GPU, whatever its tensors are on.
-
-    Does nothing on the CPU.
-    """
+    """Make `device` the current GPU, to which Triton launches wherever its tensors are. Does nothing on the CPU."""
     elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
     return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) -> tuple[float, float]:
-    """Seconds of `call(i)`, i counting up: the median from an idle device to its result, and on the device alone.
+    """Seconds of `call(i)`, i counting up: the median from an idle device to the result, and on the device alone.
 
-    The latter is the mean of calls that are queued behind each other. On the CPU both are the first. The call waits for
-    the device, so it is for measuring before requests come.
+    The second is the mean of queued calls; on the CPU it equals the first. Waits for the device.
     """
     wait = (lambda: None) if device.type == "cpu" else (lambda: torch.cuda.synchronize(device))
     for i in range(_WARM_UP):
@@ -55,5 +51,5 @@ def seconds_of(device: torch.device, call: Callable[[int], None], repeats: int) 
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is, for tables of what was measured on it."""
+    """The name of the device in tables of measurements."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

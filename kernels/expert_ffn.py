@@ -1,7 +1,4 @@
-"""Expert FFN on slots: what an implementation offers, those of torch and C++, and the choice among several by rows.
-
-`triton/expert_ffn.py` has the kernels of a GPU.
-"""
+"""Expert FFN on slots: the interface, the torch and C++ kernels, and the choice by rows."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ from torch.nn import functional
 from . import _cpu
 from .packed_ffn import ACTIVATIONS
 
-CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs win over the C++ kernel
-MAX_SLOTS = 1023  # of one grouped product, by its own limit
-_ALIGNMENT_BYTES = 16  # the grouped products' rows begin at multiples of it
+CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs beat the C++ kernel
+MAX_SLOTS = 1023  # groups that one grouped product takes
+_ALIGNMENT_BYTES = 16  # of the rows of grouped products
 
-# Classes of experts by their own row count, which alone decides how an expert is computed. Were it the rows of a whole
-# call, a result would depend on which experts happen to run beside it.
+# Classes of experts by their own row count, which alone selects a kernel: were it the rows of the whole call, a result
+# would depend on the other experts in it.
 RowClass = Literal["decode", "short", "prefill"]
 ROW_CLASSES: tuple[RowClass, ...] = get_args(RowClass)
-DECODE_ROWS = 16  # at most: the rows of one tensor-core tile, where an expert is bound by its weights' bytes
+DECODE_ROWS = 16  # at most: one tensor-core tile, bound by the bytes of weights
 SHORT_ROWS = 64
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
-# Pairs `start` to `stop` of the sorted pair list go through neurons of the pool, counted over all slots: the first and
-# how many. The last says whether y holds the rows of the expert's other segment, to which these are added.
+# (start, stop, first, neurons, add): pairs start to stop of the sorted pair list go through these neurons of the pool,
+# counted over all slots; add: y holds the rows of the expert's other segment, to which these are added.
 Group = tuple[int, int, int, int, bool]
 
 
@@ -48,13 +45,13 @@ class Operands:
 
     @property
     def plain(self) -> bool:
-        """Whether there are no biases, and the arrays are contiguous."""
+        """Whether the arrays are contiguous and without biases."""
         biased = self.gate_up_bias is not None or self.down_bias is not None
         return not biased and self.gate_up.is_contiguous() and self.down.is_contiguous()
 
     @property
     def plain_gated(self) -> bool:
-        """`plain`, with a gate, in arrays that fit together and are of one type on one device."""
+        """Whether the arrays are `plain`, gated, of fitting shapes, one type and one device."""
         gate_up, down = self.gate_up, self.down
         slots, neurons, rows, width = gate_up.shape
         alike = gate_up.dtype == down.dtype and gate_up.device == down.device
@@ -62,12 +59,13 @@ class Operands:
 
 
 class ExpertKernel(Protocol):
-    """One way to run experts on slots."""
+    """Runs experts on slots."""
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """y[pair] = FFN(hidden[pair // top_k]) over the group's neurons, for the pairs of each group; other rows of y
-        are left alone. Of an expert's two segments one is written and the other, summed apart, is added: in either
-        order the same bits.
+        """y[pair] = FFN(hidden[pair // top_k]) over the group's neurons, for the pairs of each group.
+
+        Other rows of y stay. Of an expert's two segments one is written and the other added: in either order the same
+        bits.
 
         Args:
             hidden: [T, H].
@@ -128,18 +126,15 @@ class TorchKernel:
 
 
 class CpuKernel:
-    """The C++ kernel (`kernels/cpu`) for decode shapes, and another kernel for larger ones.
-
-    One pass over an expert's bytes for its few rows.
+    """The C++ kernel (`kernels/cpu`) for decode shapes: one pass over an expert's bytes for its few rows.
 
     Args:
         operands: fp32 pool on the CPU, contiguous, G = 2, no biases.
         activation: a key of `packed_ffn.ACTIVATIONS`.
-        large: runs the experts that have more than `CPU_MAX_ROWS` rows. Each expert's own rows decide, so that
-            its result does not depend on which others happen to run in the same call.
+        large: runs the experts that have more than `CPU_MAX_ROWS` rows.
 
     Raises:
-        ValueError: the operands or the activation are none that the kernel supports (see `supports`).
+        ValueError: unsupported operands or activation (see `supports`).
     """
 
     def __init__(self, operands: Operands, activation: str, large: ExpertKernel) -> None:
@@ -192,25 +187,22 @@ class CpuKernel:
 
 
 class Tables(Protocol):
-    """What brings a few numbers to the device; see `triton.tables.TableRing`."""
+    """Copies small tables to the device; see `triton.tables.TableRing`."""
 
     def put(self, table: NDArray[np.int32]) -> torch.Tensor: ...
 
 
 class GroupedMmKernel:
-    """Whole experts, all of a call in two grouped products; those without rows are groups of none.
-
-    Segments of split experts go to the reference. Which blocks the products use may hang on the rows of the whole
-    call: whoever needs results that do not must compare first.
+    """Whole experts in two grouped products a call. Results may depend on the rows of the whole call.
 
     Args:
         operands: the slot pool, no biases.
         gate: as for `TorchKernel`.
-        reference: runs segments, calls in another dtype than the slots', and sums.
-        tables: brings the offsets to the device.
+        reference: runs segments of split experts and calls in another dtype than the slots', and sums.
+        tables: copies the offsets to the device.
 
     Raises:
-        ValueError: grouped_mm does not support the operands (see `supports`).
+        ValueError: unsupported operands (see `supports`).
     """
 
     def __init__(self, operands: Operands, gate: Gate, reference: ExpertKernel, tables: Tables) -> None:
@@ -223,7 +215,7 @@ class GroupedMmKernel:
 
     @staticmethod
     def supports(operands: Operands) -> bool:
-        """Whether torch has a product for these operands that does not wait for the device: Hopper on, bfloat16."""
+        """Whether torch has an asynchronous product for these operands: on GPUs from Hopper on, bfloat16."""
         gate_up = operands.gate_up
         _, neurons, _, width = gate_up.shape
         aligned = all(n * gate_up.element_size() % _ALIGNMENT_BYTES == 0 for n in (neurons, width))
@@ -233,7 +225,6 @@ class GroupedMmKernel:
         return plain and gate_up.dtype == torch.bfloat16 and torch.cuda.get_device_capability(gate_up.device)[0] >= 9
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """See `ExpertKernel.run`."""
         same = hidden.dtype == y.dtype == self._gate_up.dtype
         whole = [g for g in groups if g[3] == self._neurons and g[2] % self._neurons == 0 and not g[4] and same]
         if len(whole) < len(groups):
@@ -242,11 +233,10 @@ class GroupedMmKernel:
             self._run(hidden, pairs, part, top_k, y)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `ExpertKernel.combine`."""
         return self._reference.combine(y, weights)
 
     def _parts(self, groups: list[Group]) -> Iterator[list[Group]]:
-        """The groups by slot, in as many parts as ranges of `MAX_SLOTS` slots take."""
+        """The groups by slot, split into ranges of `MAX_SLOTS` slots."""
         groups = sorted(groups, key=lambda group: group[2])
         while groups:
             end = groups[0][2] + MAX_SLOTS * self._neurons
@@ -266,18 +256,13 @@ class GroupedMmKernel:
 
 
 class ByRows:
-    """Hands the groups of each class to its kernel, a call for each kernel that has any.
-
-    Args:
-        kernels: one for each class, in whole or in part the same.
-        combining: the kernel that sums.
-    """
+    """Runs the groups of each row class with the kernel of that class; `combining` sums."""
 
     def __init__(self, kernels: Mapping[RowClass, ExpertKernel], combining: ExpertKernel) -> None:
         self._kernels, self._combining = dict(kernels), combining
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """See `ExpertKernel.run`. Both segments of an expert are of one class, so their order is kept."""
+        """Both segments of an expert are of one class, so their order stays."""
         parts: dict[int, tuple[ExpertKernel, list[Group]]] = {}
         for group in groups:
             kernel = self._kernels[row_class(group[1] - group[0])]
@@ -286,5 +271,4 @@ class ByRows:
             kernel.run(hidden, pairs, part, top_k, y)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `ExpertKernel.combine`."""
         return self._combining.combine(y, weights)

@@ -1,8 +1,8 @@
-"""Quantized weights of an expert as the C++ kernel reads them: b bits a weight, neuron-major, no repacking at load.
+"""Quantized weights of an expert as the C++ kernel reads them: b bits a weight, neuron-major.
 
-A matrix is cut into tiles of 16 outputs x 32 inputs. Four consecutive inputs of the 16 outputs make one vector of
-64 bytes (byte 4 * output + input), the operand of one 4-way byte dot product per 32-bit lane; a tile has eight such
-vectors, v0 to v7, and stores them in b vectors of 64 bytes:
+A tile has 16 outputs x 32 inputs. Four consecutive inputs of its outputs make one vector of 64 bytes
+(byte 4 * output + input), the operand of one 4-way byte dot product per 32-bit lane. A tile has eight vectors, v0 to
+v7, and stores them in b vectors of 64 bytes:
 
     8 bits   v0 .. v7 as they are
     4 bits   v0 | v1 << 4,  v2 | v3 << 4,  ..
@@ -11,8 +11,7 @@ vectors, v0 to v7, and stores them in b vectors of 64 bytes:
     3 bits   v0 | v1 << 3 | (v6 & 3) << 6,  v2 | v3 << 3 | (v7 & 3) << 6,
              v4 | v5 << 3 | (v6 >> 2) << 6 | (v7 >> 2) << 7
 
-so each field is at most one shift and one `and` away. docs/packed-format.md has
-the whole layout and the reasons.
+Each field is at most one shift and one `and` away. Whole layout and reasons: docs/packed-format.md.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from numpy.typing import NDArray
 BITS = (1, 2, 3, 4, 8)
 GROUPS = (32, 64, 128)
 OUTPUTS, INPUTS = 16, 32  # of a tile
-NEURONS = 32  # of a block of gate and up: two tiles of each, which share a read of the inputs
+NEURONS = 32  # of a block of gate and up: two tiles of each, which share one read of the inputs
 _VECTOR = 64  # bytes of four inputs of a tile's outputs
 
 _DTYPES: dict[str, type[np.generic]] = {"U8": np.uint8, "F16": np.float16}
 
 
 class PackError(ValueError):
-    """Quantized or packed arrays that do not fit together; the message says which and how."""
+    """Quantized or packed arrays that do not fit together."""
 
 
 def tiles(size: int, tile: int) -> int:
-    """How many tiles cover `size`."""
+    """The number of tiles that cover `size`."""
     return -(-size // tile)
 
 
@@ -54,7 +53,7 @@ class Quantized:
         group: one of `GROUPS`; the last group of a row may be shorter.
 
     Raises:
-        PackError: anything else.
+        PackError: the arrays break one of these rules.
     """
 
     codes: NDArray[np.uint8]
@@ -86,7 +85,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class PackedShape:
-    """What one packed expert looks like; everything else follows from these four numbers.
+    """The shape of one packed expert.
 
     Args:
         hidden: H, inputs of gate and up, outputs of down.
@@ -111,8 +110,7 @@ class PackedShape:
         """Per expert: name -> (safetensors type, shape). A layer file stacks its experts in front: [E, ...].
 
         The first axis of `gate_up*` counts blocks of 32 neurons, that of `down*` groups of `group` neurons. Gate comes
-        before up, the block's first 16 neurons before its last, scales before offsets. What fills up the last tile,
-        block or group is zero.
+        before up, the block's first half before its second, scales before offsets. Padding is zero.
         """
         vector = _VECTOR * self.bits
         blocks, columns = tiles(self.intermediate, NEURONS), tiles(self.hidden, OUTPUTS)
@@ -125,13 +123,11 @@ class PackedShape:
         }
 
     def nbytes(self) -> int:
-        """Bytes of one packed expert, scales and filling included."""
-        return sum(
-            int(np.prod(shape)) * np.dtype(_DTYPES[code]).itemsize for code, shape in self.tensors().values()
-        )
+        """Bytes of one packed expert, scales and padding included."""
+        return sum(int(np.prod(shape)) * np.dtype(_DTYPES[code]).itemsize for code, shape in self.tensors().values())
 
     def check(self, arrays: Mapping[str, NDArray[Any]], *, leading: int = 0) -> None:
-        """Raise PackError unless `arrays` are exactly `tensors()`, after `leading` axes that all of them share."""
+        """Raise PackError unless `arrays` are exactly `tensors()`, after `leading` common axes."""
         expected = self.tensors()
         if set(arrays) != set(expected):
             raise PackError(f"a packed expert has the arrays {sorted(expected)}, not {sorted(arrays)}")
@@ -145,11 +141,7 @@ class PackedShape:
 
 
 def pack_expert(gate: Quantized, up: Quantized, down: Quantized) -> dict[str, NDArray[Any]]:
-    """Pack one expert; `unpack_expert` is the exact inverse.
-
-    Args:
-        gate, up: [I, H].
-        down: [H, I].
+    """Pack one expert, gate and up [I, H], down [H, I]; `unpack_expert` is the exact inverse.
 
     Returns:
         The arrays of `PackedShape.tensors()`, contiguous.
@@ -181,9 +173,7 @@ def pack_expert(gate: Quantized, up: Quantized, down: Quantized) -> dict[str, ND
     return arrays
 
 
-def unpack_expert(
-    arrays: Mapping[str, NDArray[Any]], shape: PackedShape
-) -> tuple[Quantized, Quantized, Quantized]:
+def unpack_expert(arrays: Mapping[str, NDArray[Any]], shape: PackedShape) -> tuple[Quantized, Quantized, Quantized]:
     """Gate, up and down of one packed expert.
 
     Raises:
@@ -220,7 +210,7 @@ def _check_width(bits: int, group: int) -> None:
 
 
 def _fields(codes: NDArray[np.uint8], bits: int, inputs: int) -> NDArray[np.uint8]:
-    """[O, I] -> [ceil(O / 16), ceil(inputs / 32), 64 b], filled up with zeros."""
+    """[O, I] -> [ceil(O / 16), ceil(inputs / 32), 64 b], zero-padded."""
     outputs = codes.shape[0]
     rows, units = tiles(outputs, OUTPUTS), tiles(inputs, INPUTS)
     padded = np.zeros((rows * OUTPUTS, units * INPUTS), dtype=np.uint8)
@@ -242,11 +232,7 @@ def _fields(codes: NDArray[np.uint8], bits: int, inputs: int) -> NDArray[np.uint
 
 
 def code_vectors(packed: Any, bits: int) -> list[Any]:
-    """The eight vectors of codes, v0 to v7, each [R, U, 64].
-
-    Args:
-        packed: uint8 [R, U, 64 b], a NumPy array or a torch tensor: both have what this takes.
-    """
+    """The vectors v0 to v7, each [R, U, 64], of uint8 [R, U, 64 b]: a NumPy array or a torch tensor."""
     p = packed.reshape(*packed.shape[:2], bits, _VECTOR)
     if bits == 3:
         a, b, c = p[:, :, 0], p[:, :, 1], p[:, :, 2]
@@ -259,7 +245,7 @@ def code_vectors(packed: Any, bits: int) -> list[Any]:
 
 
 def _unfields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Inverse of `_fields`, filling included: [R, U, 64 b] -> [16 R, 32 U]."""
+    """Inverse of `_fields`, padding included: [R, U, 64 b] -> [16 R, 32 U]."""
     rows, units, _ = packed.shape
     v = np.stack(code_vectors(packed, bits), axis=2)
     v = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).transpose(0, 3, 1, 2, 4)
@@ -267,7 +253,7 @@ def _unfields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def _affine(matrix: Quantized) -> NDArray[np.float16]:
-    """Scales and offsets by tile: [ceil(O / 16), G, 2, 16], filled up with zeros."""
+    """Scales and offsets by tile: [ceil(O / 16), G, 2, 16], zero-padded."""
     outputs, groups = matrix.scales.shape
     rows = tiles(outputs, OUTPUTS)
     padded = np.zeros((2, rows * OUTPUTS, groups), dtype=np.float16)
@@ -276,7 +262,7 @@ def _affine(matrix: Quantized) -> NDArray[np.float16]:
 
 
 def _blocks(rows: NDArray[Any]) -> NDArray[Any]:
-    """[tiles, N, ...] -> [ceil(tiles / 2), N, 2, ...], filled up with zeros."""
+    """[tiles, N, ...] -> [ceil(tiles / 2), N, 2, ...], zero-padded."""
     count, halves = len(rows), NEURONS // OUTPUTS
     padded = np.zeros((tiles(count, halves) * halves, *rows.shape[1:]), dtype=rows.dtype)
     padded[:count] = rows
@@ -284,6 +270,6 @@ def _blocks(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _tiles(blocks: NDArray[Any]) -> NDArray[Any]:
-    """Inverse of `_blocks`, filling included."""
+    """Inverse of `_blocks`, padding included."""
     apart = np.moveaxis(blocks, 2, 1)
     return apart.reshape(-1, *apart.shape[2:])

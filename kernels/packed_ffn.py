@@ -1,8 +1,8 @@
-"""Experts of a layer on the CPU, in packed or in full precision, from NumPy arrays (`kernels/cpu/neuron_ffn.hpp`).
+"""Experts of a layer on the CPU, packed or in full precision, from NumPy arrays (`kernels/cpu/neuron_ffn.hpp`).
 
     out[row] += weight * FFN_expert(hidden[row])       FFN(x) = down(act(gate x) * up x)
 
-No torch here: the NDP worker starts in a second because of it. The arrays may be mapped files; nothing is copied.
+Without torch, so that the NDP worker starts in a second. The arrays may be mapped files; nothing is copied.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ RowGroup = tuple[int, int, int]  # expert, start, stop: rows[start:stop] go thro
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""
+    """The processor's instruction sets, best first: "avx512" (with VNNI), "avx2", "portable"."""
     return _cpu.instruction_sets()
 
 
 class Threads:
-    """The threads that compute for a worker; they end with this object. One call at a time, others wait their turn.
+    """The compute threads of a worker, for one call at a time; they end with this object.
 
     Args:
         count: threads, the caller among them.
-        cores: one core number for each thread, or none to leave that to the system. The caller is bound to the first
-            for the time of a call.
+        cores: one core number per thread, or none; the caller is bound to the first during a call.
         instruction_set: one of `instruction_sets()`; by default the best.
 
     Raises:
-        ValueError: a count, a core or an instruction set that is not here.
-        OSError: a thread cannot be started or not be bound to its core.
+        ValueError: the count, a core or the instruction set does not exist.
+        OSError: a thread cannot start, or cannot be bound to its core.
     """
 
     def __init__(self, count: int = 1, cores: Sequence[int] = (), instruction_set: str | None = None) -> None:
@@ -52,23 +51,21 @@ class Threads:
 
     @property
     def handle(self) -> tuple[_cpu.Pool, int]:
-        """What the extension takes: the pool, and the number of the instruction set."""
+        """The extension's arguments: the pool, and the number of the instruction set."""
         return self._pool, self._set
 
 
 class PackedLayer:
     """Quantized experts of one layer and one width, as `pack.pack_expert` lays them out.
 
-    The hidden rows, and the neurons between the projections, are quantized to int8 with a scale per group (the largest
-    absolute value is 127): that and the order of additions is all that differs from `dequantized()` weights. Results
-    are the same bits whatever the threads, the other rows and the other experts of a call. A group of inputs below
-    1e-30 counts as zero; a row with a value that is not finite gives NaN.
+    The hidden rows, and the neurons between the projections, are quantized to int8 with a scale per group (largest
+    absolute value: 127); besides, only the order of additions differs from `dequantized()` weights. Results do not
+    depend on the threads, the other rows or the other experts of a call. A group of inputs below 1e-30 counts as zero;
+    a row with a value that is not finite gives NaN.
 
     Args:
         arrays: of `PackedShape.tensors()`, each with the experts in front; C-contiguous.
-        shape: their shape.
         activation: a key of `ACTIVATIONS`.
-        threads: who computes.
 
     Raises:
         PackError: the arrays are not those of `shape`.
@@ -105,22 +102,21 @@ class PackedLayer:
             out: float32 [T, H], overwritten; not the memory of `hidden`.
 
         Raises:
-            ValueError: shapes, types or memory layouts that do not fit, or a group, expert or row out of range.
+            ValueError: shapes, types or memory layouts differ, or a group, expert or row is out of range.
         """
         _cpu.packed_ffn(*self._layer, groups, rows, weights, hidden, out)
 
 
 class FullLayer:
-    """Full-precision experts of one layer, neuron-major as the expert store has them; float32 arithmetic.
+    """Full-precision experts of one layer, neuron-major as in the expert store; float32 arithmetic.
 
-    Results are the same bits whatever the threads, the other rows and the other experts of a call.
+    Results do not depend on the threads, the other rows or the other experts of a call.
 
     Args:
         gate_up: [E, I, 2, H], C-contiguous; bfloat16 as its bits, uint16.
         down: [E, I, H], the same type.
         dtype: a key of `ELEMENTS`.
         activation: a key of `ACTIVATIONS`.
-        threads: who computes.
 
     Raises:
         PackError: shapes or types do not fit together.

@@ -1,4 +1,4 @@
-"""Packed experts on slots of a pool: what an implementation offers, the plain torch one, and that of the CPU."""
+"""Packed experts on slots of a pool: the interface, the plain torch kernel, and the CPU's."""
 
 from __future__ import annotations
 
@@ -16,27 +16,23 @@ _DTYPES = {"U8": torch.uint8, "F16": torch.float16}
 
 
 class PackedKernel(Protocol):
-    """One way to run packed experts on slots.
-
-    Attributes:
-        name: what plans call it.
-    """
+    """Runs packed experts on slots; `name` is its name in plans."""
 
     name: str
 
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
     ) -> None:
-        """y[pair] = FFN(hidden[pair // top_k]) of the group's expert, for the pairs of each group; other rows of y are
-        left alone.
+        """y[pair] = FFN(hidden[pair // top_k]) of the group's expert, for the pairs of each group; other rows stay.
 
         Args:
-            hidden: [T, H]. pairs: numbers t * top_k + k, sorted by expert [T * top_k], int64.
+            hidden: [T, H].
+            pairs: numbers t * top_k + k, sorted by expert [T * top_k], int64.
             groups: (start, stop, slot): ranges of `pairs` and their slots.
             y: [T * top_k, H], contiguous, of the type of `hidden`.
 
         Raises:
-            ValueError: shapes, types or memory layouts that do not fit, or a group or slot out of range.
+            ValueError: shapes, types or memory layouts differ, or a group or slot is out of range.
         """
         ...
 
@@ -47,7 +43,7 @@ def packed_shapes(shape: PackedShape) -> list[tuple[torch.dtype, tuple[int, ...]
 
 
 def check_slots(slots: Sequence[torch.Tensor], shape: PackedShape) -> None:
-    """Raise PackError unless these are the tensors of some packed experts of `shape`, contiguous, on one device."""
+    """Raise PackError unless these are the contiguous tensors of packed experts of `shape`, on one device."""
     expected = packed_shapes(shape)
     if len(slots) != len(expected):
         raise PackError(f"packed experts have {len(expected)} tensors, not {len(slots)}")
@@ -59,8 +55,7 @@ def check_slots(slots: Sequence[torch.Tensor], shape: PackedShape) -> None:
 
 
 def try_out(kernel: PackedKernel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Run a kernel on the bytes that slot 0 happens to have, at few rows and at many, and wait for it: so one that is
-    compiled is compiled, and one that cannot run here says so."""
+    """Run a kernel on slot 0 at few rows and at many, and wait: compiles it, or raises what prevents it here."""
     for rows in (1, 17):
         hidden, pairs = torch.zeros((rows, hidden_size), dtype=dtype, device=device), torch.arange(rows, device=device)
         y = torch.empty_like(hidden)
@@ -72,7 +67,7 @@ def check_call(
     shape: PackedShape, slots: int, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup],
     top_k: int, y: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless `PackedKernel.run` can be carried out."""
+    """Raise ValueError unless `PackedKernel.run` takes these arguments."""
     count = pairs.numel()
     if hidden.shape != (count // top_k, shape.hidden):
         raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {shape.hidden}")
@@ -87,10 +82,7 @@ def check_call(
 
 
 class TorchPackedKernel:
-    """Reference for any device: unpacks an expert's weights, then plain GEMMs in the type of the activations.
-
-    Args: as `TritonPackedKernel`.
-    """
+    """Reference for any device: dequantizes an expert, then plain GEMMs. Args: as `TritonPackedKernel`."""
 
     name = "torch"
 
@@ -103,7 +95,6 @@ class TorchPackedKernel:
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
     ) -> None:
-        """As `PackedKernel.run`."""
         check_call(self._shape, len(self._slots[0]), hidden, pairs, groups, top_k, y)
         for start, stop, slot in groups:
             gate, up, down = (m.to(hidden.dtype) for m in self.weights(slot))
@@ -118,8 +109,7 @@ class TorchPackedKernel:
         blocks = gate_up.permute(0, 3, 1, 2, 4)  # [B, half, tile, gate or up, 64 b]
         affine = gate_up_scales.permute(0, 3, 1, 2, 4, 5)  # [B, half, group, gate or up, scale or offset, 16]
         gate, up = (
-            _dequantized(blocks[:, :, :, m].flatten(0, 1), affine[:, :, :, m].flatten(0, 1), shape)
-            for m in range(2)
+            _dequantized(blocks[:, :, :, m].flatten(0, 1), affine[:, :, :, m].flatten(0, 1), shape) for m in range(2)
         )
         codes = down.permute(1, 0, 2, 3).flatten(1, 2)  # [output tile, input tile, 64 b]
         back = _dequantized(codes, down_scales.permute(1, 0, 2, 3), shape)
@@ -130,8 +120,7 @@ class TorchPackedKernel:
 class CpuPackedKernel:
     """The C++ kernel of the NDP worker on slot memory of the CPU; it rounds activations to eight bits.
 
-    Args:
-        slots, shape, activation: as `TritonPackedKernel`. threads: that compute.
+    Args: as `TritonPackedKernel`, and the number of threads.
     """
 
     name = "cpu"
@@ -145,7 +134,6 @@ class CpuPackedKernel:
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
     ) -> None:
-        """As `PackedKernel.run`."""
         check_call(self._shape, self._count, hidden, pairs, groups, top_k, y)
         chosen = torch.cat([pairs[start:stop] for start, stop, _ in groups])
         x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
@@ -158,7 +146,7 @@ class CpuPackedKernel:
 
 
 def _dequantized(codes: torch.Tensor, affine: torch.Tensor, shape: PackedShape) -> torch.Tensor:
-    """codes [R, tiles, 64 b] and affine [R, groups, 2, 16] -> [16 R, 32 tiles], filling included."""
+    """codes [R, tiles, 64 b] and affine [R, groups, 2, 16] -> [16 R, 32 tiles], padding included."""
     rows, units, _ = codes.shape
     v = torch.stack(code_vectors(codes, shape.bits), dim=2)
     whole = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).permute(0, 3, 1, 2, 4)

@@ -1,22 +1,18 @@
 """Quantization of many matrices at once, at prepare time: group-wise affine codes, by rounding or by GPTQ.
 
-A matrix of O outputs and I inputs becomes w ~= scale * code + offset with `bits` bits a code and one scale and one
-offset for each `group` consecutive inputs of an output. Both are rounded to float16 before codes are chosen, so what
-is fitted is what is stored.
+A matrix of O outputs and I inputs becomes w ~= scale * code + offset, with one scale and one offset for each `group`
+consecutive inputs of an output. Both are rounded to float16 before codes are chosen.
 
-`round_to_nearest` takes each weight to its nearest code. `gptq` chooses better codes from the inputs that the matrix
-sees (Frantar et al., "GPTQ: Accurate Post-Training Quantization", ICLR 2023).
-
-For inputs X the error of a matrix's output is tr((W - Q) H (W - Q)^T) with the Hessian H = X^T X. Input after input is
-rounded, and what was lost is made up for in the inputs still to come, through the rows of U, the upper Cholesky factor
-of H^-1 (section 3.3, steps 2 and 3 of Algorithm 1, with lazy updates block by block).
+`round_to_nearest` takes each weight to its nearest code. `gptq` (Frantar et al., "GPTQ: Accurate Post-Training
+Quantization", ICLR 2023) minimises the output error tr((W - Q) H (W - Q)^T) with the Hessian H = X^T X of inputs X. It
+rounds input after input, and compensates in later inputs through the rows of U, the upper Cholesky factor of H^-1
+(section 3.3, steps 2 and 3 of Algorithm 1, with lazy updates block by block).
 
 State per batch of matrices: the remaining weights [B, I, O], U [B, I, I]. Rule for input i of the block that starts at
 b: q = round(w_i), e = (w_i - q) / U_ii, w_j -= U_ij e for j > i. Cost: O I^2 for each matrix.
 
-Beyond the paper: scale and offset of a group are fitted when the sweep reaches it, to the weights as they are then,
-each input weighted by 1 / U_ii^2, which is what its error costs once later inputs have made up for it; and at the end
-all scales and offsets are fitted again to the codes in the metric of H (`_refit`).
+Beyond the paper: scale and offset of a group are fitted when the sweep reaches it, with inputs weighted by 1 / U_ii^2,
+the cost of an error after compensation; and all are fitted again to the final codes in the metric of H (`_refit`).
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ import torch
 
 from .pack import BITS, GROUPS, PackError, Quantized
 
-# Shares of the range of a group that are tried as the range of its codes; the full range comes first.
+# Ranges of codes to try, as shares of a group's range; the full range comes first.
 _CLIPS = {1: (0.8, 0.6, 0.5, 0.4, 0.3), 2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5), 3: (1.0, 0.95, 0.9, 0.8, 0.7)}
 _CLIPS_4 = (1.0, 0.95, 0.9, 0.8)
-_REFITS = {1: 4, 2: 3, 3: 2, 4: 2}  # least squares turns after the grid; none above 4 bits
+_REFITS = {1: 4, 2: 3, 3: 2, 4: 2}  # turns of least squares after the grid; none above 4 bits
 
-DAMPING = 0.03  # of the mean diagonal; the paper takes 0.01, held-out errors of small experts are lower with this
+DAMPING = 0.03  # of the mean diagonal; the paper takes 0.01, but this lowers held-out errors of small experts
 _FEW_ROWS = 0.75  # damping where there are as many rows as inputs
 _FEW_ROWS_MOST = 2.0
 _MOST_DAMPING = 10.0
@@ -42,12 +38,7 @@ _REFIT_TURNS = 2
 
 @dataclass(frozen=True)
 class QuantizedBatch:
-    """B matrices as codes.
-
-    Attributes:
-        codes: uint8 [B, O, I].
-        scales, offsets: float16 [B, O, ceil(I / group)].
-    """
+    """B matrices as codes: codes uint8 [B, O, I], scales and offsets float16 [B, O, ceil(I / group)]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -62,11 +53,7 @@ class QuantizedBatch:
         return scales * self.codes + offsets
 
     def matrix(self, index: int, rows: slice = slice(None)) -> Quantized:
-        """Matrix `index`, or some of its outputs, for packing.
-
-        Raises:
-            PackError: a scale or an offset is not finite.
-        """
+        """Matrix `index`, or some of its outputs, for packing; raises PackError if a scale or offset is not finite."""
         arrays: list[np.ndarray] = [
             np.ascontiguousarray(t[index, rows].numpy()) for t in (self.codes, self.scales, self.offsets)
         ]
@@ -85,22 +72,17 @@ class QuantizedBatch:
 
 
 def check_width(bits: int, group: int) -> None:
-    """Refuse what the packed format does not have.
-
-    Raises:
-        PackError: bits not in 1, 2, 3, 4, 8, or group not in 32, 64, 128.
-    """
+    """Raise PackError unless the packed format has this width and group."""
     if bits not in BITS or group not in GROUPS:
         raise PackError(f"no replicas of {bits} bits in groups of {group}: choose from {BITS} and {GROUPS}")
 
 
 def round_to_nearest(weights: torch.Tensor, bits: int, group: int, *, search: bool = True) -> QuantizedBatch:
-    """Each weight to its nearest code.
+    """Take each weight to its nearest code.
 
     Args:
         weights: float32 [B, O, I].
-        search: fit range, scale and offset of each group by least squares (`fit_group`); False: plain minimum and
-            maximum, the textbook's form.
+        search: fit each group by least squares (`fit_group`); False: plain minimum and maximum.
 
     Raises:
         PackError: unknown bits or group.
@@ -121,10 +103,10 @@ def round_to_nearest(weights: torch.Tensor, bits: int, group: int, *, search: bo
 
 
 def fit_group(w: torch.Tensor, importance: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of one group for least importance-weighted squared error.
+    """Scale and offset of one group with the least importance-weighted squared error.
 
-    A grid of clipped ranges around the group's mean; from each, turns of nearest codes and least squares for scale
-    and offset (at 1 bit: Lloyd's 2-means). The best of all that were seen wins.
+    Starts from a grid of clipped ranges around the group's mean; each is refined by turns of nearest codes and least
+    squares (at 1 bit: Lloyd's 2-means).
 
     Args:
         w: float32 [B, O, n], the group's weights.
@@ -174,9 +156,7 @@ def _min_max(w: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _half((w.amax(dim=2) - offset) / ((1 << bits) - 1)), offset
 
 
-def _error(
-    w: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int
-) -> torch.Tensor:
+def _error(w: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int) -> torch.Tensor:
     scale, offset = scale.unsqueeze(-1), offset.unsqueeze(-1)
     return (d * (w - scale * nearest(w, scale, offset, bits) - offset).square()).sum(dim=2)
 
@@ -184,7 +164,7 @@ def _error(
 def _least_squares(
     w: torch.Tensor, d: torch.Tensor, codes: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The line through (code, weight) with least error; as it was where all codes are equal."""
+    """The line through (code, weight) with the least error; unchanged where all codes are equal."""
     centre = (d * codes).sum(dim=2)
     spread_codes = (d * codes.square()).sum(dim=2) - centre.square()
     fitted = ((d * codes * w).sum(dim=2) - centre * mean) / spread_codes
@@ -211,11 +191,10 @@ def gptq(
 
     Args:
         weights: float32 [B, O, I].
-        hessians: float32 [B, I, I], X^T X up to a positive factor; singular ones and zero are fine.
+        hessians: float32 [B, I, I], X^T X up to a positive factor; may be singular or zero.
         act_order: take the inputs by descending Hessian diagonal. Groups stay consecutive inputs, and their scales
-            come from the weights as given.
-        damping: share of the mean diagonal that is added to it, one for all or [B]; raised where a factorisation
-            fails.
+            come from the given weights.
+        damping: share of the mean diagonal to add, one for all or [B]; raised where a factorisation fails.
 
     Raises:
         PackError: unknown bits or group.
@@ -238,10 +217,10 @@ def gptq(
 
 
 def damping_for(rows: torch.Tensor, inputs: int) -> torch.Tensor:
-    """Damping [B] for Hessians of `inputs` inputs from so many rows [B].
+    """Damping [B] of Hessians from so many rows [B].
 
-    Few rows say little about how inputs go together. With damping in proportion to inputs / rows GPTQ stays better
-    than round-to-nearest on text that it has not seen, down to an eighth as many rows as inputs (docs/store-format.md).
+    Damping in proportion to inputs / rows keeps GPTQ better than round-to-nearest on held-out text, down to an eighth
+    as many rows as inputs (docs/store-format.md).
     """
     return (_FEW_ROWS * inputs / rows.clamp(min=1)).clamp(DAMPING, _FEW_ROWS_MOST)
 
@@ -264,9 +243,9 @@ def _permuted(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """U upper triangular with H^-1 = U^T U, and the H that it belongs to, damped further where it had to be.
+    """U upper triangular with H^-1 = U^T U, and its H, damped further where needed.
 
-    With P the reversal of order and P H P = L L^T: U = P L^-1 P, one factorisation and one triangular inverse.
+    With P the reversal of order and P H P = L L^T: U = P L^-1 P.
     """
     if not bool(torch.isfinite(hessians).all()):
         raise ValueError("a Hessian is not finite")
@@ -290,7 +269,7 @@ def _sweep(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [B, O, I] as float32 and scales, offsets [B, O, G]; a block is a group."""
     batch, outputs, inputs = weights.shape
-    left = weights.transpose(1, 2).contiguous()  # [B, I, O]: an input's weights are one run
+    left = weights.transpose(1, 2).contiguous()  # [B, I, O]
     codes = torch.empty_like(left)
     scales = torch.empty(batch, outputs, -(-inputs // group))
     offsets = torch.empty_like(scales)
@@ -352,7 +331,7 @@ def _block(
 def _fit_all(
     weights: torch.Tensor, importance: torch.Tensor, bits: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets [B, O, G] of all groups of the weights as they are."""
+    """Scales and offsets [B, O, G] of all groups of the given weights."""
     parts = [slice(start, start + group) for start in range(0, weights.shape[2], group)]
     fitted = [fit_group(weights[..., part], importance[:, part], bits) for part in parts]
     return torch.stack([scale for scale, _ in fitted], dim=2), torch.stack([offset for _, offset in fitted], dim=2)
@@ -366,10 +345,10 @@ def _refit(
     offsets: torch.Tensor,
     group: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets for these codes with least tr(R H R^T), R = W - Q: group after group, a few turns.
+    """Scales and offsets for these codes with the least tr(R H R^T), R = W - Q, group after group.
 
-    A group's two numbers solve a 2x2 system with its block of H. A row keeps its old ones in a group where rounding
-    to float16 would make it worse. Cost: O I^2 a turn.
+    A group's two numbers solve a 2x2 system with its block of H. A row keeps its old ones where rounding to float16
+    would increase the error. Cost: O I^2 a turn.
     """
     inputs = weights.shape[2]
     scales, offsets = scales.clone(), offsets.clone()
@@ -390,7 +369,7 @@ def _refit(
             safe = torch.where(usable, determinant, 1.0)
             scale = scales[..., place] + (gc * ones - g1 * c1) / safe
             offset = offsets[..., place] + (g1 * cc - gc * c1) / safe
-            scale, offset = scale.half().float(), offset.half().float()
+            scale, offset = _half(scale), _half(offset)
             ds, do = scale - scales[..., place], offset - offsets[..., place]
             # change of the error: delta^T A delta - 2 g^T delta
             change = ds.square() * cc + 2 * ds * do * c1 + do.square() * ones - 2 * (ds * gc + do * g1)

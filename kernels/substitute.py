@@ -1,11 +1,8 @@
-"""Buddy expert substitution (Algorithm 1 of BuddyMoE) on tensors: as fast as the device of the routing allows.
+"""Buddy expert substitution (Algorithm 1 of BuddyMoE) on tensors.
 
-The reference is `actors/policies/buddymoe/substitution.py`; the arguments are described there. All implementations
-give its ids, weights and counts to the last bit:
-
-- `substitute_arrays`: C++ on NumPy arrays, one token after another. Microseconds for a decode batch.
-- `substitute_tensors`: vectorised torch on any device, one slot after another for all tokens at once.
-- `triton/substitute.py`: a Triton kernel, one program for each token.
+The reference, with the arguments, is `actors/policies/buddymoe/substitution.py`. All implementations give its ids,
+weights and counts bit for bit: `substitute_arrays` (C++), `substitute_tensors` (torch, one slot after another for all
+tokens at once), and `triton/substitute.py` (one program for each token).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import _substitute
 
-# of the series that all implementations evaluate, so that their results are equal to the last bit
+# Terms of the series that all implementations evaluate, for equal bits.
 LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
 EXP_TERMS = tuple(1.0 / math.factorial(i) for i in range(12))
 _LN2 = math.log(2.0)
@@ -28,7 +25,7 @@ _LOWEST_POWER = -1000.0
 
 
 class Options(Protocol):
-    """How experts are replaced: `SubstitutionOptions`."""
+    """The fields of `SubstitutionOptions`."""
 
     @property
     def rho(self) -> int | None: ...
@@ -51,7 +48,7 @@ class Options(Protocol):
 
 
 class BuddyLists(Protocol):
-    """Buddy lists of a layer: `Buddies`."""
+    """The fields of `Buddies`, one layer's buddy lists."""
 
     @property
     def ids(self) -> NDArray[np.int32]: ...
@@ -60,7 +57,7 @@ class BuddyLists(Protocol):
 
 
 class ReplacedArrays(NamedTuple):
-    """ids [T, K] int64, weights [T, K] float32, pairs replaced, pairs left out."""
+    """ids [T, K] int64, weights [T, K] float32, pairs replaced, pairs dropped."""
 
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
@@ -71,8 +68,7 @@ class ReplacedArrays(NamedTuple):
 class ReplacedTensors(NamedTuple):
     """As `ReplacedArrays`, on the device of the routing.
 
-    The counts [2] int64, pairs replaced and pairs left out, are there too: whoever reads a number of them waits for a
-    GPU, and a forward need not.
+    counts [2] int64: pairs replaced and pairs dropped. Reading one waits for a GPU.
     """
 
     ids: torch.Tensor
@@ -89,7 +85,7 @@ class ReplacedTensors(NamedTuple):
 
     @staticmethod
     def untouched(ids: torch.Tensor, weights: torch.Tensor) -> ReplacedTensors:
-        """Nothing was replaced."""
+        """The given routing, with counts of zero."""
         return ReplacedTensors(ids, weights, torch.zeros(2, dtype=torch.int64, device=ids.device))
 
 
@@ -105,7 +101,7 @@ class BuddyTensors(NamedTuple):
 
 
 def require_probabilities(probabilities: torch.Tensor | None, options: Options) -> None:
-    """Raise ValueError where the options go by the router's probabilities and there are none."""
+    """Raise ValueError if the options need the router's probabilities and there are none."""
     if probabilities is None and (options.eta > 0 or options.weights == "buddy"):
         raise ValueError("eta, and weights by the buddy, need the router's probabilities")
 
@@ -116,7 +112,7 @@ def replaceable_arrays(
     """The distribution gate in C++; see `policies/substitution_gates.py`.
 
     Raises:
-        ValueError: an array is not contiguous or of another type or shape, or an expert or shard does not exist.
+        ValueError: an array has another layout, type or shape, or an expert or shard does not exist.
     """
     out = np.empty(len(resident), np.bool_)
     shards = 1 if shard_of is None else int(shard_of.max()) + 1
@@ -134,11 +130,11 @@ def substitute_arrays(
     options: Options,
     tau: float | None = None,
 ) -> ReplacedArrays:
-    """In C++ without the interpreter lock.
+    """Substitute in C++ without the interpreter lock.
 
     Raises:
-        ValueError: an array is not contiguous or of another type or shape, an expert does not exist, or the router's
-            probabilities are needed and missing.
+        ValueError: an array has another layout, type or shape, an expert does not exist, or the router's probabilities
+            are missing.
     """
     out_ids, out_weights = np.empty_like(ids), np.empty_like(weights)
     (tokens, top_k), (experts, ranks) = ids.shape, buddies.ids.shape
@@ -172,7 +168,7 @@ def substitute(
     options: Options,
     tau: float | None = None,
 ) -> ReplacedTensors:
-    """By C++ where the routing is on the CPU, by Triton on a GPU, by torch where Triton is not installed.
+    """Substitute by C++ on the CPU, by Triton on a GPU, by torch if Triton is not installed.
 
     Raises:
         ValueError: as `substitute_arrays`.
@@ -200,7 +196,7 @@ def substitute_tensors(
     options: Options,
     tau: float | None = None,
 ) -> ReplacedTensors:
-    """In torch: uniqueness joins the slots of one token only, so a slot is decided for all tokens at once.
+    """Substitute in torch, slot by slot for all tokens at once: uniqueness joins the slots of one token only.
 
     Raises:
         ValueError: the router's probabilities are needed and missing.
@@ -252,14 +248,14 @@ def substitute_tensors(
 
 
 def _renormalised(values: torch.Tensor, weights: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """values [T, K], in `changed` rows [T] with the sum that weights [T, K] have there."""
+    """values [T, K], scaled in `changed` rows [T] to the sums of weights [T, K]."""
     before, after = _summed(weights.double()), _summed(values)
     scaled = values * before[:, None] / torch.where(after > 0, after, 1.0)[:, None]
     return torch.where((changed & (after > 0))[:, None], scaled, values)
 
 
 def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, temperature: float) -> torch.Tensor:
-    """Which tokens the entropy and margin gates let pass [T]; see `policies/substitution_gates.py`."""
+    """Whether the entropy and margin gates permit each token [T]; see `policies/substitution_gates.py`."""
     tokens, top_k = weights.shape
     allowed = torch.ones(tokens, dtype=torch.bool, device=weights.device)
     if tau is None and gamma is None:
@@ -284,7 +280,7 @@ def permitted(weights: torch.Tensor, tau: float | None, gamma: float | None, tem
 
 
 def _divisor(value: float, like: torch.Tensor) -> torch.Tensor:
-    """As a tensor of the device: by a number of the host a GPU multiplies, with its reciprocal."""
+    """A device tensor: a GPU divides by a host number through its reciprocal."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 

@@ -1,27 +1,23 @@
 """Experts on a GPU, straight from slots: gate_up with the activation, down, and the weighted sum per token.
 
-A call is a table of tiles, up to M rows of one expert each, and two launches for all of them: programs of the first
-take a tile and N neurons (2N rows of gate_up, one product, then act(gate) * up), programs of the second a tile and N
-columns of down. Which neurons of the pool a tile goes through stands in the table, so segments of split experts are
-tiles like others: what is written first is stored, what is added is rounded by itself and then added.
+A call is a table of tiles, up to M rows of one expert each, and two launches: a program of the first takes a tile and N
+neurons, a program of the second a tile and N columns of down. The table names a tile's neurons of the pool, so segments
+of split experts are tiles too: the first is stored, the second rounded and then added.
 
     a[row, j] = act(x[row] . gate_up[first + j, 0]) * (x[row] . gate_up[first + j, 1])        j < neurons
     y[pair]   = sum_j a[row, j] * down[first + j]      (+ y[pair])
 
 Sums are in float32; `a` is rounded to the slots' dtype between the launches.
 
-Decode is bound by the bytes of weights, each of which is read once: 3 * I * H * bytes per expert. Floor of an H100
-(3.35 TB/s), bfloat16, in microseconds per call, at the 80% that a stream of weights is expected to reach:
+Decode is bound by the bytes of weights, each read once: 3 * I * H * bytes per expert. Floor of an H100 (3.35 TB/s),
+bfloat16, in microseconds per call, and at 80% of the bandwidth:
 
     Qwen1.5-MoE-A2.7B  H 2048  I  1408  4 experts    69 MB   21 -> 26
     DeepSeek-V2-Lite   H 2048  I  1408  6 experts   104 MB   31 -> 39
     Mixtral-8x7B       H 4096  I 14336  2 experts   705 MB  210 -> 263
 
-Nothing of it has to come from a second pass: a program of gate_up reads rows of H values that no other reads. Four
-experts of Qwen1.5-MoE give 176 programs of gate_up and 128 of down on 132 SMs, with 40 to 60 KiB on the way in each.
-
-Numbers that change from call to call are in the table or not specialised, so that nothing is compiled but at the first
-use of a shape; H is specialised by whether 16 divides it, so that models share what is compiled.
+Numbers that change from call to call are in the table or not specialised, so that only a new shape compiles; H is
+specialised by divisibility by 16, so that models share kernels.
 
 With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU.
 """
@@ -45,20 +41,19 @@ from .tables import TableRing
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
 _COMBINE_BLOCK = 1024
-PAD = 128  # neurons: rows of activations are zero up to a multiple of it; every K of down divides it, and N of gate_up
+PAD = 128  # neurons: activations are zero up to a multiple of it, which every K of down and N of gate_up divides
 
 
-# Block shapes of the expert kernels: a few for each class of row counts, one of which is chosen at start.
-#
-# All of a class accumulate over the same index in the same order on the same tensor-core instructions (M below 64 takes
-# the warp-level ones on every GPU, from 64 on Hopper's take warp groups), so that which is chosen changes no bit.
-# Shared memory is stages * (M*K + K*N') * bytes of an element, N' being 2N for gate_up: at most 96 KiB, so that two
+# Block shapes: a few for each row class, one of which is chosen at start. All of a class accumulate over the same index
+# in the same order on the same tensor-core instructions (below M = 64 the warp-level ones, from 64 on Hopper's warp
+# groups), so the choice changes no bit. Shared memory is stages * (M*K + K*N') * element bytes, N' being 2N for
+# gate_up: at most 96 KiB, so that two programs fit on an SM of Hopper.
 # programs fit on an SM of Hopper.
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of one matrix product: N columns (neurons of gate_up, hidden of down), K summed over, warps, pipeline stages."""
+    """Blocks of one product: N columns (neurons of gate_up, hidden of down), K summed over, warps, pipeline stages."""
 
     N: int
     K: int
@@ -94,7 +89,7 @@ _HALF: Mapping[RowClass, tuple[Shape, ...]] = {
         Shape(64, Blocks(64, 64, 4, 4), Blocks(128, 64, 4, 4)),
     ),
 }
-# on CUDA cores, for tests: no tensor core multiplies float32 exactly
+# On CUDA cores, for tests: tensor cores do not multiply float32 exactly.
 _FLOAT32: Mapping[RowClass, tuple[Shape, ...]] = {
     "decode": (Shape(16, Blocks(16, 64, 4, 3), Blocks(32, 64, 4, 3)),),
     "short": (Shape(32, Blocks(16, 32, 4, 3), Blocks(32, 32, 4, 3)),),
@@ -103,7 +98,7 @@ _FLOAT32: Mapping[RowClass, tuple[Shape, ...]] = {
 
 
 def shapes_for(dtype: torch.dtype) -> Mapping[RowClass, tuple[Shape, ...]]:
-    """The candidates for operands of this dtype, by class, the first of each being the default."""
+    """The candidates for this dtype, by row class; the first is the default."""
     return _FLOAT32 if dtype == torch.float32 else _HALF
 
 
@@ -133,7 +128,7 @@ def _gate_up(
         m = tl.arange(0, M)
         used = m < tl.load(tile + 1)
         pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
-        row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron follow each other
+        row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron alternate
         there = row < 2 * neurons
         k = tl.arange(0, K)
         x = hidden + (pair // top_k)[:, None] * H + k[None, :]
@@ -147,7 +142,7 @@ def _gate_up(
                 left = H - done
                 a = tl.load(x, mask=used[:, None] & (k < left)[None, :], other=0.0)
                 b = tl.load(w, mask=there[None, :] & (k < left)[:, None], other=0.0)
-            if WIDEN:  # the interpreter multiplies no bfloat16
+            if WIDEN:  # the interpreter does not multiply bfloat16
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             total = tl.dot(a, b, total, input_precision="ieee")
@@ -155,7 +150,7 @@ def _gate_up(
             w += K
         gate, up = tl.split(tl.reshape(total, (M, N, 2)))
         j = n + tl.arange(0, N)
-        # zero in the padding, also where a row is not finite: there zero times the row is not zero
+        # zero in the padding, also where a row is not finite: zero times that row is not zero
         values = tl.where((j < neurons)[None, :], activate(gate, ACTIVATION) * up, 0.0)
         out = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + j[None, :]
         tl.store(out, values.to(activations.dtype.element_ty), mask=used[:, None])
@@ -197,7 +192,7 @@ def _down(
     tl.store(at, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["weights"])  # read one by one: rows of a table, say, need no kernel for each alignment
+@triton.jit(do_not_specialize=["weights"])  # loads scalars: no kernel for each alignment
 def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -210,17 +205,17 @@ def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class TritonKernel:
-    """Experts on slots by Triton; each expert's own row count decides in which shape it is computed.
+    """Experts on slots by Triton; each expert's own row count selects its block shape.
 
     Args:
         operands: the slot pool: contiguous, G = 2, no biases.
         activation: a key of `packed_ffn.ACTIVATIONS`.
-        reference: runs calls whose hidden states or results are of another dtype than the slots.
-        ring: brings the tables to the device; kernels of one thread may share it.
-        shapes: one for each class of row counts that is not to have the default.
+        reference: runs calls in another dtype than the slots'.
+        ring: copies the tables to the device; kernels of one thread may share it.
+        shapes: of row classes that do not take the default.
 
     Raises:
-        ValueError: the operands or the activation are none that the kernel supports (see `supports`).
+        ValueError: unsupported operands or activation (see `supports`).
     """
 
     def __init__(
@@ -252,7 +247,7 @@ class TritonKernel:
         return activation in ACTIVATIONS and operands.gate_up.dtype in DTYPES and operands.plain_gated and small
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """See `ExpertKernel.run`; waits for nothing.
+        """See `ExpertKernel.run`; asynchronous.
 
         Raises:
             ValueError: shapes do not fit together, or a group lies outside the pairs or the pool.
@@ -272,7 +267,6 @@ class TritonKernel:
                 self._launch(name, first, phases, widest, hidden, pairs, top_k, y, table, activations)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `ExpertKernel.combine`."""
         tokens, top_k = weights.shape
         if y.shape != (tokens * top_k, self._width):
             raise ValueError(f"y is {tuple(y.shape)} for {tokens} tokens, top-{top_k} and width {self._width}")
@@ -293,10 +287,11 @@ class TritonKernel:
         self, name: RowClass, first: int, phases: list[int], widest: int, hidden: torch.Tensor, pairs: torch.Tensor,
         top_k: int, y: torch.Tensor, table: torch.Tensor, activations: torch.Tensor,
     ) -> None:  # fmt: skip
-        """One class: gate_up of all tiles, then down phase after phase.
+        """Run one class: gate_up of all tiles from `first` on, then down, phase after phase.
 
         Args:
-            first: its first tile. phases: tiles of each phase. widest: the most neurons of a tile.
+            phases: number of tiles of each phase.
+            widest: the most neurons of a tile.
         """
         shape, width, stride = self.shapes[name], self._width, self._stride
         up, down = shape.gate_up, shape.down
@@ -318,7 +313,7 @@ class TritonKernel:
     ) -> tuple[list[int], list[tuple[RowClass, int, list[int], int]], int]:
         """The table, the launches (class, first tile, tiles of each phase, most neurons), and rows of activations.
 
-        Segments of one expert in one call are in different phases, the one that is added in the later.
+        Segments of one expert are in different phases, the added one in the later.
         """
         parts: dict[tuple[RowClass, int], list[int]] = {}  # rows of the table by class and phase
         widest: dict[RowClass, int] = {}

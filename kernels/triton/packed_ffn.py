@@ -2,21 +2,19 @@
 
     act[p, j] = act(gate_j . x) * (up_j . x)       y[pair p] = sum over neurons j of act[p, j] * down_j
 
-Slots are those of a pool whose tensors are `PackedShape.tensors()` with the slots in front, and are read where they
-lie. Activations stay as they are: unlike the C++ kernel (`packed_ffn`), which rounds them to eight bits for its byte
-dot products, a GPU multiplies codes as numbers of the activations' own type, in which every code (at most 255) is
-exact. A group of inputs gives
+Unlike the C++ kernel (`packed_ffn`), which rounds activations to eight bits, a GPU multiplies codes as numbers of the
+activations' type, in which every code (at most 255) is exact. A group of inputs gives
 
     scale * (codes . x) + offset * sum(x)
 
-in float32, so what differs from an expert with `dequantized()` weights in full precision is the rounding of sums, and
-of the neurons' values to the activations' type between the two projections.
+in float32, so only the rounding of sums, and of the neurons' values between the projections, differs from
+`dequantized()` weights in full precision.
 
-Two launches for each expert: neurons in blocks of 32, then outputs in blocks of 32. A row's result depends on its own
-values, the expert and the row count of that expert in the call (its class: up to 16 rows or more), and on nothing else.
+Two launches for each expert: neurons in blocks of 32, then outputs in blocks of 32. A row's result depends only on its
+own values, the expert and the expert's row class in the call (up to 16 rows or more).
 
-With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU, but for bfloat16, of
-which the interpreter multiplies the bits. Codes become floats by way of float32, which it can.
+With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU, except for bfloat16.
+Codes become floats by way of float32, which the interpreter supports.
 """
 
 # mypy: allow-untyped-defs
@@ -37,8 +35,7 @@ from ..packed_slots import PackedGroup, check_call, check_slots
 from .expert_ffn import activate
 
 PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
-# else values such as 1 and multiples of 16 would be compiled for apart; top_k too changes from call to call where pairs
-# are dropped, and is 1 where the kernel is tried out
+# Values such as 1 and multiples of 16 would compile apart; top_k, too, changes where pairs are dropped.
 _UNSPECIALISED = ["start", "stop", "slot"]
 
 
@@ -47,7 +44,7 @@ def _codes(base, outputs, inputs, known, step, BITS: tl.constexpr):
     """Codes of packed tiles [C, O], as int32.
 
     base: of the first tile. outputs: [1, O], each within its tile (0..15). inputs: [C, 1], within their tiles (0..31).
-    known: [C, O], where to read; elsewhere 0. step: [C, O], bytes from base to each one's tile.
+    known: [C, O], where to read; elsewhere 0. step: [C, O], bytes from base to each tile.
     """
     vector = inputs // 4  # of the tile's eight
     byte = 4 * outputs + inputs % 4  # [C, O]
@@ -144,16 +141,14 @@ def _down_kernel(
         sums += tl.dot(h, of_down, input_precision="ieee") * scale
         sums += total * tl.load(table + 16, mask=real, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(pairs + row, mask=there, other=0)
-    tl.store(
-        y + pair[:, None] * H + output, sums.to(y.dtype.element_ty), mask=there[:, None] & (output < H)
-    )
+    tl.store(y + pair[:, None] * H + output, sums.to(y.dtype.element_ty), mask=there[:, None] & (output < H))
 
 
 class TritonPackedKernel:
     """`PackedKernel` on tensors of a GPU.
 
     Args:
-        slots: of `PackedShape.tensors()` in their order, with the slots in front; contiguous, on one device.
+        slots: the tensors of `PackedShape.tensors()`, slots in front; contiguous, on one device.
         shape: of one packed expert.
         activation: a key of `packed_ffn.ACTIVATIONS`.
 
@@ -177,12 +172,11 @@ class TritonPackedKernel:
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
     ) -> None:
-        """As `PackedKernel.run`."""
         shape, slots = self._shape, len(self._gate_up)
         check_call(shape, slots, hidden, pairs, groups, top_k, y)
         hidden, pairs = hidden.contiguous(), pairs.contiguous()
         most = max((stop - start for start, stop, _ in groups), default=0)
-        act = hidden.new_empty((most, shape.intermediate))  # of one expert at a time, which the stream keeps in order
+        act = hidden.new_empty((most, shape.intermediate))  # reused: the stream runs expert after expert
         sizes = self._sizes
         with on_device(self._gate_up.device):
             for start, stop, slot in groups:

@@ -1,12 +1,9 @@
 """Algorithm 1 of BuddyMoE as a Triton kernel, one program for each token.
 
-The paper gives each slot a thread, which claims its buddy by compare-and-swap; which slot wins a contested buddy is
-then a matter of chance. Here a program goes through its token's slots in rank order and looks at the ranks of a buddy
-list side by side, so that the result is that of the sequential algorithm. Doubles and floats are rounded as there: the
-kernel is compiled without fusing products into sums, its constants come from a table of doubles (a literal would be a
-float), and it divides doubles only, which are divided exactly.
-
-A condition of the whole program becomes a bound on slots before it meets a vector: the interpreter spreads truth values
+The paper gives each slot a thread, which claims its buddy by compare-and-swap, so chance decides contested buddies.
+Here a program takes its token's slots in rank order, which gives the result of the sequential algorithm. Rounding is
+that of the reference: no fused products, constants from a table of doubles (a literal would be a float), divisions of
+doubles only. A scalar condition becomes a bound on slots before it meets a vector: the interpreter broadcasts booleans
 badly.
 
 With TRITON_INTERPRET=1 in the environment before triton is imported it runs on tensors of the CPU.
@@ -113,7 +110,7 @@ def _permitted(
 
 @triton.jit
 def _by_buddy(values, row, ids, picked, replaced, used):
-    """values [SLOTS], those of replaced slots times what the buddy's probability is to the picked expert's."""
+    """values [SLOTS], in replaced slots times the probability of the buddy over that of the picked expert."""
     theirs = tl.load(row + ids, mask=used, other=0.0).to(tl.float64)
     own = tl.load(row + picked, mask=used, other=0.0).to(tl.float64)
     ratio = values * theirs / tl.where(own > 0, own, own * 0 + 1.0)
@@ -122,7 +119,7 @@ def _by_buddy(values, row, ids, picked, replaced, used):
 
 @triton.jit
 def _renormalised(values, weights, changed, slots, K: tl.constexpr):
-    """values [SLOTS], with the sum of weights [SLOTS] where something has changed."""
+    """values [SLOTS], scaled to the sum of weights [SLOTS] if anything changed."""
     before = _summed(weights, slots, K)
     after = _summed(values, slots, K)
     scaled = values * before / tl.where(after > 0, after, after * 0 + 1.0)
@@ -213,7 +210,7 @@ def substitute_triton(
 ) -> ReplacedTensors:
     """As `kernels.substitute.substitute_tensors`, on contiguous tensors of a GPU (or of the CPU, interpreted).
 
-    Nothing waits for the GPU, except that a table of constants is copied to it once for each set of options and tau.
+    Waits for the GPU only to copy a table of constants, once for each set of options and tau.
 
     Raises:
         ValueError: the router's probabilities are needed and missing.

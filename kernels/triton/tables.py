@@ -1,9 +1,8 @@
-"""Small tables of integers on their way to a GPU, without waiting for it and without its copy engines.
+"""Small integer tables to a GPU, without a wait for it and without its copy engines.
 
-A copy engine carries out one host-to-device copy after another, so that a table copied by it would queue behind whole
-experts on their way to the cache. Here a kernel reads the table out of pinned host memory, which the GPU sees, and
-writes it to device memory: a few microseconds on the compute stream whatever the engines do. Where the GPU cannot read
-host memory so, the table is copied.
+A copy engine would queue a table behind whole experts on their way to the cache. Here a kernel on the compute stream
+reads the table from pinned host memory in a few microseconds. Where the GPU cannot read host memory, the table is
+copied.
 """
 
 # mypy: allow-untyped-defs
@@ -28,21 +27,19 @@ def _fetch(source, target, count, BLOCK: tl.constexpr):
 
 
 class TableRing:
-    """A ring of pinned host buffers, each of which is written again only when the GPU has read it.
+    """A ring of pinned host buffers; one is reused only after the GPU has read it. For one thread at a time.
 
-    On the CPU (Triton's interpreter) a table is a plain tensor. One thread uses it at a time.
-
-    The buffers are allocated at once, since allocating pinned memory may wait for the GPU; only a table that is too
-    large for its buffer has that replaced.
+    The buffers are allocated at once, since allocating pinned memory may wait for the GPU; a larger table replaces its
+    buffer. On the CPU (Triton's interpreter) a table is a plain tensor.
 
     Args:
-        device: where the tables are read.
-        entries: buffers. As many tables can be under way before `put` waits; a forward has a few for each layer.
-        numbers: that a buffer holds.
+        device: that reads the tables.
+        entries: buffers, that is, tables in flight before `put` waits; a forward has a few for each layer.
+        numbers: of a buffer.
 
     Attributes:
         mapped: whether a kernel reads host memory; False: tables are copied.
-        waits: how often `put` had to wait for the GPU.
+        waits: how often `put` waited for the GPU.
     """
 
     def __init__(self, device: torch.device, entries: int = 128, numbers: int = 4096) -> None:
@@ -57,7 +54,7 @@ class TableRing:
             self.mapped = self._reads_host_memory()
 
     def put(self, table: Sequence[int] | NDArray[np.int32]) -> torch.Tensor:
-        """The numbers as int32 [n] on the device, for what is enqueued on the current stream from now on."""
+        """The numbers as int32 [n] on the device, for later work on the current stream."""
         count, device = len(table), self._device
         if device.type == "cpu":
             return torch.from_numpy(np.array(table, dtype=np.int32))
@@ -82,10 +79,10 @@ class TableRing:
         return target
 
     def _reads_host_memory(self) -> bool:
-        """Try it once; this waits for the GPU."""
+        """Try it once; waits for the GPU."""
         table = list(range(3, 3000))
         try:
             with torch.cuda.device(self._device):
                 return self.put(table).tolist() == table
-        except Exception:  # Triton: the pointer cannot be accessed, or whatever the C compiler of its launchers says
+        except Exception:  # Triton cannot access the pointer, or the C compiler of its launchers failed
             return False
