@@ -1,6 +1,6 @@
 """Micro-benchmarks: one part of the system each, as one registry and one command.
 
-A case is a class of options and a function `module.name(options, progress) -> Report`. The fields of the class are the
+A case is a class of options and a function `module.name(options, progress) -> Report`. The class's fields are the
 options of `tiermoe bench NAME`, its docstring is the help. A new case is both, and an entry of `CASES`.
 """
 
@@ -38,7 +38,7 @@ class Options(BaseModel):
     own_keys: ClassVar[Sequence[str]] = ()  # keys of a configuration that the case sets itself
 
     def settings(self, **fixed: Any) -> dict[str, Any]:
-        """The settings of the report: the options, and what the case fixes; the latter win."""
+        """The settings of the report: the options, overridden by the case's fixed values."""
         return self.model_dump(mode="json", exclude={"model"}) | fixed
 
 
@@ -137,7 +137,7 @@ CASES: dict[str, type[Options]] = {
 
 
 def measure(options: Options, progress: Progress | None = None) -> Report:
-    """Run a case; its module is imported here."""
+    """Import and run a case."""
     module, _, function = options.measure.partition(".")
     report: Report = getattr(import_module(f".{module}", __package__), function)(options, progress)
     return report

@@ -43,8 +43,8 @@ RAY_TRIPS = 40
 
 LARGEST = 50_000  # maps
 CAPACITIES = (1000, 10_000, LARGEST)
-LAYER_S = 1e-3  # what a layer takes the lead that publishes
-LATE_S = 1.0  # how long the lead waits for one command
+LAYER_S = 1e-3  # of a layer of the publishing lead
+LATE_S = 1.0  # that the lead waits for one command
 ITERATIONS = 6  # of each repetition of publishing
 
 _DEADLINE_S = 30.0
@@ -161,12 +161,12 @@ def _bare_stream(address: str) -> Iterator[Callable[[bytes], bytes]]:
 def matcher(options: micro.Matcher, progress: Progress | None) -> Report:
     """Stores of 1K, 10K and 50K maps for four models, on one thread; and a lead that publishes to a matcher.
 
-    A layer's search is the update of the running products with one layer and the choice of the best entry; a forecast
-    is that and the selection of experts. An update stores an iteration whose search has its scores, O(C + LJ); one
-    without a search computes them, O(C(LJ + D)). Random maps: what is measured does not depend on their values.
+    A layer's search updates the running products with one layer and chooses the best entry; a forecast also selects
+    experts. An update stores an iteration whose search has its scores, O(C + LJ); one without a search computes them,
+    O(C(LJ + D)). The maps are random.
 
-    The lead publishes one sequence, then multiplies matrices for a millisecond, the time of a layer, and looks for its
-    command in between (the lag): so others may have its interpreter and its caches are not those of an empty loop.
+    The lead publishes one sequence, multiplies matrices for the time of a layer, and looks for its command meanwhile
+    (the lag), so that other threads may have its interpreter and its caches are realistic.
 
     Bars: a layer's search <= 100 us at 1K and <= 5 ms at 50K maps; 50K maps of 32 x 8 <= 200 MB; a publish <= 20 us.
     """
@@ -176,7 +176,7 @@ def matcher(options: micro.Matcher, progress: Progress | None) -> Report:
     )
     report = Report("matcher", "real", settings=settings, shown=("case", "measure", "median", "minimum", "maximum"))
     with contextlib.ExitStack() as stack:
-        # another process: its numerical library has one thread, which cannot be set in this one any more
+        # another process: its numerical library can still be limited to one thread
         ask = stack.enter_context(peer("matcher", **thread_limits(1)))
         cases = []
         for name, (shape, top_k) in shapes.items():
@@ -205,7 +205,7 @@ def matcher(options: micro.Matcher, progress: Progress | None) -> Report:
 
 
 def model_shapes() -> dict[str, tuple[MapShape, int]]:
-    """Shape and top-k of three models of the literature and of the project's own."""
+    """Shape and top-k of three models of the literature and of the default model."""
     config = json.loads((default_model_dir() / "config.json").read_text(encoding="utf-8"))
     own = config["num_hidden_layers"], config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     numbers = {
@@ -219,7 +219,7 @@ def model_shapes() -> dict[str, tuple[MapShape, int]]:
 
 @contextlib.contextmanager
 def _matcher_process(settings: MatcherSettings, shape: MapShape, top_k: int, folder: Path) -> Iterator[MatcherLink]:
-    """A connection to a matcher of its own, with as many maps as it holds."""
+    """A connection to a new matcher with a full store of maps."""
     warm = folder / f"{shape.model}.safetensors"
     if not warm.exists():
         width = min(shape.hidden, settings.width)

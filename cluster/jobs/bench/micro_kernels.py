@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 SHAPES = ((2048, 768), (4096, 14336))  # hidden size, neurons: Qwen3-30B-A3B, Mixtral-8x7B
 ROWS = (1, 8, 64)
-COLD_BYTES = 128 << 20  # of each competitor's experts, which take turns: several times a last-level cache
+COLD_BYTES = 128 << 20  # of each competitor's experts: several times a last-level cache
 
-# of weights per second at one row: ours, theirs, limit
+# ours, theirs, least ratio of weights per second at one row
 AGAINST = (
     ("4 bits", "torch fp32", 4.0),
     ("4 bits", "ggml Q4_0", 1.2),
@@ -46,28 +46,29 @@ AGAINST = (
 THREADS_SHAPES = ((2048, 768), (2048, 1408), (4096, 14336))  # and Qwen1.5-MoE-A2.7B
 THREADS_BITS = (1, 2, 3, 4)
 THREADS_COLD_BYTES = 1 << 30  # several times a server's last-level cache
-EXPERTS = 8  # of one call on many threads, as a decode step sends them at once
-_PIECES = 4  # of each thread's share of the read, so that a slow core is helped
+EXPERTS = 8  # of one call on many threads, as in a decode step
+_PIECES = 4  # of each thread's share of the read, to balance slow cores
 
 SUBSTITUTE_SHAPES = ((1, 4, 32), (8, 8, 64), (64, 8, 256))  # tokens, top-k, experts
 _BARRED, _LIMIT_US = (8, 8, 64), 30.0
 _RANKS, _RESIDENT, _RHO = 16, 0.5, 3
-_CALLS = {"sequential": 3, "torch, vectorised": 20}  # of one repetition; the others are faster
+_CALLS = {"sequential": 3, "torch, vectorised": 20}  # of one repetition
 _OTHER_CALLS = 500
 
 
 def kernel(options: Kernel, progress: Progress | None) -> Report:
     """Weights per second of whole experts on one thread; with `threads`: `kernel_threads`.
 
-    Every competitor has as many experts as fill `COLD_BYTES`, and a repetition goes through all of them once, so that
-    weights come from memory, as in decode. Time is that of the thread, not wall-clock: other processes of the machine
-    take none of it. ggml is given its dot products and the quantization of activations alone.
+    Every competitor's experts fill `COLD_BYTES`, and a repetition runs all of them once, so that weights come from
+    memory, as in decode. Time is the thread's. ggml computes its dot products and the quantization of activations
+    alone.
 
     Bars, for each shape at one row: `AGAINST`, where the competitor is here; the time at 2 bits <= 0.6 of that at 4.
 
     Raises:
-        ConfigError: the library given is no ggml, this processor lacks the instruction set, there is no such group,
-            ggml is to be compared on many threads.
+        ConfigError: the library is no ggml, this processor lacks the instruction set, there is no such group, or ggml
+        is
+            to be compared on many threads.
     """
     group, chosen = options.group, options.instruction_set
     if options.threads is not None:
@@ -101,7 +102,7 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
 
 
 def _threads(threads: int, cores: Sequence[int], instruction_set: str | None, group: int) -> Threads:
-    """Who computes. Raises ConfigError: no such group of inputs, instruction set or core."""
+    """A thread pool. Raises ConfigError: no such group of inputs, instruction set or core."""
     if group not in GROUPS:
         raise ConfigError(f"there is no group of {group} inputs", f"choose one of {GROUPS}")
     if instruction_set is not None and instruction_set not in instruction_sets():
@@ -117,7 +118,7 @@ def _width(bits: int) -> str:
 
 
 class _Shape:
-    """The competitors at one shape of an expert, on one thread. Values repeat one block: they change no time."""
+    """The competitors at one shape of an expert, on one thread; values repeat one block."""
 
     def __init__(self, hidden: int, neurons: int, threads: Threads, group: int) -> None:
         self._hidden, self._neurons, self._threads, self._group = hidden, neurons, threads, group
@@ -127,7 +128,6 @@ class _Shape:
         self._values = self._rng.standard_normal(1 << 22, dtype=np.float32) * np.float32(0.02)
 
     def read(self) -> Case:
-        """Read bandwidth of memory."""
         block = np.resize(self._bytes, COLD_BYTES)
 
         def run() -> Measures:
@@ -138,7 +138,6 @@ class _Shape:
         return Case("read", run)
 
     def packed(self, bits: int, rows: int) -> Case:
-        """Our kernel at one width."""
         shape = PackedShape(self._hidden, self._neurons, bits, self._group)
         experts = math.ceil(COLD_BYTES / shape.nbytes())
         scales = self._values.astype(np.float16)
@@ -150,7 +149,6 @@ class _Shape:
         return self._case(_width(bits), self._runner(layer, rows), shape.nbytes(), rows)
 
     def full(self, dtype: str) -> Case:
-        """Our kernel for full precision, at one row."""
         values = self._values if dtype == "float32" else (self._values.view(np.uint32) >> 16).astype(np.uint16)
         size = self._weights * values.itemsize
         experts = math.ceil(COLD_BYTES / size)
@@ -203,7 +201,7 @@ class _Shape:
         return lambda expert: layer.run([(expert, 0, rows)], numbers, weights, x, out)
 
     def _case(self, name: str, run: Callable[[int], None], size: int, rows: int) -> Case:
-        # more than one row is bound by arithmetic, not by memory
+        # several rows are bound by arithmetic, not by memory
         turns = max(1, math.ceil(COLD_BYTES / size) // rows)
 
         def measure() -> Measures:
@@ -245,10 +243,9 @@ def kernel_threads(
     shapes: Sequence[tuple[int, int]] = THREADS_SHAPES,
     cold_bytes: int = THREADS_COLD_BYTES,
 ) -> Report:
-    """Gigabytes of packed weights per second that the NDP worker's kernel computes on, at one row.
+    """Gigabytes of packed weights per second through the NDP worker's kernel, at one row, by wall-clock.
 
-    All widths share one block of memory, which is as large as `cold_bytes` and which one thread filled: on a machine of
-    several NUMA nodes it is the memory of one of them. Time is wall-clock.
+    All widths share one block of `cold_bytes`, which one thread filled: on several NUMA nodes it is the memory of one.
 
     Args:
         threads: that compute, and that read.
@@ -257,15 +254,14 @@ def kernel_threads(
         instruction_set: of the kernel; by default the best.
         cores: one for each thread of the kernel; empty: the system chooses.
         shapes: (hidden size, neurons) of an expert.
-        cold_bytes: of the block.
 
     Returns:
         Rows of the cases "read" and "1 bit" to "4 bits" with the measures `gbps` (packed bytes, scales included),
-        `us_per_expert`, and `of_read`: the former over what was read in the same rounds.
+        `us_per_expert`, and `of_read`: their rate over that of "read".
 
     Raises:
-        ConfigError: this processor lacks the instruction set or a core, there is no such group, or not one call's
-            experts fit in `cold_bytes`.
+        ConfigError: this processor lacks the instruction set or a core, there is no such group, or the experts of one
+            call do not fit in `cold_bytes`.
     """
     pool = _threads(threads, cores, instruction_set, group)
     settings = {
@@ -309,7 +305,7 @@ def _threads_read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads
 
 
 def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape: PackedShape, pool: Threads) -> Case:
-    """One width: its experts are the codes and scales that lie in the blocks one after the other."""
+    """One width, on experts at consecutive places of the blocks."""
     size, tensors = shape.nbytes(), shape.tensors()
     experts = codes.nbytes // size // EXPERTS * EXPERTS
     if experts == 0:
@@ -322,7 +318,7 @@ def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape
         count = experts * int(np.prod(dimensions))
         first = taken[code]
         arrays[name] = block[first : first + count].reshape(experts, *dimensions)
-        taken[code] = first + -(-count // 64) * 64  # kernels want multiples of 64 bytes
+        taken[code] = first + -(-count // 64) * 64  # kernels need multiples of 64 bytes
     layer = PackedLayer(arrays, shape, "silu", pool)
     hidden = np.random.default_rng(1).standard_normal((1, shape.hidden), dtype=np.float32)
     out, rows = np.empty_like(hidden), np.zeros(EXPERTS, np.int32)
@@ -341,7 +337,7 @@ def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape
 
 @dataclass(frozen=True)
 class Format:
-    """A weight format of ggml: its number in `ggml_type`, its dot product, and how that wants the activations."""
+    """A weight format of ggml: its number in `ggml_type`, its dot product, and its format of activations."""
 
     name: str
     code: int
@@ -357,14 +353,11 @@ FORMATS = (
     Format("Q2_K", 10, "ggml_vec_dot_q2_K_q8_K", "quantize_row_q8_K", 256, 292),
 )
 _GGML_WHEELS = ("llama-cpp-python", "pywhispercpp", "stable-diffusion-cpp-python")
-_SAMPLE_ROWS = 32  # rows that are really quantized; a matrix repeats them, which changes no time
+_SAMPLE_ROWS = 32  # quantized rows, which a matrix repeats
 
 
 class Ggml:
-    """ggml's CPU dot products, from a compiled library.
-
-    Args:
-        library: libggml-cpu*.so; what it needs lies beside it or is in it.
+    """ggml's CPU dot products, from a libggml-cpu*.so with its dependencies in it or beside it.
 
     Raises:
         ConfigError: it cannot be loaded, or lacks a function.
@@ -411,8 +404,8 @@ class Ggml:
     def product(self, fmt: Format, matrix: NDArray[np.uint8], x: NDArray[np.float32]) -> Callable[[], None]:
         """matrix @ x for one row x, its quantization included.
 
-        What Python has to prepare is done here, before any clock runs: made anew in each call it cost 20 microseconds
-        an expert, an eighth of Q2_K's time at the small shape.
+        The arguments are prepared here: in each call that took 20 microseconds an expert, an eighth of Q2_K's time at
+        the small shape.
         """
         width = len(x)
         y, out = np.empty(width // fmt.block * fmt.block_bytes, dtype=np.uint8), np.empty(len(matrix), dtype=np.float32)
@@ -431,12 +424,12 @@ class Ggml:
 
 
 def substitute(options: Substitute, progress: Progress | None) -> Report:
-    """Microseconds of one layer's decision, on one thread: of the thread's time, so that other processes take none.
+    """Microseconds of one layer's decision, on one thread, in the thread's time.
 
-    `rule` is what the engine calls for each layer: the gate of the batch, those of the tokens (entropy and margin),
-    and Algorithm 1 in C++. `rule, nothing missing`: the same where all experts are resident. `torch` is
-    `kernels.substitute.substitute` on tensors of the CPU, which takes the same C++; `torch, vectorised` is what runs on
-    devices without it; `sequential` is the reference. Triton is not timed: on a CPU it is interpreted.
+    `rule` is the engine's call for each layer: the gate of the batch, those of the tokens (entropy and margin), and
+    Algorithm 1 in C++. `rule, nothing missing`: the same with all experts resident. `torch` is
+    `kernels.substitute.substitute` on tensors of the CPU, which calls the same C++; `torch, vectorised` runs on other
+    devices; `sequential` is the reference. Triton is not timed: on a CPU it is interpreted.
 
     Bars: `rule` and `torch` <= 30 us at T = 8, K = 8, E = 64.
     """
@@ -456,7 +449,7 @@ def substitute(options: Substitute, progress: Progress | None) -> Report:
 
 
 def _substitute_cases(tokens: int, top_k: int, experts: int) -> list[Case]:
-    """A layer's routing at random, half of the experts resident; each way to decide on it."""
+    """A layer's random routing, half of the experts resident; each way to decide on it."""
     import torch
 
     from ....kernels.substitute import BuddyTensors, replaceable_arrays, substitute_arrays, substitute_tensors

@@ -1,6 +1,6 @@
 """The other processes of `tiermoe bench channel` and `matcher`, and the actors that `channel` deploys.
 
-`python -m ...micro_peer channel|matcher` answers JSON lines on its standard input with JSON lines, and ends with it.
+`python -m ...micro_peer channel|matcher` answers JSON lines on its standard input with JSON lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 @contextlib.contextmanager
 def peer(kind: str, **environment: str) -> Iterator[Ask]:
-    """Such a process; what it is asked and answers are JSON objects.
+    """Start such a process; questions and answers are JSON objects.
 
     Raises:
         RuntimeFailure: it ended before it answered.
@@ -54,7 +54,7 @@ def peer(kind: str, **environment: str) -> Iterator[Ask]:
     try:
         yield ask
     finally:
-        process.kill()  # it holds nothing that wants saving
+        process.kill()  # it has nothing to save
         process.communicate(timeout=_END_S)
 
 
@@ -65,7 +65,7 @@ NO_MODEL = ModelFacts(
 
 
 class EchoWorker:
-    """For `Deployment`: an actor whose `cancel` gives its argument back."""
+    """For `Deployment`: an actor whose `cancel` returns its argument."""
 
     def __init__(self, settings: Any, view: Any, ndp: Any = None) -> None: ...
 
@@ -89,7 +89,7 @@ class NoStore:
 def _echoes() -> Iterator[Ask]:
     """A channel server and a bare gRPC stream with the channel's settings, which both echo.
 
-    Asked once, for {"core": number or None}, it binds the process to that core and answers with both addresses.
+    The one question, {"core": number or None}, binds the process to that core; the answer is both addresses.
     """
     import grpc
 
@@ -127,11 +127,7 @@ def _echoes() -> Iterator[Ask]:
 
 
 class StoreCase:
-    """One full store of expert maps and the iterations that are shown to it.
-
-    Args:
-        layers, experts, hidden, top_k: of the model. capacity: C.
-    """
+    """One full store of `capacity` expert maps of a model, and iterations to search and store."""
 
     def __init__(self, layers: int, experts: int, hidden: int, top_k: int, capacity: int) -> None:
         import psutil
@@ -158,7 +154,7 @@ class StoreCase:
 
         begin_us = _us(lambda: self._policy.begin(embedding))
         forecasts = [_us(lambda i=i: self._policy.observe(i, maps[i])) for i in range(store.layers)]  # type: ignore[misc]
-        ahead = max(1, store.layers - 1 - DISTANCE)  # layers that have one to forecast
+        ahead = max(1, store.layers - 1 - DISTANCE)  # layers with one to forecast
 
         search = MapSearch(store, self._sketch(embedding))
 
@@ -181,14 +177,14 @@ class StoreCase:
 
 
 def softmax(random: np.random.Generator, *shape: int) -> np.ndarray:
-    """Router probabilities as of random logits, float32."""
+    """Router probabilities of random logits, float32."""
     raw = np.exp(2 * random.standard_normal(shape, np.float32))
     raw /= raw.sum(axis=-1, keepdims=True)
     return raw
 
 
 def random_maps(random: np.random.Generator, store: Any) -> dict[str, np.ndarray]:
-    """As many as an `ExpertMapStore` holds."""
+    """As many maps as an `ExpertMapStore` holds."""
     from ....actors.policies.fmoe.maps import unit_rows
 
     return {
@@ -205,7 +201,7 @@ def _us(work: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def _map_stores() -> Iterator[Ask]:
-    """Searches and updates stores of expert maps. A store is built when its case comes first, and stays."""
+    """Search and update stores of expert maps; each is built for its first case, and stays."""
     cases: dict[str, StoreCase] = {}
 
     def ask(case: dict[str, Any]) -> dict[str, Any]:

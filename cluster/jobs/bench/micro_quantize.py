@@ -1,4 +1,4 @@
-"""Micro-benchmark `quantize`: error of a quantized expert's output, GPTQ against quantizers that see no inputs."""
+"""Micro-benchmark `quantize`: error of a quantized expert's output, GPTQ against quantizers without inputs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from .micro import Quantize
 
 WIDTHS, GROUP = (1, 2, 3, 4, 8), 64
-ROWS = 1024  # held-out rows of an expert that are used, evenly spaced
+ROWS = 1024  # held-out rows of an expert, evenly spaced
 MIN_SHARE, MIN_MONOTONE = 0.95, 0.98
 
-Dequantize = Callable[[Any, int], Any]  # weights float32 [N, I], bits -> what is left of them, the same shape
+Dequantize = Callable[[Any, int], Any]  # weights float32 [N, I], bits -> dequantized weights, the same shape
 
 
 def quantize(options: Quantize, progress: Progress | None) -> Report:
     """Mean squared error of whole experts' outputs on held-out inputs, for every expert and width.
 
-    The inputs are those that the router sends to each expert on the model's held-out passages, which calibration has
-    not seen. Compared: the store's GPTQ replicas; round-to-nearest with least squares scales (what the fallback uses),
-    and with plain minimum and maximum; torchao's affine quantization and HQQ where they are installed.
+    The inputs are those that the router sends to each expert on the model's held-out passages. Compared: the store's
+    GPTQ replicas; round-to-nearest with least squares scales (the fallback), and with plain minimum and maximum;
+    torchao's affine quantization and HQQ where installed.
 
-    Bars: GPTQ's error below each other's for at least 95% of experts at every width (HQQ and torchao where installed),
-    and falling with the width for at least 98% of experts.
+    Bars: GPTQ's error below each other's for at least 95% of experts at every width, and falling with the width for at
+    least 98% of experts.
 
     Raises:
         CheckpointError: the model ships no held-out text.
@@ -123,7 +123,7 @@ def _each(dequantize: Dequantize, matrices: Any, bits: int) -> Any:
 
 
 def _quantizers() -> dict[str, Dequantize]:
-    """What GPTQ is compared with: our own round-to-nearest, and what of torchao and HQQ is installed."""
+    """Our own round-to-nearest, and torchao and HQQ where installed."""
     from ....kernels.quantize import round_to_nearest
 
     found: dict[str, Dequantize] = {
@@ -142,7 +142,7 @@ def _quantizers() -> dict[str, Dequantize]:
 
 
 def _torchao(primitives: Any) -> Dequantize:
-    """Asymmetric affine quantization with minimum and maximum, as torchao's weight-only configurations choose it."""
+    """Asymmetric affine quantization with minimum and maximum, as in torchao's weight-only configurations."""
     import torch
 
     def dequantize(w: Any, bits: int) -> Any:

@@ -1,6 +1,6 @@
 """Micro-benchmarks that serve requests in this process: `overhead`, `prefetch` and `scale`.
 
-All cases of a benchmark answer the same prompts and must give the same tokens.
+All cases of a benchmark answer the same prompts, and must give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
 
 
 class _SameTokens:
-    """The tokens of each group of prompts: those of the case that ran it first."""
+    """The tokens of each group of prompts, by the case that ran it first."""
 
     def __init__(self, first: str) -> None:
         self._first = first
         self._tokens: dict[int, list[list[int]]] = {}
 
     def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
-        """Raises RuntimeFailure: this case gives other tokens."""
+        """Raise RuntimeFailure if this case gives other tokens."""
         if self._tokens.setdefault(group, tokens) != tokens:
             raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
 
@@ -51,8 +51,7 @@ class _SameTokens:
 def overhead(options: Overhead, progress: Progress | None) -> Report:
     """Decode time per token with all experts resident, against transformers' continuous batching.
 
-    The reference is the unmodified model under the same manager with whichever of its experts implementations
-    has the lowest median in this run.
+    The reference is the unmodified model under the same manager, with its fastest experts implementation in this run.
 
     Bars: ratio of medians <= 1.0 at batch 1 and at batch 8.
 
@@ -73,7 +72,7 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
 
         return Case(name, run)
 
-    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+    with ExitStack() as stack:  # an open worker keeps the process alive
         worker = stack.enter_context(closing(start_worker(config)))
         submits: dict[str, Submit] = {OURS: worker.submit}
         for name in REFERENCES:
@@ -91,17 +90,14 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
         for batch in BATCHES:
             run = partial(serve, worker.submit, prompts[:batch], max_tokens)
             rows = rows_of({OURS: host_measures(worker.engine, run, batch)}, batch=batch)
-            report.rows += [row | {"values": ()} for row in rows]  # of thousands of passes the range tells enough
+            report.rows += [row | {"values": ()} for row in rows]  # thousands of passes: the range suffices
     return report
 
 
 def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
     """A layer's decode pass of so many tokens on the host: microseconds in all and by part, calls on a GPU by kind.
 
-    The parts are of a run of their own, which timing them makes slower.
-
-    Args:
-        run: sends requests and waits for them.
+    `run` sends requests and waits for them; once for the total, once for the parts, whose timing slows it.
     """
     from ....actors.engine.model.profile import KERNEL_PARTS, PARTS, device_calls, host_passes
 
@@ -127,7 +123,7 @@ def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[s
 def prefetch(options: Prefetch, progress: Progress | None) -> Report:
     """Blocked I/O seconds of one request at a time, with and without prefetch, on the same prompts.
 
-    Each repetition goes on with the cache that the one before it left.
+    Each repetition continues with the cache of the previous one.
 
     Bar: next-gate's median blocked I/O <= 0.8 of on-demand's.
 
@@ -178,10 +174,7 @@ def prefetch(options: Prefetch, progress: Progress | None) -> Report:
 
 @dataclass(frozen=True)
 class Variant:
-    """A case of `scale`: how many GPUs, and of which budget each.
-
-    equal: what does not grow with the GPUs: the budget of each ("per-GPU"), or that of all together ("total").
-    """
+    """A case of `scale`: the GPUs, and the budget that equals one GPU's, of each ("per-GPU") or of all ("total")."""
 
     gpus: int
     equal: str
@@ -210,25 +203,23 @@ _SHOWN = (
 def scale(options: Scale, progress: Progress | None) -> Report:
     """Decode throughput, load per GPU and time lost to copies, at equal total and at equal per-GPU budget.
 
-    Each GPU is a process with its own slots and its own link. Every round takes other held-out prompts, the same for
-    all cases, and goes on with the caches that the round before it left. Where the text has fewer prompts than the
-    rounds take, it starts again. Times are compared within a round. Bytes of a GPU are added up over rounds: which
-    experts a few prompts ask for is chance, and so is the balance over a few prompts.
+    Each GPU is a process with its own slots and its own link. Every round takes other held-out prompts (from the start
+    again when they run out), the same for all cases, and continues with the caches of the previous round. Times are
+    compared within a round; bytes of a GPU are summed over rounds, because a few prompts are unbalanced by chance.
 
-    The time that copies take from a forward is given twice. In each layer the GPUs wait for their copies side by side,
-    and the forward goes on when the one that waited longest is done: `io_path_s` adds up the longest wait of each
-    layer, wall-clock. `link_path_s` adds up the longest time that a link was busy with the layer's copies, by the
-    emulated links' own clock: what is lost if no process waits for a core and nothing is computed meanwhile. Copies of
-    an earlier prefetch are in neither or in both; on demand, the two are about the same copies.
+    The time that copies take from a forward is given twice. In each layer the GPUs wait for their copies in parallel:
+    `io_path_s` sums the longest wait of each layer, by wall-clock; `link_path_s` sums the longest time that a link was
+    busy with the layer's copies, by the emulated links' own clock, as if cores were free and nothing overlapped. Copies
+    of an earlier prefetch are in neither or in both; on demand, both cover the same copies.
 
-    CPU stand-ins share the machine's cores: with fewer cores than GPUs, tokens per second say little of scaling.
-    Bytes, hits and the links' own clock do.
+    CPU stand-ins share the machine's cores: with fewer cores than GPUs, tokens per second say little of scaling. Bytes,
+    hits and the links' own clock do.
 
     Bars, for every batch size: bytes loaded by the busiest GPU <= 1.1 of those by the idlest, for every number of GPUs;
     `io_path_s` of one GPU >= 1.7 of that of two at equal per-GPU budget (median of the rounds' ratios).
 
     Raises:
-        RuntimeFailure: the tokens differ. ConfigError, BudgetError: the policy or the budget is of no use.
+        RuntimeFailure: the tokens differ. ConfigError, BudgetError: the policy or the budget is not usable.
     """
     prompt_tokens, max_tokens = 48, 24
     batches = tuple(dict.fromkeys(options.batch))
@@ -273,7 +264,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
 
 
 def rounds(options: Scale, batch: int) -> int:
-    """Rounds of `scale` that count, of `batch` prompts each."""
+    """Counted rounds of `scale`, of `batch` prompts each."""
     return max(options.repeats, math.ceil(options.prompts / batch))
 
 
@@ -309,9 +300,9 @@ def _shard_measures(worker: Any, before: Sequence[dict[str, Any]]) -> Measures:
 
 
 def scale_row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
-    """Medians over rounds; what is per GPU is the sum over rounds; `spread` has the rounds themselves.
+    """Medians over rounds; sums over rounds of values per GPU; all rounds in `spread`.
 
-    `..._max_min`: of the busiest GPU over that of the idlest. `..._gain`: one GPU's over this case's.
+    `..._max_min`: of the busiest GPU over the idlest. `..._gain`: one GPU's over this case's.
     """
     spreads = found[variant.name]
     loaded, needed = _per_gpu(spreads, "bytes_loaded"), _per_gpu(spreads, "needed")
@@ -330,7 +321,6 @@ def scale_row(batch: int, variant: Variant, found: Found) -> dict[str, Any]:
 
 
 def scale_bars(batch: int, found: Found) -> list[Bar]:
-    """The bars of one batch size."""
     bars = []
     for v in VARIANTS[1:]:
         loaded = _per_gpu(found[v.name], "bytes_loaded")
@@ -346,7 +336,7 @@ def _per_gpu(spreads: Mapping[str, Spread], measure: str) -> list[float]:
 
 
 def _gain(found: Found, variant: Variant, measure: str) -> float:
-    """One GPU's over this case's: the median of the rounds' ratios; not a number where there is nothing to compare."""
+    """One GPU's over this case's, the median of the rounds' ratios, or NaN."""
     pairs = zip(found[VARIANTS[0].name][measure].values, found[variant.name][measure].values, strict=True)
     ratios = [ratio(one, this) for one, this in pairs]
     return math.nan if any(map(math.isnan, ratios)) else statistics.median(ratios)

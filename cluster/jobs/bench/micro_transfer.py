@@ -1,9 +1,8 @@
-"""Micro-benchmark `transfer`: experts out of another node's store, over our channel and as Ray objects, side by side.
+"""Micro-benchmark `transfer`: experts from another node's store, over our channel and as Ray objects, side by side.
 
-One `StoreWorker` serves both ways at once: an actor on the second of two Ray nodes of this machine, whose objects
-travel to the first one's object store before they are read, and whose channel server is asked over gRPC, as from
-another host. They are read as a worker's loader reads them (`engine.sources`): small experts share requests, two
-requests are under way. Every answer is compared with the file, byte by byte, outside of what is timed.
+One `StoreWorker`, an actor on the second of two Ray nodes of this machine, serves both ways: its objects travel to the
+first node's object store, and its channel answers over gRPC, as from another host. They are read as a worker's loader
+reads them (`engine.sources`). Every answer is compared with the file, outside the timed part.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from ...scratch import Scratch
 from ..prepare.writer import write_file, write_tensors
 from .metrics import Case, Measures, Report, interleaved, rows_of
 
-if "ray" not in sys.modules:  # which reads it once, when it is imported
+if "ray" not in sys.modules:  # Ray reads it once, at its import
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
@@ -68,7 +67,7 @@ Way = Literal["grpc", "ray"]
 
 @dataclass(frozen=True)
 class Model:
-    """Whose experts: `experts` of hidden x intermediate each, in bfloat16; a batch is `batch` of them."""
+    """`experts` experts of hidden x intermediate each, in bfloat16; a batch is `batch` of them."""
 
     name: str
     hidden: int
@@ -91,7 +90,7 @@ MODELS = (
 
 
 class ForgetfulStore(StoreWorker):
-    """A store whose Ray objects can be thrown away, so that each reading begins with none, or with all put before."""
+    """A store whose Ray objects can be dropped, so that each reading begins with none, or with all put before."""
 
     def forget(self) -> None:
         self._refs.clear()
@@ -103,11 +102,11 @@ class ForgetfulStore(StoreWorker):
 def transfer(options: Transfer, progress: Progress | None) -> Report:
     """Milliseconds and GB/s (1e9 bytes) per reading: one expert, or a batch of experts of one layer.
 
-    memcpy: the same bytes copied within this process. grpc: over our channel. ray: an actor call for refs,
-    the experts put into the store's object store, then `ray.get`; put before: as if the store had put them earlier.
+    memcpy: the same bytes copied within this process. grpc: over our channel. ray: an actor call for refs, the experts
+    put into the store's object store, then `ray.get`; put before: the experts are there already.
 
     Raises:
-        RuntimeFailure: the bytes that came are not those of the file, or Ray did not start.
+        RuntimeFailure: the received bytes differ from the file, or Ray did not start.
     """
     models = {m.name: {"expert_bytes": m.shape.nbytes(2), "batch": m.batch} for m in MODELS}
     settings = options.settings(models=models)
@@ -127,7 +126,7 @@ def transfer(options: Transfer, progress: Progress | None) -> Report:
 def _cases(
     model: Model, store: Path, actor: str, other: Callable[..., Any], stack: contextlib.ExitStack
 ) -> list[Case]:
-    """Every way to read one expert and a batch of a model. stack: ends the connections."""
+    """Every way to read one expert and a batch of a model; `stack` ends the connections."""
     opened = ExpertStore(store, "stamp")
     nbytes = model.shape.nbytes(2)
     worker = other(
@@ -185,14 +184,10 @@ def _cases(
 
 
 def check_bytes(found: Sequence[Tensors], experts: Sequence[int], layer: Sequence[torch.Tensor]) -> None:
-    """Whether what arrived is what the file holds, as 16-bit patterns.
-
-    Args:
-        found: the tensors of each of `experts`.
-        layer: those of the file [E, ...].
+    """Compare received tensors of `experts` with those of the file [E, ...], as 16-bit patterns.
 
     Raises:
-        RuntimeFailure: it is not.
+        RuntimeFailure: they differ.
     """
     for e, arrays in zip(experts, found, strict=True):
         if not all(torch.equal(a.view(torch.int16), t[e]) for a, t in zip(arrays, layer, strict=True)):
@@ -218,7 +213,7 @@ def write_store(model: Model, folder: Path) -> Path:
         extras=(FileRecord(file="config.json", nbytes=len(config), sha256=digest),), source=(),
     )  # fmt: skip
     write_file(folder / MANIFEST_NAME, manifest.encode())
-    ExpertStore(folder)  # hashed once; every opening after it goes by the stamps
+    ExpertStore(folder)  # hashes it once; later openings go by the stamps
     return folder
 
 
@@ -233,8 +228,8 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint
 def _two_nodes(object_store_bytes: int) -> Iterator[Callable[..., Any]]:
     """A Ray of two nodes on this machine, each with an object store of so many bytes; this process joins the first.
 
-    What one node puts travels to the other as between hosts, through the loopback interface. A Ray that runs already
-    is neither asked nor changed; all processes and files lie below one scratch folder and go with it.
+    Objects travel between the nodes as between hosts, over the loopback interface. A Ray that runs already is not used;
+    all processes and files lie below one scratch folder and go with it.
 
     Yields:
         other(plain class, name, *args): an actor of it on the other node, reachable by that name.
@@ -277,7 +272,7 @@ def _start_node(scratch: Scratch, more: list[str], object_store_bytes: int) -> N
     ]  # fmt: skip
     environment = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # this process's
     log = scratch.path / "start.log"
-    with log.open("w") as output:  # a file: Ray's servers inherit it, and a pipe would never end
+    with log.open("w") as output:  # a file: Ray's servers inherit it, and would hold a pipe open
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=_START_S, check=False)
     if done.returncode != 0:
         last = (log.read_text().strip().splitlines() or ["it printed nothing"])[-1]

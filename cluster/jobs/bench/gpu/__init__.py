@@ -3,7 +3,6 @@
     run.sh -> packages, build (C++ in place) -> job: one child process per part, most important first, each with a time
     limit -> gpu.json and gpu.md, written anew after every part
 
-A part is a process of its own: a crash or a hang of one, which on a GPU takes the whole context along, leaves the
-others alone, and what a part has measured until then is kept. Nothing here needs Ray, a network or files but the
-repository's own.
+A crash or a hang of a part, which takes the GPU context along, costs neither the other parts nor its own rows so far.
+Nothing needs Ray, a network or files beyond the repository.
 """

@@ -1,8 +1,7 @@
-"""What a run needs before the package can be imported: the packages, and the C++ extensions compiled in place.
+"""The packages and compiled C++ extensions that a run needs before the package can be imported.
 
-A plain script of the standard library, run by `run.sh`. It compiles what setup.py names, all files side by side, and
-installs nothing. `setup.py build_ext --inplace` gives the same, one file after another and only where setuptools is new
-enough for pyproject.toml; this needs nothing but g++ and Python's headers.
+A plain script of the standard library, run by `run.sh`. It compiles what setup.py names, in parallel and in place, with
+g++ and Python's headers alone; `setup.py build_ext --inplace` is slower and needs a new setuptools.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# module: what pip calls it. Ray, typer, FastAPI and matplotlib are not among them.
+# module: name for pip. Ray, typer, FastAPI and matplotlib are not needed.
 NEEDED = {
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
@@ -33,7 +32,7 @@ USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pyte
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported; nothing is."""
+    """Whether a module can be imported, without an import."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):  # the package around it is missing
@@ -41,12 +40,12 @@ def installed(module: str) -> bool:
 
 
 def missing(modules: dict[str, str]) -> list[str]:
-    """What pip calls those that are not there."""
+    """The pip names of the modules that are not installed."""
     return [name for module, name in modules.items() if not installed(module)]
 
 
 def package_versions(modules: dict[str, str]) -> dict[str, str]:
-    """Of those that are there."""
+    """The versions of the installed ones."""
     found = {}
     for module, name in modules.items():
         if installed(module):
@@ -59,7 +58,7 @@ def package_versions(modules: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Extension:
-    """What setup.py says of one; the names are those of setuptools."""
+    """An extension of setup.py, with setuptools' names."""
 
     name: str
     sources: Sequence[str]
@@ -69,12 +68,12 @@ class Extension:
     language: str = "c++"
 
     def file(self, root: Path) -> Path:
-        """Where it goes: beside the package's own files; the first part of its name is the clone itself."""
+        """The compiled file in the clone, the first part of whose name is the package itself."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         return root.joinpath(*self.name.split(".")[1:]).with_suffix(suffix)
 
     def stale(self, root: Path) -> bool:
-        """Whether it is missing or older than a source."""
+        """Whether the file is missing or older than a source."""
         file = self.file(root)
         if not file.exists():
             return True
@@ -83,7 +82,7 @@ class Extension:
 
 
 def extensions(root: Path) -> list[Extension]:
-    """What setup.py would build; setuptools is not asked."""
+    """The extensions that setup.py names, without setuptools."""
     asked: dict[str, Any] = {}
     stand_in = types.ModuleType("setuptools")
     stand_in.Extension, stand_in.setup = Extension, asked.update  # type: ignore[attr-defined]
@@ -94,7 +93,7 @@ def extensions(root: Path) -> list[Extension]:
 
 
 def build(root: Path, scratch: Path) -> list[Path]:
-    """Compile the extensions that are older than their sources; the files.
+    """Compile the extensions that are older than their sources; return their files.
 
     Raises:
         RuntimeError: there is no compiler, or it refused a file; the message is the compiler's.
@@ -133,29 +132,30 @@ def _run(command: list[str]) -> None:
 
 
 def main(root: Path) -> int:
-    """0 when the packages are there and the extensions are built; else say what to do, and 1."""
+    """0 when the packages are there and the extensions are built; else report what to do, and return 1."""
     if lacking := missing(NEEDED):
-        _say(f"missing packages: {', '.join(lacking)}")
-        _say(f"  with a network:    {sys.executable} -m pip install {' '.join(lacking)}")
-        _say("  without one:       see docs/gpu.md, 'What it needs'")
+        say(f"missing packages: {', '.join(lacking)}")
+        say(f"  with a network:    {sys.executable} -m pip install {' '.join(lacking)}")
+        say("  without one:       see docs/gpu.md, 'What it needs'")
         return 1
     for name in missing(USED_IF_THERE):
-        _say(f"{name} is not installed: what needs it is left out and said on the page")
-    _say("building the C++ extensions ...")
+        say(f"{name} is not installed: what needs it is left out and said on the page")
+    say("building the C++ extensions ...")
     try:
         for file in build(root, root / "build" / f"gpu-{sys.implementation.cache_tag}"):
-            _say(f"built {file.name}")
+            say(f"built {file.name}")
     except RuntimeError as error:
         log = root / "build/gpu-build.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text(str(error), encoding="utf-8")
-        _say("\n".join(str(error).splitlines()[-20:]))
-        _say(f"the C++ extensions did not build ({log}): g++ with C++17 and Python's headers are needed")
+        say("\n".join(str(error).splitlines()[-20:]))
+        say(f"the C++ extensions did not build ({log}): g++ with C++17 and Python's headers are needed")
         return 1
     return 0
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line for the user, on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""Part `tests`: the tests that need a GPU, and those of kernels that are interpreted where there is none.
+"""Part `tests`: the tests that need a GPU, and the kernels' tests that run interpreted elsewhere.
 
-Each file is a pytest process of its own, all side by side: a fault on the GPU ends one file and not the others.
+Each file is a pytest process of its own, in parallel: a fault on the GPU ends only one file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from .build import installed
 from .job import Context, Record, end
 
-_RESERVE_S = 5.0  # of the part's time, to write down the results
+_RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
 
 Counts = dict[str, int]
@@ -23,7 +23,7 @@ Failures = list[dict[str, str]]
 
 
 def run(context: Context, record: Record) -> None:
-    """Run them; counts, and what failed."""
+    """Run the tests; record counts and failures."""
     if not installed("pytest"):
         record.note("the tests did not run: pytest is not installed")
         record.check("tests ran", 0, ">=", 1, always=True)
@@ -53,7 +53,7 @@ def run(context: Context, record: Record) -> None:
 
 
 def targets(context: Context) -> list[str]:
-    """What pytest is given: each file that needs a GPU; the kernels' as one."""
+    """The arguments of pytest: each file that needs a GPU; the kernels' as one."""
     files = sorted(path.relative_to(context.root) for path in (context.root / "tests/cuda").glob("test_*.py"))
     rest = ["tests/unit/test_bench_gpu_locality.py"] if context.toy else ["tests/kernels"]
     return [str(file) for file in files] + rest
@@ -62,7 +62,7 @@ def targets(context: Context) -> list[str]:
 def _finish(
     target: str, process: subprocess.Popen[bytes], report: Path, log: Path, context: Context, record: Record
 ) -> None:
-    """Wait for one of them, as long as there is time. One that did not end by itself, or left no report, has failed."""
+    """Wait for a process while time is left. One that was cut off, or left no report, has failed."""
     cut_off = False
     try:
         process.wait(max(1.0, context.left_s - _RESERVE_S))
@@ -104,7 +104,7 @@ def read_report(report: Path) -> tuple[Counts, Failures]:
 
 
 def read_progress(printed: str) -> tuple[Counts, Failures]:
-    """What the progress lines of a run that was cut off tell: a character for each test."""
+    """Counts from the progress lines of a run that was cut off: one character a test."""
     marks = "".join(re.findall(r"^([.FEsx]+)(?:\s+\[ *\d+%\])?$", printed, re.MULTILINE))
     counts = {"passed": marks.count("."), "failed": marks.count("F"), "errors": marks.count("E")}
     return counts | {"skipped": marks.count("s")}, [{"test": "(cut off)", "why": printed[-_SHOWN:]}] if printed else []

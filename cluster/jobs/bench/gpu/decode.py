@@ -3,9 +3,8 @@
     locality of the default model -> trace for this shape -> replayed in every case alike
     each case: prefill, warm tokens, then [ours, all-resident transformers] x 5 in turn
 
-Part `host`: what one MoE layer costs the host in decode, what that consists of, and which kernels were chosen. A few
-layers of a real shape do: the time of a layer does not depend on how many there are. Routing is replayed inside the
-experts' operator there, so that the dense part around it can be compiled.
+Part `host`: the host time of one MoE layer in decode, by component, and the chosen kernels. A few layers of a real
+shape suffice. Routing is replayed inside the experts' operator there, so that the dense part can be compiled.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 GOALS = {0.5: 0.8, 0.1: 0.65}
 OURS = "tiermoe"
 PROMPT, WARM, TOKENS, SLOW_TOKENS, REPEATS = 16, 24, 8, 3, 5
-_SLOW_S = 0.06  # a token that takes longer is measured in shorter pieces
-_FIRST_S = 5.0  # what a case takes, as long as none has shown it
+_SLOW_S = 0.06  # a slower token is measured in shorter pieces
+_FIRST_S = 5.0  # estimate of a case before any has run
 _OFFLOAD_TOKENS = 2
 _OFFLOAD_S = 12.0  # reserved for it at the end
 
@@ -61,18 +60,16 @@ HOST_CASES: tuple[tuple[str, float, CompileMode], ...] = (
     ("all-resident", 1.0, "graphs"), ("next-gate", 0.5, "graphs"),
 )  # fmt: skip
 HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
-_CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` that has less time left is not begun
+_CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` with less time left does not start
 LIMIT_US = 150.0
-AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal there, a check elsewhere
+AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal, not a check
 
 
 class Session:
-    """One sequence on one model through transformers' own forward and cache: batch 1, greedy.
+    """One sequence on one model through transformers' own forward and cache: batch 1, greedy; the host reads each
+    token.
 
-    Each token is read by the host, as a server does that streams it.
-
-    Args:
-        engine: told of each forward; None for a model that runs its experts itself.
+    Without `engine`, the model runs its experts itself.
     """
 
     def __init__(self, model: Any, replay: Replay, context: Context, name: str, engine: Any = None) -> None:
@@ -83,7 +80,6 @@ class Session:
         self.position = 0
 
     def prefill(self, prompt: list[int]) -> None:
-        """Run the prompt."""
         self._next = self._forward(torch.tensor([prompt], device=self._context.device), decode=False)
 
     def decode(self, tokens: int) -> float:
@@ -96,7 +92,6 @@ class Session:
         return (time.perf_counter() - begin_s) / tokens
 
     def end(self) -> None:
-        """The sequence is over."""
         self._cache = None
         if self._engine is not None:
             self._engine.end_sequence(self._name)
@@ -115,7 +110,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases of one shape share: experts in host memory, a model around them, the routing that is replayed."""
+    """The common state of the cases of one shape: experts in host memory, a model around them, the replayed routing."""
 
     context: Context
     record: Record
@@ -137,16 +132,17 @@ class Bench:
         return Bench(context, record, shape, built, host, replay)
 
     def session(self, name: str, engine: ExpertEngine | None = None) -> Session:
-        """A new sequence, with its prompt run."""
+        """A new sequence after its prompt."""
         made = Session(self.built.model, self.replay, self.context, name, engine)
         made.prefill([(7 * i + 1) % 200 for i in range(PROMPT)])
         return made
 
     @contextmanager
     def engine(self, preset: str, budget: float, near_data: NearData) -> Iterator[ExpertEngine]:
-        """An engine without a store, with a matcher and the NDP worker where the preset uses them.
+        """An engine without a store, with the replay's routers, and a matcher and the NDP worker if the preset uses
+        them.
 
-        Its routers are the replay's. `near_data` outlives it, unless something fails.
+        `near_data` outlives it unless something fails.
 
         Raises:
             TierMoeError: the preset does not work with that budget or model.
@@ -191,14 +187,14 @@ class Bench:
 
 
 def free_memory(context: Context) -> None:
-    """Give back the device memory of what was dropped."""
+    """Free the device memory of dropped objects."""
     gc.collect()
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def run(context: Context, record: Record, name: str) -> None:
-    """All cases of one shape, as far as time allows."""
+    """Run all cases of one shape, as far as time allows."""
     shape = (TOY if context.toy else REAL)[name]
     torch.set_num_threads(1)
     begin_s = time.monotonic()
@@ -234,7 +230,7 @@ def run(context: Context, record: Record, name: str) -> None:
 def _trace(
     context: Context, shape: RealShape, trace_tokens: int, layers: int, seed: int, **recorded: int
 ) -> tuple[Locality, Stickiness, RoutingTrace]:
-    """A trace for this shape, after the default model's routing; what that is like and how it was fitted."""
+    """A trace for this shape, after the default model's routing; that locality, and its fit."""
     locality, recorded_layers = record_locality(context.device, **recorded)
     sticky = fit(locality, recorded_layers)
     trace = draw(locality, sticky.share, sticky.decay, trace_tokens, layers, shape.experts, shape.top_k, seed)
@@ -263,13 +259,13 @@ def _references(bench: Bench) -> str:
 
 
 def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> None:
-    """Presets by budget, the most telling first; what time does not allow is said."""
+    """Run presets by budget, the most important first; note those without time."""
     context, record = bench.context, bench.record
     best: dict[float, tuple[float, str]] = {}
     skipped: list[str] = []
     budgets: Sequence[float] = (0.5, 1.0) if context.toy else BUDGETS
     took_s: list[float] = []
-    reserve_s = 4.0 if context.toy or _offload_problem() is not None else _OFFLOAD_S
+    reserve_s = 4.0 if context.toy or find_spec("accelerate") is None else _OFFLOAD_S
     for budget in budgets:
         for preset in ((ALL, *PRESETS) if budget == 1.0 else PRESETS):
             case = f"{bench.shape.name}, {preset} at {budget:g}"
@@ -283,8 +279,8 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
             except (TierMoeError, torch.OutOfMemoryError) as error:
                 record.note(f"{case}: {str(error)[:400]}")
                 continue
-            except Exception as error:  # the other cases are measured all the same; this one fails the run
-                if "CUDA error" in str(error):  # the context is gone, and with it every later case
+            except Exception as error:  # fails the run; the other cases still run
+                if "CUDA error" in str(error):  # the context is gone, for every later case too
                     raise
                 record.note(f"{case} failed: {''.join(traceback.format_exception(error)[-3:])[-700:]}")
                 record.check(f"{case}: ran", 0, ">=", 1, always=True)
@@ -345,7 +341,7 @@ def _case(
 
 
 def _counted(bench: Bench, engine: ExpertEngine, tokens: int, peaks: Peaks) -> dict[str, Any]:
-    """Counters per token, and the floor that they imply: bytes over the link, weights over the device's memory."""
+    """Counters per token, and the implied floor: bytes over the link, weights over the device's memory."""
     stats = engine.stats()
     total = stats.total()
     loaded = total.bytes_loaded / tokens
@@ -362,7 +358,7 @@ def _counted(bench: Bench, engine: ExpertEngine, tokens: int, peaks: Peaks) -> d
 
 
 def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
-    """Of the calls to the NDP worker: what the compute waited, what its kernels took, the rest of the round trip."""
+    """Of the calls to the NDP worker: the compute's wait, the kernels' time, and counts."""
     total, layers = engine.stats().total(), len(engine.stats().layers)
     calls = max(1, total.ndp_calls)
     return {
@@ -375,15 +371,11 @@ def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _offload_problem() -> str | None:
-    """Why accelerate's offload cannot be measured; None: it can."""
-    return None if find_spec("accelerate") is not None else "accelerate is not installed"
-
 
 def _offload(bench: Bench, reference: str) -> None:
-    """accelerate's offload of the experts, for a few tokens: the common way to run what does not fit."""
+    """Measure accelerate's offload of the experts, the common way to run a model that does not fit."""
     context, record = bench.context, bench.record
-    problem = _offload_problem()
+    problem = "accelerate is not installed" if find_spec("accelerate") is None else None
     if problem is None and context.left_s < _OFFLOAD_S / 2:
         problem = "no time was left"
     if problem is not None:
@@ -405,9 +397,8 @@ def _offload(bench: Bench, reference: str) -> None:
 def _offloaded(bench: Bench) -> Iterator[None]:
     """Experts in host memory under accelerate's own hooks; their parameters are on meta before and after.
 
-    The weights that its hooks copy, whole layers at a time, are views of our pinned experts (random numbers fit any
-    layout), so it needs no memory beside, and its copies run at the speed of pinned memory, better than those of
-    `cpu_offload`, which keeps pageable ones.
+    The hooks copy whole layers from views of our pinned experts (random numbers fit any layout): faster than the
+    pageable copies of `cpu_offload`, and without further memory.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
@@ -427,7 +418,7 @@ def _offloaded(bench: Bench) -> Iterator[None]:
 
 
 def host(context: Context, record: Record) -> None:
-    """Mixtral's kernels, then Qwen's shape in full: compiling, which may take long, comes last."""
+    """Mixtral's kernels, then Qwen's shape in full; the compiled cases, which may take long, come last."""
     torch.set_num_threads(1)
     for name, cases in (("mixtral", HOST_CASES[:1]), ("qwen", HOST_CASES)):
         shape = (TOY if context.toy else REAL)[name]
@@ -500,18 +491,18 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
 
 
 def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
-    """What was measured of each kernel at start, and which of them runs."""
+    """Record each kernel's measurements at start, and the chosen ones."""
     for measured in plan.times:
         chosen = plan.chosen[measured.row_class] == measured.kernel
         record.row("kernel", shape=shape, chosen=chosen, **asdict(measured))
 
 
 def _device_calls(engine: ExpertEngine, session: Session, context: Context) -> dict[str, dict[str, float]] | None:
-    """What a layer gives the device: kernels, graphs, copies, waits; inside the experts and in the dense part."""
+    """A layer's calls of the device: kernels, graphs, copies, waits; inside the experts and in the dense part."""
     if context.device.type != "cuda":
         return None
     try:
         found = device_calls(engine, lambda: session.decode(HOST_PROFILED), tokens=1, skip=1)
-    except (ValueError, RuntimeError):  # a profiler that sees nothing is no failure of what it looks at
+    except (ValueError, RuntimeError):  # a profiler without results is no failure of the engine
         return None
     return {"experts": asdict(found.experts), "dense": asdict(found.dense)}

@@ -1,4 +1,4 @@
-"""The runner: parts one after another, each a child with a time limit; findings are merged and written after each."""
+"""The runner: one child with a time limit for each part; results are merged and written after each."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from . import build, page
 Sizes = Literal["real", "toy"]
 ROOT = Path(__file__).resolve().parents[4]  # of the clone
 
-_GRACE_S = 8.0  # of a child past its deadline, to write what it has
+_GRACE_S = 8.0  # of a child past its deadline, to write its results
 _LAST_WORDS = 2000
-_LEAST_S = 5.0  # a part that has less left is not begun
+_LEAST_S = 5.0  # a part with less time left does not start
 _EMPTY: dict[str, Any] = {"rows": [], "checks": [], "goals": [], "notes": []}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One child process. seconds: its limit at real sizes, if earlier parts leave it no more; a toy run has `TOY_S`."""
+    """One child process. seconds: its limit at real sizes unless earlier parts leave it more; a toy run has `TOY_S`."""
 
     name: str
     seconds: float
 
 
-# most important first: a run that is cut off has lost the least
+# most important first, in case the run is cut off
 PARTS = (
     Part("machine", 25), Part("loads", 30), Part("qwen", 90), Part("tests", 130), Part("mixtral", 65),
     Part("host", 35), Part("deepseek", 70), Part("ndp", 20),
@@ -54,12 +54,7 @@ TOTAL_S, TOY_S = 445.0, 300.0  # the build before it takes up to half a minute
 
 @dataclass(frozen=True)
 class Context:
-    """What a part is given.
-
-    Attributes:
-        deadline_s: of `time.monotonic`, by which it should have ended by itself.
-        root: of the clone.
-    """
+    """The arguments of a part: `deadline_s` of `time.monotonic`, `root` of the clone."""
 
     device: torch.device
     sizes: Sizes
@@ -80,17 +75,17 @@ class Context:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def synchronize(self) -> None:
-        """Wait for the device; for clocks, never on a path that is measured as such."""
+        """Wait for the device; only where clocks start and stop."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @dataclass
 class Record:
-    """What a part has found so far, written to its file after every finding.
+    """The results of a part so far, written to its file after every one.
 
-    rows: what was measured, each with its `kind`. checks: they fail the run where they do not hold. goals: they do not.
-    notes: what a reader must know. On the stand-in nothing about speed is judged.
+    rows: measurements, each with its `kind`. checks: limits that must hold. goals: limits that need not hold.
+    notes: sentences. On the stand-in nothing about speed is judged.
     """
 
     part: str
@@ -102,23 +97,22 @@ class Record:
     notes: list[str] = field(default_factory=list)
 
     def row(self, kind: str, **values: Any) -> None:
-        """One more measurement."""
         self.rows.append({"kind": kind} | values)
         self.write()
 
     def note(self, text: str) -> None:
-        """One more sentence; none twice."""
+        """Add a sentence, once."""
         if text not in self.notes:
             self.notes.append(text)
             self.write()
 
     def check(self, name: str, value: float, op: str, limit: float, always: bool = False) -> None:
-        """A limit that must hold. always: on the stand-in too."""
+        """Judge a limit that must hold. always: on the stand-in too."""
         if self.judged or always:
             self._judge(self.checks, Bar(name, float(value), op, limit))
 
     def goal(self, name: str, value: float, op: str, limit: float) -> None:
-        """A limit that is aimed at."""
+        """Judge a limit that need not hold."""
         if self.judged:
             self._judge(self.goals, Bar(name, float(value), op, limit))
 
@@ -127,7 +121,6 @@ class Record:
         self.write()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         found: dict[str, Any] = rounded(
             {"rows": self.rows, "checks": self.checks, "goals": self.goals, "notes": self.notes}
         )
@@ -136,7 +129,7 @@ class Record:
         return found
 
     def write(self) -> None:
-        """Replace the file; whoever reads it finds it whole."""
+        """Replace the file atomically."""
         if self.file is not None:
             write_json(self.file, self.as_dict())
 
@@ -168,7 +161,7 @@ def chosen_parts(names: str) -> tuple[Part, ...]:
 
 
 def runs() -> dict[str, Callable[[Context, Record], None]]:
-    """What each part runs; imported only in the child that runs it."""
+    """The function of each part; imported only in the child that runs it."""
     from . import checks, decode, near_data, transfers
 
     return {
@@ -178,10 +171,10 @@ def runs() -> dict[str, Callable[[Context, Record], None]]:
 
 
 def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_file: Path) -> None:
-    """In a child: one part, whose findings go to `record_file` as they come. An error is kept with what it says.
+    """In a child: run one part, with results and errors in `record_file`.
 
     Args:
-        deadline_s: of `time.monotonic`, which all processes share: importing torch takes of a part's time, too.
+        deadline_s: of `time.monotonic`, which all processes share; importing torch counts.
     """
     record = Record(name, record_file, judged=device != "cpu")
     try:
@@ -196,7 +189,7 @@ def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_fil
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call is to run."""
+    """The options of one run."""
 
     out: Path
     device: str
@@ -206,9 +199,9 @@ class Plan:
 
 
 def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the parts; the document, which lies in gpu.json and on gpu.md all the time.
+    """Run the parts; return the document, which gpu.json and gpu.md show after every part.
 
-    Parts that are not run now keep what an earlier call found on the same device.
+    Parts that do not run now stay as an earlier call on the same device left them.
 
     Raises:
         ConfigError: there is no such device, or the folder cannot be written.
@@ -233,13 +226,13 @@ def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def limit_of(parts: Sequence[Part], left_s: float) -> float:
-    """Seconds that the first of the parts to come may take: its own, and its share of what nobody needs."""
+    """Seconds for the first of the remaining parts: its own, and its share of the spare time."""
     spare_s = max(0.0, left_s - sum(part.seconds for part in parts))
     return min(parts[0].seconds + spare_s / len(parts), left_s)
 
 
 def failures(document: dict[str, Any], parts: Sequence[Part]) -> list[str]:
-    """What failed of these parts: checks that do not hold, and parts that did not come to their end."""
+    """The checks of these parts that do not hold, and the parts that did not end well."""
     out = []
     for part in parts:
         found = document["parts"].get(part.name)
@@ -252,7 +245,7 @@ def failures(document: dict[str, Any], parts: Sequence[Part]) -> list[str]:
 
 
 def read_document(out: Path) -> dict[str, Any] | None:
-    """What an earlier call has left; None: nothing of use."""
+    """The document of an earlier call, if it is usable."""
     found = _read_json(out / "gpu.json")
     return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else None
 
@@ -281,7 +274,7 @@ def _device_name(device: str) -> str:
 
 
 def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
-    """Run one part; what it found, however it ended."""
+    """Run one part; its results, however it ended."""
     begin_s = time.monotonic()
     with TemporaryDirectory() as scratch:
         record, log = Path(scratch) / "record.json", Path(scratch) / "log"
@@ -310,14 +303,14 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a child that leads its own session, and whatever it has started."""
+    """End a child that leads its own session, with its descendants."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _write(out: Path, document: dict[str, Any], say: Callable[[str], None]) -> None:
-    """The data first: a page that cannot be written costs neither them nor the parts that follow."""
+    """Write the data, then the page: a page that cannot be written costs nothing else."""
     write_json(out / "gpu.json", document)
     try:
         page.write(out, ROOT, document)
@@ -326,7 +319,7 @@ def _write(out: Path, document: dict[str, Any], say: Callable[[str], None]) -> N
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options; plain argparse, which every Python has."""
+    """The options, by argparse: typer is not needed."""
     names = ", ".join(part.name for part in PARTS)
     made = argparse.ArgumentParser(prog="bench gpu", description="Checks and measurements on a GPU.")
     made.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of gpu.json and gpu.md")
@@ -342,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every part came to its end and every check holds, 1 when not, 2 where nothing could be begun."""
+    """0: every part ended and every check holds; 1: not so; 2: nothing could start."""
     asked = _parser().parse_args(arguments)
     if asked.part is not None:
         run_part(asked.part, asked.device, asked.sizes, asked.deadline, asked.record)
@@ -352,16 +345,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page.write(asked.out, ROOT, read_document(asked.out))
             return 0
         parts = chosen_parts(asked.parts)
-        document = run_all(Plan(asked.out, asked.device, asked.sizes, parts, asked.seconds), _say)
+        document = run_all(Plan(asked.out, asked.device, asked.sizes, parts, asked.seconds), build.say)
     except TierMoeError as error:
-        _say(str(error))
+        build.say(str(error))
         return 2
     failed = failures(document, parts)
     for name in failed:
-        _say(f"failed: {name}")
-    _say(f"{len(parts)} of {len(PARTS)} parts; see {asked.out / 'gpu.md'}")
+        build.say(f"failed: {name}")
+    build.say(f"{len(parts)} of {len(PARTS)} parts; see {asked.out / 'gpu.md'}")
     return 1 if failed else 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

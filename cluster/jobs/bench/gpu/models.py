@@ -1,7 +1,7 @@
 """The measured models: published shapes, random weights on the device, random experts in host memory.
 
-Hyper-parameters are those of the models' own configuration files: mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B,
-deepseek-ai/DeepSeek-V2-Lite. The toy shapes have the same architectures.
+Hyper-parameters are those of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B and deepseek-ai/DeepSeek-V2-Lite. The
+toy shapes have the same architectures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RealShape:
     Attributes:
         model_type: transformers' name of the architecture.
         layers: decoder layers, `dense_layers` of which have no experts.
-        shrinks: whether fewer layers may be run where memory does not hold all.
+        shrinks: whether fewer layers may run where memory is short.
     """
 
     name: str
@@ -61,13 +61,13 @@ class RealShape:
 
     @property
     def expert(self) -> ExpertShape:
-        """Of one routed expert."""
+        """The shape of a layer's routed experts."""
         return ExpertShape(
             num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2, has_bias=False
         )
 
     def config(self, moe_layers: int) -> Any:
-        """transformers' configuration with so many layers that have experts."""
+        """transformers' configuration with this number of MoE layers."""
         from transformers import AutoConfig
 
         options = self.options | {
@@ -119,7 +119,6 @@ _SMALL: dict[str, Any] = {
 
 
 def _toy(shape: RealShape, layers: int, experts: int, **sizes: int) -> RealShape:
-    """The same architecture in a size that a CPU runs in milliseconds."""
     return RealShape(
         f"toy {shape.name}", shape.model_type, layers, shape.dense_layers, experts, 2, 64, 96,
         shape.options | _SMALL | sizes, shape.shrinks,
@@ -138,7 +137,7 @@ TOY["mixtral"].options["intermediate_size"] = 96
 
 
 def experts_modules(model: Any) -> list[str]:
-    """Names of a model's modules with routed experts, in the order of its layers."""
+    """Names of a model's modules with routed experts, in layer order."""
     return [name for name, module in model.named_modules() if hasattr(module, "has_gate") and hasattr(module, "act_fn")]
 
 
@@ -148,9 +147,9 @@ class RandomModel:
 
     Attributes:
         modules: its experts modules.
-        blocks: what an engine needs of them.
-        dense_bytes: parameters but the routed experts, of which a decode step reads all but the embeddings.
-        read_bytes: of those the ones that a decode step reads.
+        blocks: the same for an engine.
+        dense_bytes: of all parameters but the routed experts.
+        read_bytes: of those that a decode step reads: all but the embeddings.
     """
 
     model: Any
@@ -160,7 +159,6 @@ class RandomModel:
     read_bytes: int
 
     def use(self, implementation: str) -> None:
-        """Run the experts by "tiermoe" or by one of transformers' own implementations."""
         self.model.set_experts_implementation(implementation)
 
     def router_weights(self) -> list[torch.Tensor]:
@@ -180,7 +178,7 @@ class RandomModel:
 
     @contextmanager
     def own_experts(self, device: torch.device, seed: int = 1) -> Iterator[None]:
-        """Random expert parameters on `device`, the model with all experts resident and without us; on meta after."""
+        """Random expert parameters on `device`, for the model with all experts resident, without us; on meta after."""
         generator = torch.Generator(device).manual_seed(seed)
         self._set_experts(device, lambda value: value.normal_(0, 0.02, generator=generator))
         try:
@@ -198,10 +196,10 @@ class RandomModel:
 def build_random_model(
     shape: RealShape, moe_layers: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> RandomModel:
-    """The model of a shape with its experts on meta and everything else random on `device`.
+    """The model of a shape, with its experts on meta and everything else random on `device`.
 
     Raises:
-        UnsupportedModelError: transformers' model is not what the shape says.
+        UnsupportedModelError: transformers' model differs from the shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +217,7 @@ def build_random_model(
     def random(like: torch.Tensor) -> torch.Tensor:
         made = torch.empty(like.shape, dtype=like.dtype, device=device)
         if like.dim() < 2:
-            return made.fill_(1.0)  # norms; biases of attention, which no time depends on
+            return made.fill_(1.0)  # norms, and biases of attention
         return made.normal_(0, 0.02, generator=generator)
 
     inside = set(names)
@@ -247,11 +245,11 @@ _SCALE = 1e-3  # of all replicas, and their offsets
 
 @dataclass
 class HostExperts:
-    """Random experts of a model in pinned host memory, layer by layer: no file, no store, filled in seconds.
+    """Random experts of a model in pinned host memory, layer by layer, without a store.
 
     Attributes:
         layers: as an engine takes them.
-        how: how the memory of each layer was allocated: "registered", "pinned" or "pageable".
+        how: the kind of each layer's memory: "registered", "pinned" or "pageable".
     """
 
     layers: list[LayerWeights] = field(default_factory=list)
@@ -260,7 +258,7 @@ class HostExperts:
     _memory: list[tuple[Any, int | None]] = field(default_factory=list)
 
     def add(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        """One more layer, registered with the GPU where there is one, and filled from there.
+        """Add a layer: registered with the GPU if there is one, and filled from there.
 
         Raises:
             ConfigError: this machine has not enough memory.
@@ -276,7 +274,7 @@ class HostExperts:
         self._memory.append(memory)
 
     def replicas(self, shape: ExpertShape, bits: int, group: int, device: torch.device) -> ReplicaWeights:
-        """Replicas of one width with random codes, in the same kind of memory: a few layers' serve all in turn.
+        """Replicas of one width with random codes, in the same kind of memory; those of a few layers serve all in turn.
 
         Raises:
             ConfigError: this machine has not enough memory.
@@ -298,7 +296,7 @@ class HostExperts:
         self._memory.append(memory)
         _fill(flat, device, seed)
         tensors = []
-        for (dtype, dims), size, start in zip(kinds, sizes, starts, strict=False):  # one start more: the end
+        for (dtype, dims), size, start in zip(kinds, sizes, starts, strict=False):  # the last start is the end
             tensor = flat[start : start + size].view(dtype).view(dims)
             tensors.append(tensor if dtype == torch.uint8 else tensor.fill_(_SCALE))
         return LayerWeights(tuple(tensors))
@@ -308,7 +306,7 @@ class HostExperts:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def close(self) -> None:
-        """Give the memory back. Nothing may use it any more."""
+        """Free the memory. Nothing may use it any more."""
         self.layers.clear()
         self._replicas.clear()
         for _, address in self._memory:
@@ -318,18 +316,18 @@ class HostExperts:
 
 
 def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, str, tuple[Any, Any]]:
-    """A flat tensor in host memory; how it was allocated; its memory and the address that is registered."""
+    """A flat tensor in host memory; its kind; its memory and registered address."""
     if device.type != "cuda":
         return torch.empty(elements, dtype=dtype), "pageable", (None, None)
     nbytes = elements * dtype.itemsize
     try:
-        # private: shared memory has huge pages on few machines only
+        # private: few machines have huge pages for shared memory
         block = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         what = f"{nbytes} bytes of host memory cannot be allocated: {error}"
         raise ConfigError(what, "run a smaller shape") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: registering takes longer
+        with contextlib.suppress(OSError):  # a kernel without huge pages: registering takes longer
             block.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to register
     flat = torch.frombuffer(block, dtype=dtype, count=elements)
     threads = torch.get_num_threads()
@@ -347,7 +345,7 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
-    """Random numbers of an expert's scale, or bytes; one block over and over, since no time depends on the values."""
+    """Random numbers of an expert's scale, or bytes: one block, repeated."""
     generator = torch.Generator(device).manual_seed(seed)
     block = torch.empty(min(flat.numel(), 64 << 20), dtype=flat.dtype, device=device)
     if flat.dtype == torch.uint8:
@@ -360,8 +358,8 @@ def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
 
 
 _HOST_SHARE, _GPU_SHARE = 0.75, 0.85
-_SHRUNK_SHARE = 0.65  # of the GPU, where layers can be left out: batched_mm gathers copies of what a prompt uses
-_MOST_LAYERS = 16  # of a shape that may shrink: more would take the time of the other parts
+_SHRUNK_SHARE = 0.65  # of the GPU, for shapes that shrink: batched_mm copies the experts of a prompt
+_MOST_LAYERS = 16  # of a shape that shrinks, for the time of the other parts
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -369,7 +367,7 @@ _CGROUPS = (
 
 
 def host_free_bytes() -> int:
-    """Memory that this process may still take: of the machine, and of the control group around it."""
+    """Memory that this process may still allocate: of the machine, and of the control group around it."""
     free = int(psutil.virtual_memory().available)
     for limit, usage in _CGROUPS:
         try:
@@ -381,7 +379,7 @@ def host_free_bytes() -> int:
 
 
 def moe_layers(shape: RealShape, context: Context) -> int:
-    """MoE layers to run: all, or of a shape that shrinks as many as memory holds.
+    """The number of MoE layers to run: all, or as many as memory holds of a shape that shrinks.
 
     Host memory has the experts once; the GPU's twice: the reference's, and ours at budget 1.0.
 

@@ -1,7 +1,7 @@
 """Near data: part `ndp` (kernels against memory bandwidth), and a real NDP worker for the decode parts.
 
-Packed bytes of the worker are random, since no time depends on them. A few layers' replicas serve all layers in turn:
-enough memory that weights come from there and not from a cache, and little enough to be made in seconds.
+The worker's packed bytes are random. The replicas of a few layers serve all layers in turn: too many bytes for a CPU
+cache, and few enough to make in seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers i
 
 
 def run(context: Context, record: Record) -> None:
-    """The kernels, 1 to 4 bits, on half of the cores and on all: more than memory needs may be slower than fewer."""
+    """Time the kernels, 1 to 4 bits, on half of the cores and on all: fewer threads may saturate the memory."""
     from ..micro_kernels import THREADS_COLD_BYTES, kernel_threads
 
     cores = usable_cores()
@@ -55,11 +55,7 @@ def run(context: Context, record: Record) -> None:
 
 
 class RandomNdpWorker(NdpWorker):
-    """`NdpWorker` on random replicas of a model without a store.
-
-    Args:
-        settings, directory: as of `NdpWorker`. shape: of the experts. layers: of the model.
-    """
+    """`NdpWorker` on random replicas of a model without a store: `layers` layers of experts of `shape`."""
 
     def __init__(self, settings: NdpSettings, shape: ExpertShape, layers: int, directory: Directory) -> None:
         self._random = shape, layers
@@ -88,7 +84,7 @@ class RandomNdpWorker(NdpWorker):
 
 
 def random_tables(layers: int, experts: int) -> ReplicaTables:
-    """Losses that fall with the width, more for some experts than for others; counts alike."""
+    """Losses that fall with the width, more for some experts than for others; equal counts."""
     rng = np.random.default_rng(0)
     losses = rng.random((layers, experts, 1)) * np.array([8.0, 2.0, 0.5, 0.1])
     shape = losses.shape
@@ -99,11 +95,7 @@ def random_tables(layers: int, experts: int) -> ReplicaTables:
 
 
 class NearData:
-    """One NDP worker for all engines of a shape, in a process that the first engine starts: it takes seconds to start.
-
-    Args:
-        shape: of the experts. layers: of the model. threads: of its kernels.
-    """
+    """One NDP worker for all engines of a shape, in a process that the first engine starts."""
 
     def __init__(self, shape: ExpertShape, layers: int, threads: int) -> None:
         self.settings = NdpSettings(threads=threads, hardware=asdict(load_hardware("cpu-ndp")))
@@ -114,7 +106,7 @@ class NearData:
         self._started = False
 
     def link(self) -> PeerLink:
-        """The way to it.
+        """The link to the worker; starts it if needed.
 
         Raises:
             RuntimeFailure: it did not start.
@@ -125,6 +117,6 @@ class NearData:
         return self._process.link
 
     def close(self) -> None:
-        """End it; the next `link` starts another one."""
+        """Stop the worker; the next `link` starts another one."""
         self._process.close()
         self._started = False

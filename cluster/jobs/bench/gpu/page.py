@@ -1,7 +1,7 @@
-"""The tables of docs/results/gpu.md, from what gpu.json has: whole, cut off, or nothing yet.
+"""Fills the tables of docs/results/gpu.md from gpu.json.
 
-The page is hand-written Markdown. Between `<!-- table: NAME -->` and `<!-- end -->` it holds tables made here: `run`,
-`parts`, `limits`, and one block for each part with its rows, notes and last words.
+Between `<!-- table: NAME -->` and `<!-- end -->` the hand-written page holds tables made here: `run`, `parts`,
+`limits`, and one block for each part with its rows, notes and the end of its log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VERDICT = {True: "holds", False: "**missed**"}
 _LOG_LINES = 12
 _CELL = 300  # characters
 
-# keys of a kind of row that the page shows; others: all
+# Keys that the page shows of a kind of row; all of the other kinds.
 _SHOWN = {
     "decode": (
         "budget", "preset", "lossless", "tpot_ms", "reference_ms", "speed", "hit_rate", "mb_per_token", "blocked_ms",
@@ -30,7 +30,7 @@ _SHOWN = {
 
 
 def write(out: Path, root: Path, document: Mapping[str, Any] | None) -> None:
-    """Fill the page in the folder; where it has none, that of the repository is copied."""
+    """Fill the folder's page; without one, a copy of the repository's."""
     page = out / "gpu.md"
     text = (page if page.exists() else root / PAGE).read_text(encoding="utf-8")
     page.write_text(render(text, document), encoding="utf-8")
@@ -60,7 +60,7 @@ def _block(name: str, document: Mapping[str, Any] | None) -> list[str]:
 
 
 def _part(found: Mapping[str, Any]) -> list[str]:
-    """A table for each kind of row, notes, and the last words of a part that did not come to its end."""
+    """A table for each kind of row, notes, and the end of the log of a part that failed."""
     lines = [f"Outcome: {found['outcome']}.", ""]
     for kind in dict.fromkeys(row["kind"] for row in found["rows"]):
         lines += [*_rows(kind, [row for row in found["rows"] if row["kind"] == kind]), ""]
@@ -71,7 +71,7 @@ def _part(found: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row: a line for each key. Several: a line for each row."""
+    """A table with a line for each row, or for each key of a single row."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "kind"]
     keys = [key for key in _SHOWN.get(kind, keys) if key in keys]
     if len(rows) == 1:
@@ -80,7 +80,7 @@ def _rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """A spread as median (range), what is nested in one line, numbers with four digits."""
+    """A spread as median (range), nested values on one line, numbers with four digits."""
     if isinstance(value, Mapping):
         if value.keys() == {"median", "minimum", "maximum"}:
             return f"{_cell(value['median'])} ({_cell(value['minimum'])} to {_cell(value['maximum'])})"

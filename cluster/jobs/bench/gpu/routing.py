@@ -1,18 +1,16 @@
-"""Routing: what of the default model's matters to an expert cache, traces of other shapes with as much, their replay.
+"""Routing: the locality of the default model's routing, traces of other shapes with the same locality, their replay.
 
     recorded routing of a small model -> Locality -> Stickiness (fitted) -> trace for a model of any shape -> replay
 
-The weights of the measured models are random, so their routers have nothing to say: their choices are replaced by a
-trace, for ours and for the references alike. What it keeps of the recorded routing: how often experts are used (the
-curve of shares, resampled to the other number of experts, in another order in each layer), how soon they are used again
-(hit rates of an LRU cache at several sizes, by which the process is fitted), how sure the router is (mean sorted
-probabilities), and how well a later layer is foreseen (recall of its router on an earlier layer's hidden state, by
-distance). What it does not keep: which experts of one layer go with which of another one (a policy that follows
-trajectories, such as fMoE, has nothing to find there), nor whatever else a real router of that shape would do.
+The measured models have random weights, so a trace replaces their routers' choices, for ours and for the references
+alike. It reproduces the shares of use (resampled to the other number of experts, in another order in each layer), the
+reuse (hit rates of LRU caches of several sizes, by which the process is fitted), the router's confidence (mean sorted
+probabilities), and how well a later layer is predicted (recall of its router on an earlier layer's hidden state). It
+does not reproduce which experts of two layers go together, so a policy that follows trajectories, such as fMoE, finds
+nothing there.
 
-The routers run, so that their time is paid; what they chose is replaced just before the experts, by a hook on the
-experts modules. A later layer's router that is asked on an earlier layer's hidden state answers with the logits of the
-trace, at the recall that was measured for that distance; its own matrix product is paid there too.
+The routers run, for their time; a hook on the experts modules replaces their choices. A later layer's router that is
+asked ahead of time computes its product, and answers with the trace's logits at the recall of that distance.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ FRACTIONS = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts that an LRU cache hol
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 DECAYS = (0.0, 0.5, 0.8, 0.9, 0.97)
 _FIT_TOKENS = 192
-_MARGIN = 0.1  # logits between what a router picks and what it does not: more than bfloat16 rounds away
+_MARGIN = 0.1  # logits between picked and other experts: more than bfloat16 rounds away
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -45,7 +43,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Locality:
-    """Of a recorded routing.
+    """The locality of a recorded routing.
 
     Attributes:
         popularity: [E], shares of a layer's uses, descending, mean over layers.
@@ -64,12 +62,12 @@ class Locality:
 
 @dataclass(frozen=True)
 class Stickiness:
-    """How the next token's experts depend on those before: p = (1 - share) popularity + share recent use.
+    """How a token's experts depend on earlier ones: p = (1 - share) popularity + share recent use.
 
     Attributes:
-        decay: what a use counts for after one further token; 0: only the token before counts.
-        error: root mean square difference of the hit rates to those of the recorded routing.
-        hit_rates: those of the fitted process, at the recorded shape.
+        decay: weight of a use after one more token; 0: only the previous token counts.
+        error: root mean square difference of the hit rates to the recorded ones.
+        hit_rates: of the fitted process, at the recorded shape.
     """
 
     share: float
@@ -92,10 +90,9 @@ class RoutingTrace:
 
 
 def lru_hit_rates(ids: Ids, experts: int, fractions: Sequence[float] = FRACTIONS) -> tuple[float, ...]:
-    """Of one LRU cache per layer that holds a share of its experts, at least K; the first half of the tokens warms it.
+    """Hit rates of one LRU cache per layer with a share of its experts, at least K, on ids [T, L, K].
 
-    Args:
-        ids: [T, L, K].
+    The first half of the tokens warms the caches.
     """
     tokens, layers, top_k = ids.shape
     last = np.full((layers, experts), -1.0)
@@ -138,7 +135,7 @@ def resampled(curve: Sequence[float], size: int) -> NDArray[np.float64]:
 def draw(
     locality: Locality, share: float, decay: float, tokens: int, layers: int, experts: int, top_k: int, seed: int
 ) -> RoutingTrace:
-    """A routing of any shape: each token draws K experts of each layer without repetition, as `Stickiness` says.
+    """A routing of any shape: each token draws K distinct experts of each layer, as `Stickiness` describes.
 
     Raises:
         ValueError: a layer has fewer experts than a token uses.
@@ -166,7 +163,7 @@ def draw(
 
 
 def fit(locality: Locality, layers: int, seed: int = 0) -> Stickiness:
-    """The share and the decay whose LRU hit rates, at the recorded shape, are nearest to the recorded ones."""
+    """The share and decay whose LRU hit rates, at the recorded shape, are nearest to the recorded ones."""
     experts = len(locality.popularity)
     best: Stickiness | None = None
     for share, decay in itertools.product(SHARES, DECAYS):
@@ -180,10 +177,9 @@ def fit(locality: Locality, layers: int, seed: int = 0) -> Stickiness:
 
 
 def foreseen(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
-    """Logits [T, L, E] whose K greatest agree with the trace's choice as often as `recall_share` says.
+    """Logits [T, L, E] whose K greatest agree with the trace's choice at this recall.
 
-    Each expert of a token's choice is missed with probability 1 - recall_share; those that would have come next take
-    the places of the missed ones.
+    Each expert of a token's choice is missed with probability 1 - recall_share, and replaced by the next in order.
     """
     tokens, layers, top_k = trace.ids.shape
     rng = np.random.default_rng(seed)
@@ -205,10 +201,9 @@ DISTANCES = 3  # layers ahead that a router is asked
 
 @torch.no_grad()
 def record_locality(device: torch.device, documents: int = 8, tokens: int = 96) -> tuple[Locality, int]:
-    """What the routing of the default model, unmodified, is like on held-out text; and its MoE layers.
+    """The locality of the default model's routing on held-out text, and its MoE layers.
 
-    The hidden state that a later layer's router is shown is the input of this layer's experts, as next-gate prefetch
-    has it.
+    A later layer's router is asked on the input of this layer's experts, as next-gate prefetch does.
 
     Raises:
         CheckpointError: the model ships too little held-out text, or has a router that cannot be asked.
@@ -260,10 +255,10 @@ class Replay:
     """One trace on one model.
 
     Args:
-        trace: of at least as many tokens as will be run, layers as the model has MoE layers.
+        trace: at least as many tokens as will run, as many layers as the model has MoE layers.
         recalls: of distances 1, 2, ...
         weights: [E, H] of each layer's router.
-        device: where the model runs. dtype: of its hidden states.
+        device, dtype: of the model's hidden states.
     """
 
     def __init__(
@@ -309,10 +304,10 @@ class Replay:
             self._hooks.append(module.register_forward_pre_hook(self._replace(layer), with_kwargs=True))
 
     def inside(self, modules: Sequence[Any], layers: Sequence[ExpertLayer]) -> ExitStack:
-        """The same inside the experts' operator, for ours alone: the modules around it can then be compiled.
+        """The same inside the experts' operator, so that the modules around it can be compiled.
 
         Args:
-            modules: experts modules that an engine runs; they lead to its layers until the stack is closed.
+            modules: experts modules that an engine runs; attached to its layers until the stack closes.
             layers: of the engine.
         """
         attached = ExitStack()
@@ -321,18 +316,18 @@ class Replay:
         return attached
 
     def routing(self, layer: int, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and weights [T, K] of a layer in the present forward; weights in the dtype of those given."""
+        """ids and weights [T, K] of a layer in the current forward; weights in the dtype of the given ones."""
         self._layer = layer
         stop = self._at + self._rows
         table = self._weights if weights.dtype == self._weights.dtype else self._weights_f32
         return self._ids[layer, self._at : stop], table[layer, self._at : stop]
 
     def probes(self) -> list[RouterProbe]:
-        """What takes the place of each layer's router where it is asked ahead of time."""
+        """The replacement of each layer's router, for predictions."""
         return [self._probe(layer) for layer in range(self.layers)]
 
     def close(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -37,7 +37,7 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Peaks:
-    """1e9 bytes per second, the best of several: h2d, d2h over the link; hbm of a copy on the device, both ways."""
+    """Best bandwidths in 1e9 bytes per second: h2d and d2h over the link; hbm of a copy on the device, both ways."""
 
     h2d: float
     d2h: float
@@ -61,7 +61,7 @@ def machine(context: Context, record: Record) -> None:
 
 
 def _nvidia_smi() -> dict[str, str]:
-    """Driver and present PCIe link, where nvidia-smi tells; idle links may show a lower generation."""
+    """Driver and present PCIe link by nvidia-smi; an idle link may show a lower generation."""
     fields = ("driver_version", "pcie.link.gen.max", "pcie.link.gen.current", "pcie.link.width.current")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
@@ -98,7 +98,7 @@ def record_peaks(context: Context, record: Record) -> Peaks:
 
 
 def host_read_gbps(threads: int, toy: bool) -> float:
-    """Host memory read by so many threads: a sum over 64-bit numbers, the best of several."""
+    """The best rate of reading host memory: a sum over 64-bit numbers by so many threads."""
     nbytes = _TOY_BYTES if toy else 4 * _PEAK_BYTES
     block = torch.ones(nbytes // 8, dtype=torch.int64)
     before = torch.get_num_threads()
@@ -125,11 +125,11 @@ def spread_of(values: list[float]) -> dict[str, float]:
 
 
 def loads(context: Context, record: Record) -> None:
-    """Bandwidth of expert loads through the cache's own copy queue, against the link's peak in this run.
+    """Measure expert loads through the cache's own copy queue, against the link's peak in this run.
 
-    Random experts of a pinned layer are loaded in batches, as a layer's misses are, into slots that are then emptied;
-    the time is from asking until every copy has arrived. Staged: the same from memory that is not registered.
-    Mixtral's memory is given back before Qwen's is taken.
+    Random experts of a pinned layer are loaded in batches, as a layer's misses are, into empty slots; the time ends
+    when every copy has arrived. Staged: from memory that is not registered. Mixtral's memory is freed before Qwen's is
+    taken.
     """
     peak = record_peaks(context, record).h2d
     for name in dict.fromkeys(case[0] for case in LOADS):
