@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -39,47 +38,54 @@ sys.stdin.read()
 """
 
 
-class Machine(Protocol):
-    """What a test does with a machine.
+class Machine:
+    """An address of this machine; `IsolatedMachine` is a machine of its own.
 
     Attributes:
         address: by which the others reach it.
         folder: for temporary files, the same path on every machine.
     """
 
-    @property
-    def address(self) -> str: ...
-    @property
-    def folder(self) -> Path: ...
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+
     def command(self, *argv: str) -> list[str]:
         """What to run here so that `argv` runs there."""
-        ...
+        return list(argv)
 
     def processes(self) -> list[psutil.Process]:
-        """All that run there, with their numbers here."""
-        ...
+        """All that run there, with their numbers here: the raylet with this address and what it has started."""
+        found = []
+        for process in users_of(self.folder):
+            with contextlib.suppress(psutil.Error):
+                if f"--node_ip_address={self.address}" in process.cmdline():
+                    found += [process, *process.children(recursive=True)]
+        return found
 
 
-class Machines(Protocol):
-    """Where machines come from. `isolated`: whether they share nothing but the network, whose cables can be cut."""
+class Loopback:
+    """Machines that are none. `isolated`: whether machines share nothing but a network whose cables can be cut."""
 
-    isolated: bool
+    isolated = False
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+        self._count = 1  # Ray puts another address in the place of 127.0.0.1
 
     def add(self) -> Machine:
         """One more machine."""
-        ...
+        self._count += 1
+        return Machine(f"127.0.0.{self._count}", self._scratch.path)
 
     def cut(self, machine: Machine) -> None:
         """Pull its cable."""
-        ...
+        raise NotImplementedError("there is no cable on loopback")
 
-    def restore(self, machine: Machine) -> None:
-        """Plug it in again."""
-        ...
+    restore = cut
 
     def close(self) -> None:
         """End all machines and whatever runs on them. Idempotent."""
-        ...
+        self._scratch.close()
 
 
 def why_not_isolated() -> str | None:
@@ -122,12 +128,12 @@ class _Held:
         self.holder.communicate(timeout=_DEADLINE_S)
 
 
-class IsolatedMachine:
-    """A machine of a `Switch`; see `Machine`."""
+class IsolatedMachine(Machine):
+    """A machine of a `Switch`."""
 
     def __init__(self, held: _Held, enter: list[str], address: str, port: str, folder: Path) -> None:
-        self._held, self._enter = held, enter
-        self.address, self.port, self.folder = address, port, folder
+        super().__init__(address, folder)
+        self._held, self._enter, self.port = held, enter, port
         (first,) = psutil.Process(held.holder.pid).children()
         self.first = first.pid
 
@@ -152,7 +158,7 @@ class IsolatedMachine:
         _run(self.command("umount", "--lazy", str(path)))
 
 
-class Switch:
+class Switch(Loopback):
     """Isolated machines and the switch that joins them.
 
     Args:
@@ -195,11 +201,11 @@ class Switch:
         _run(machine.command("ip", "link", "set", "eth0", "up"))
         return machine
 
-    def cut(self, machine: Machine) -> None:
-        self._ip("link", "set", _port(machine), "down")
+    def cut(self, machine: IsolatedMachine) -> None:
+        self._ip("link", "set", machine.port, "down")
 
-    def restore(self, machine: Machine) -> None:
-        self._ip("link", "set", _port(machine), "up")
+    def restore(self, machine: IsolatedMachine) -> None:
+        self._ip("link", "set", machine.port, "up")
 
     def close(self) -> None:
         for held in [*self._machines, self._held]:
@@ -207,52 +213,6 @@ class Switch:
 
     def _ip(self, *arguments: str) -> None:
         _run([*self._enter, "ip", *arguments])
-
-
-class LoopbackMachine:
-    """An address of this machine; see `Machine`."""
-
-    def __init__(self, address: str, folder: Path) -> None:
-        self.address, self.folder = address, folder
-
-    def command(self, *argv: str) -> list[str]:
-        return list(argv)
-
-    def processes(self) -> list[psutil.Process]:
-        """The raylet with this address and what it has started."""
-        found = []
-        for process in users_of(self.folder):
-            with contextlib.suppress(psutil.Error):
-                if f"--node_ip_address={self.address}" in process.cmdline():
-                    found += [process, *process.children(recursive=True)]
-        return found
-
-
-class Loopback:
-    """Machines that are none; see `Machines`."""
-
-    isolated = False
-
-    def __init__(self) -> None:
-        self._scratch = Scratch()
-        self._count = 1  # Ray puts another address in the place of 127.0.0.1
-
-    def add(self) -> LoopbackMachine:
-        self._count += 1
-        return LoopbackMachine(f"127.0.0.{self._count}", self._scratch.path)
-
-    def cut(self, machine: Machine) -> None:
-        raise NotImplementedError("there is no cable on loopback")
-
-    restore = cut
-
-    def close(self) -> None:
-        self._scratch.close()
-
-
-def _port(machine: Machine) -> str:
-    assert isinstance(machine, IsolatedMachine)
-    return machine.port
 
 
 def _run(command: list[str]) -> None:

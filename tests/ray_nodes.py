@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machines import Machine, Machines
+from machines import Loopback, Machine
 
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_config
@@ -30,7 +30,8 @@ from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts, prepared_store
 from tiermoe.cluster.scratch import Scratch
 
-_RAY = str(Path(sys.executable).with_name("ray"))
+BIN = Path(sys.executable).parent
+_RAY = str(BIN / "ray")
 _START_DEADLINE_S = 90.0
 _END_DEADLINE_S = 20.0
 _OBJECT_STORE_BYTES = 100_000_000
@@ -87,7 +88,7 @@ class RayNodes:
         RuntimeError: a node did not start.
     """
 
-    def __init__(self, machines: Machines, cpus: int, resources: Mapping[str, float] | None = None) -> None:
+    def __init__(self, machines: Loopback, cpus: int, resources: Mapping[str, float] | None = None) -> None:
         self.machines = machines
         self.nodes: list[Node] = []
         self._port = 6379 if machines.isolated else _free_port()
@@ -175,9 +176,8 @@ def _free_port() -> int:
 
 
 _DRIVER = Path(__file__).parent / "multinode" / "driver.py"
-_START_DEADLINE_S = 150.0
+_DEPLOY_DEADLINE_S = 150.0
 _ANSWER_DEADLINE_S = 60.0
-_POLL_S = 0.1
 
 
 class RemoteError(Exception):
@@ -216,8 +216,7 @@ class RemoteRuntime:
         Raises:
             RemoteError: it was refused, or failed.
         """
-        answers = self._send("start", options=options, store=str(store))
-        self.started = self._value(answers, time.monotonic() + _START_DEADLINE_S)
+        self.started = self._call("start", _DEPLOY_DEADLINE_S, options=options, store=str(store))
         return self.started
 
     def generate(
@@ -241,11 +240,11 @@ class RemoteRuntime:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the deployment returns."""
-        return self._value(self._send("ask", method=method, arguments=arguments), time.monotonic() + _ANSWER_DEADLINE_S)
+        return self._call("ask", method=method, arguments=arguments)
 
     def stats(self) -> dict[str, Any]:
         """The lead's counters."""
-        return self._value(self._send("stats"), time.monotonic() + _ANSWER_DEADLINE_S)
+        return self._call("stats")
 
     def wait_until_healthy(self, deadline_s: float, wanted: Sequence[str] = ()) -> None:
         """Return once every peer of the lead is connected.
@@ -264,7 +263,7 @@ class RemoteRuntime:
                 return
             if time.monotonic() > end_s:
                 raise TimeoutError(f"after {deadline_s:g} s: {health}")
-            time.sleep(_POLL_S)  # each look is a question to the lead
+            time.sleep(0.1)  # each look is a question to the lead
 
     def close(self) -> None:
         """End the deployment, and the driver with it. Idempotent."""
@@ -278,7 +277,7 @@ class RemoteRuntime:
 
     def stop(self) -> None:
         """End the deployment; the driver waits for the next `start`."""
-        self._value(self._send("close"), time.monotonic() + _ANSWER_DEADLINE_S)
+        self._call("close")
 
     def _send(self, do: str, **fields: Any) -> queue.SimpleQueue[dict[str, Any]]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -292,8 +291,8 @@ class RemoteRuntime:
             self._process.stdin.flush()
         return answers
 
-    def _value(self, answers: queue.SimpleQueue[dict[str, Any]], end_s: float) -> Any:
-        return _unpacked(_next(answers, end_s))
+    def _call(self, do: str, deadline_s: float = _ANSWER_DEADLINE_S, **fields: Any) -> Any:
+        return _unpacked(_next(self._send(do, **fields), time.monotonic() + deadline_s))
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -326,7 +325,6 @@ def _unpacked(answer: dict[str, Any]) -> Any:
     return answer["value"]
 
 
-BIN = Path(sys.executable).parent
 BACK_S = 60.0
 
 
@@ -368,11 +366,9 @@ def until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
 def head(*options: str, cpus: int = 2) -> Iterator[str]:
     """A head node without authentication; its address."""
     scratch = Scratch()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = _free_port()
     command = [
-        str(BIN / "ray"), "start", "--head", f"--port={port}", f"--num-cpus={cpus}", f"--temp-dir={scratch.path}",
+        _RAY, "start", "--head", f"--port={port}", f"--num-cpus={cpus}", f"--temp-dir={scratch.path}",
         "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000", *options,
     ]  # fmt: skip
     try:
