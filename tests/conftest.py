@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 sys.path.insert(0, str(Path(__file__).parent))
 
 # beside tests/cluster and tests/multinode
-_STARTS_RAY = ("test_api", "test_cli_errors", "test_cli_run", "test_readme", "test_write_a_policy")
+_STARTS_RAY = ("test_api", "test_cli", "test_readme", "test_write_a_policy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.local import LocalWorker
 from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
 
@@ -42,6 +43,14 @@ def settings(budget: float | int, prefetch: str = "none", **kwargs: Any) -> Engi
 def prepared(checkpoint: Path, out: Path) -> ExpertStore:
     prepare(checkpoint, out, progress=False)
     return ExpertStore(str(out))
+
+
+@contextmanager
+def serving_locally(store: ExpertStore, config: EngineSettings, ndp_workers: int = 1) -> Iterator[LocalWorker]:
+    """A worker, and processes for the NDP workers, shards and matcher that its settings ask for."""
+    with closing(LocalWorker(config, Path(store.describe().path), ndp_workers)) as worker:
+        worker.start()
+        yield worker
 
 
 @contextmanager
@@ -70,6 +79,27 @@ def greedy(worker: GpuWorker, prompts: Sequence[Sequence[int]], max_tokens: int)
     return results
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Prompts and the tokens that the unmodified model gives for them."""
+
+    prompts: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]]
+
+    def check(self, worker: GpuWorker, count: int, max_tokens: int = 24, first: int = 0) -> None:
+        """These prompts together give the unmodified model's tokens."""
+        chosen = slice(first, first + count)
+        assert greedy(worker, self.prompts[chosen], max_tokens) == [t[:max_tokens] for t in self.tokens[chosen]]
+
+    def check_struck(
+        self, worker: GpuWorker, number: int, strike: Callable[[], object], max_tokens: int = 32
+    ) -> float:
+        """One prompt alone gives them although `strike` is called meanwhile; `struck_greedy`'s seconds."""
+        tokens, longest_s = struck_greedy(worker, self.prompts[number], max_tokens, strike)
+        assert tokens == self.tokens[number][:max_tokens]
+        return longest_s
+
+
 def logits(worker: GpuWorker, prompt: Sequence[int], attention: str) -> torch.Tensor:
     """Logits [1, T, V] of one plain forward, while no request is in flight."""
     model: Any = worker._model
@@ -83,7 +113,7 @@ def logits(worker: GpuWorker, prompt: Sequence[int], attention: str) -> torch.Te
 
 
 def struck_greedy(
-    worker: GpuWorker, prompt: Sequence[int], max_tokens: int, strike: Callable[[], None]
+    worker: GpuWorker, prompt: Sequence[int], max_tokens: int, strike: Callable[[], object]
 ) -> tuple[list[int], float]:
     """One request during which `strike` is called, once it has eight tokens.
 

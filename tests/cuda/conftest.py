@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import pytest
 import torch
 
@@ -20,3 +23,26 @@ def target(request: pytest.FixtureRequest) -> torch.device:
 def gpu(target: torch.device) -> torch.device:
     """The GPU that the test runs on."""
     return target
+
+
+@pytest.fixture
+def forbid_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[list[str]]]:
+    """A context in which an operation of torch that waits for the GPU raises.
+
+    It gives the names of the waits that were asked for by name, which do not happen.
+    """
+
+    @contextmanager
+    def forbid() -> Iterator[list[str]]:
+        calls: list[str] = []
+        before = torch.cuda.get_sync_debug_mode()
+        with monkeypatch.context() as patch:
+            for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+                patch.setattr(owner, "synchronize", lambda *_, name=owner.__name__: calls.append(name))
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield calls
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    return forbid

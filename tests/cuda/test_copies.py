@@ -139,25 +139,15 @@ def test_a_compute_on_another_stream_sees_them_too(device: CudaDevice, tmp_path:
         cache.close()
 
 
-def test_nothing_synchronises_on_a_forwards_way(
-    device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_synchronises_on_a_forwards_way(device: CudaDevice, tmp_path: Path, forbid_waits: Any) -> None:
     """Neither by name nor by an operation of torch that waits inside."""
     weights = weights_in("pinned", tmp_path)
     cache = cache_of(device, weights, 3, torch.float32, ahead_mib=1)
     looker = Looker(cache, weights, device.torch_device)
-    calls: list[str] = []
     try:
         looker.drive(0, 6)  # what is made once is made
-        with monkeypatch.context() as patch:
-            for owner, name in ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"),
-                                (torch.cuda.Event, "synchronize")):  # fmt: skip
-                patch.setattr(owner, name, lambda *_, name=f"{owner.__name__}.{name}": calls.append(name))
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                looker.drive(1, 60)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with forbid_waits() as calls:
+            looker.drive(1, 60)
         assert calls == []
         cache.flush()
         assert int(looker.wrong) == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, assert_near, exact, gate_for, groups_of, pool_of, rows_for
+from kernel_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, groups_of, pool_of, rows_for
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -29,15 +31,6 @@ from tiermoe.kernels.triton.tables import TableRing
 HALF = [torch.bfloat16, torch.float16]
 REAL = (2048, 1408)  # H and I of Qwen1.5-MoE-A2.7B and DeepSeek-V2-Lite
 ROWS: dict[RowClass, int] = {"decode": 5, "short": 40, "prefill": 200}
-
-
-class Forbidden:
-    """Where the kernel must do the work itself."""
-
-    def run(self, *args: object) -> None:
-        raise AssertionError("the reference was called")
-
-    combine = run
 
 
 def nans(pairs: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -125,7 +118,7 @@ def test_neither_neighbours_nor_slot_nor_copies_change_a_bit(gpu: torch.device) 
     assert torch.equal(together, apart)
 
 
-def test_nothing_waits_for_the_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:
     width, neurons = 512, 256
     pool = pool_of(4, neurons, width, torch.bfloat16, device=gpu)
     kernel = TritonKernel(pool, "silu", Forbidden())
@@ -136,16 +129,11 @@ def test_nothing_waits_for_the_gpu(gpu: torch.device, monkeypatch: pytest.Monkey
     kernel.run(hidden, pairs, groups, 1, y)  # compiles
     kernel.combine(y, weights)
     torch.cuda.synchronize(gpu)
-    for owner in (torch.cuda.Event, torch.cuda.Stream):
-        monkeypatch.setattr(owner, "synchronize", lambda self: pytest.fail("something waits"))
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waits() as calls:
         for _ in range(20):
             kernel.run(hidden, pairs, groups, 1, y)
             out = kernel.combine(y, weights)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    assert calls == []
     assert kernel.ring.waits == 0
     assert_near(out, exact(pool, "silu", hidden, pairs, groups, 1)[: len(pairs)])
 

@@ -7,15 +7,13 @@ of the logits, since no kernel's result may depend on which slot an expert lies 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving import greedy, logits, policy, prepared, reference_greedy
+from serving import greedy, logits, policy, prepared, reference_greedy, serving_locally
 
 from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
 from tiermoe.actors.store.files import ExpertStore
@@ -97,16 +95,6 @@ def _settings(preset: str, budget: float, target: torch.device, **more: Any) -> 
     )
 
 
-@contextmanager
-def _serving(store: ExpertStore, config: EngineSettings) -> Iterator[LocalWorker]:
-    worker = LocalWorker(config, Path(store.describe().path))
-    try:
-        worker.start()
-        yield worker
-    finally:
-        worker.close()
-
-
 def _check_budget(worker: LocalWorker) -> None:
     stats = worker.stats()
     assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
@@ -118,7 +106,7 @@ def test_lossless_presets_give_the_unmodified_models_tokens(
     preset: str, store: ExpertStore, prompts: list[Any], check: Check, target: torch.device
 ) -> None:
     budget = 1.0 if load_policy(preset).preload == "all" else 0.2
-    with _serving(store, _settings(preset, budget, target)) as worker:
+    with serving_locally(store, _settings(preset, budget, target)) as worker:
         check(greedy(worker, prompts, TOKENS))  # in flight together
         check(greedy(worker, prompts[:2], TOKENS))  # again, on what the first left in the cache
         _check_budget(worker)
@@ -130,7 +118,7 @@ def test_same_tokens_at_other_budgets_and_both_ways_of_batching(
     budget: float, batching: str, store: ExpertStore, prompts: list[Any], check: Check, target: torch.device
 ) -> None:
     kv = KvSettings(page_size=32, num_blocks=64, batching=batching)
-    with _serving(store, _settings("next-gate", budget, target, kv=kv)) as worker:
+    with serving_locally(store, _settings("next-gate", budget, target, kv=kv)) as worker:
         check(greedy(worker, prompts, TOKENS))
         assert worker.stats().total().misses > 0
         _check_budget(worker)
@@ -141,7 +129,7 @@ def test_experts_on_the_cores_give_nearly_all_of_the_tokens(
     preset: str, store: ExpertStore, prompts: list[Any], expected: list[list[int]], target: torch.device
 ) -> None:
     """Full-precision experts near data: other sums, so a near tie may fall otherwise; nothing is recomputed here."""
-    with _serving(store, _settings(preset, 0.25, target)) as worker:
+    with serving_locally(store, _settings(preset, 0.25, target)) as worker:
         found = [greedy(worker, [prompt], TOKENS)[0] for prompt in prompts]
         same = sum(a == b for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=False))
         assert same >= 0.9 * sum(map(len, expected))
@@ -151,7 +139,11 @@ def test_experts_on_the_cores_give_nearly_all_of_the_tokens(
 def test_bfloat16_logits_are_the_same_bits_at_every_budget(
     store: ExpertStore, prompts: list[Any], target: torch.device
 ) -> None:
-    found = [_logits(store, prompts[:3], budget, target) for budget in (1.0, 0.3, 0.05)]
+    found = []
+    for budget in (1.0, 0.3, 0.05):
+        config = _settings("on-demand", budget, target, dtype="bfloat16").model_copy(update={"policy": policy("none")})
+        with serving_locally(store, config) as worker:
+            found.append([logits(worker, prompt, "sdpa").float().cpu() for prompt in prompts[:3]])
     for other in found[1:]:
         for whole, small in zip(found[0], other, strict=True):
             assert torch.equal(whole, small)
@@ -162,15 +154,7 @@ def test_bfloat16_tokens_are_the_same_at_every_budget(
 ) -> None:
     results = []
     for budget in (1.0, 0.3, 0.05):
-        with _serving(store, _settings("next-gate", budget, target, dtype="bfloat16")) as worker:
+        with serving_locally(store, _settings("next-gate", budget, target, dtype="bfloat16")) as worker:
             results.append([greedy(worker, [prompt], TOKENS)[0] for prompt in prompts])  # no batch to vary
     assert results[1] == results[0]
     assert results[2] == results[0]
-
-
-def _logits(
-    store: ExpertStore, prompts: Sequence[Sequence[int]], budget: float, target: torch.device
-) -> list[torch.Tensor]:
-    config = _settings("on-demand", budget, target, dtype="bfloat16").model_copy(update={"policy": policy("none")})
-    with _serving(store, config) as worker:
-        return [logits(worker, prompt, "sdpa").float().cpu() for prompt in prompts]

@@ -40,17 +40,13 @@ def test_the_kernel_gives_what_the_algorithm_gives(gpu: torch.device, name: str)
                 assert_same(on_host(substitute_tensors(*given, OPTIONS[name], tau)), expected)
 
 
-def test_nothing_waits_for_the_gpu(gpu: torch.device) -> None:
+def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:
     arguments = case(np.random.default_rng(3), 128, 4, 60, ranks=16)
     given = [moved(a, gpu) for a in on_tensors(arguments)]
     substitute(*given, OPTIONS["score"])  # compiled, and its constants copied
     torch.cuda.synchronize(gpu)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waits():
         found = substitute(*given, OPTIONS["score"])
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert_same(on_host(found), substitution.substitute(*arguments, OPTIONS["score"]))
 
 

@@ -1,53 +1,214 @@
-"""The default model gives the very tokens of the unmodified model, whatever the cache does."""
+"""The default model gives the very tokens of the unmodified model with every lossless preset, at every budget.
+
+Whole or split experts, whatever prefetches, evicts, splits anew or copies. Near-data workers and shards: test_peers.py.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from serving import greedy, serving, settings
+from rich.console import Console
+from serving import Reference, serving, serving_locally, settings
 
-from tiermoe.actors.settings import KvSettings, LinkSettings
+from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
+from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.policies.moepic.configure import Times
+from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
+from tiermoe.actors.policies.residency import State
+from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.settings import CopySettings, EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.config import default_model_dir, load_policy, policy_names
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.calibration import read_texts, shipped_calibration
+from tiermoe.cluster.jobs.prepare.neuron_order import order_neurons
+from tiermoe.errors import ConfigError, StoreError, TraceError
 
-PROMPTS, PROMPT_TOKENS, TOKENS = 20, 48, 64
 KV = KvSettings(page_size=32, num_blocks=128)
+LINK = LinkSettings(gbps=2.0, latency_us=10)
+STEPPED = LinkSettings(gbps=0.7, latency_us=10.0, layer_us=900.0)  # a clock that layers move
+LAYERS, NEURONS = 8, 128
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
-@pytest.mark.parametrize("budget", [1.0, 0.25, 0.05])
-def test_same_tokens_at_every_budget(
-    budget: float, prefetch: str, store: ExpertStore, prompts: list[tuple[int, ...]], expected: list[list[int]]
-) -> None:
-    with serving(store, settings(budget, prefetch, kv=KV)) as worker:
-        assert greedy(worker, prompts, TOKENS) == expected
+def preset(name: str, budget: float = 0.25, tau: int = 40, **more: Any) -> EngineSettings:
+    """A preset; one that splits adaptively is asked every `tau` tokens and takes every gain."""
+    made = load_policy(name)
+    if made.split.kind == "adaptive":
+        made = made.model_copy(update={"split": made.split.model_copy(update={"tau": tau, "min_gain": 0.0})})
+        more.setdefault("link", LINK)
+    return settings(budget, policy=made, kv=KV, **more)
+
+
+def custom(
+    prefetch: str = "none", theta: float | None = None, budget: float = 0.25, eviction: str = "lru", top: int = 0,
+    buffer: int | None = None, **more: Any,
+) -> EngineSettings:  # fmt: skip
+    """A policy of parts; `theta` None: whole experts. Prefetches do not rest, however many were in vain."""
+    wanted: dict[str, Any] = {} if prefetch == "none" else {"min_useful": 0.0}
+    parts = {} if buffer is None else {"buffer": buffer}
+    split = SplitOptions() if theta is None else SplitOptions(kind="fixed", theta=theta, **parts)
+    made = PolicySettings(
+        name="test", lossless=True, eviction=eviction, split=split,
+        prefetch={"kind": prefetch, **wanted, **({"top": top} if top else {})},
+    )  # fmt: skip
+    return settings(budget, policy=made, kv=KV, **more)
+
+
+def _check_budget(worker: Any) -> None:
+    stats = worker.stats()
+    assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
+    assert worker.engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+
+
+# -- every lossless preset -----------------------------------------------------------------------------------------
+
+MAPS = ("fmoe", "fmoe-blend", "fmoe-t", "fmoe-ts")
+ELSEWHERE = {"promoe", "context-ndp-full", "static-ndp", "monde"}  # below, and in test_peers.py
+LOSSLESS = sorted({name for name in policy_names() if load_policy(name).lossless} - ELSEWHERE)
+AT_TWO_BUDGETS = {
+    *MAPS, "deepspeed-inference", "mixtral-offloading", "mixtral-offloading-swap", "moe-infinity", "moe-offloading",
+    "activeevict-lossless", "moe-infinity-sync", "least-stale",
+}  # fmt: skip
+FAST = {"on-demand", "next-gate", "moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca"}  # in `make test`
+
+
+def _budgets(name: str) -> Sequence[float]:
+    if name in ("on-demand", "next-gate"):
+        return 1.0, 0.25, 0.05
+    if load_policy(name).preload == "all":
+        return (1.0,)
+    return (0.25, 0.03) if name in AT_TWO_BUDGETS else (0.25,)
+
+
+PRESETS = [
+    pytest.param(name, budget, marks=[] if name in FAST else slow) for name in LOSSLESS for budget in _budgets(name)
+]
+
+
+@pytest.mark.parametrize(("name", "budget"), PRESETS)
+def test_presets(name: str, budget: float, reference: Reference, request: pytest.FixtureRequest) -> None:
+    """Requests together, then one alone; and what a preset promises besides."""
+    store = request.getfixturevalue("gated_store" if name == "pre-gated" else "store")
+    with serving_locally(store, preset(name, budget)) as worker:
+        if name in ("on-demand", "next-gate"):
+            reference.check(worker, 20, 64)
+        reference.check(worker, 4)
+        reference.check(worker, 1)
         _check_budget(worker)
+        stats, total, made = worker.stats(), worker.stats().total(), load_policy(name)
+        if name in MAPS:
+            assert stats.matcher is not None
+            assert stats.matcher["published"] > 0
+            assert "expert-map" in stats.prefetch_sources or budget < 0.25  # no slot may be left for a prefetch
+        else:
+            assert stats.matcher is None
+        assert (stats.configurator is not None) == (made.split.kind == "adaptive")
+        if name in ("cache-only", "prefetch-only"):
+            assert worker.plan()["split"]["top_ratio"] == [1.0 if name == "cache-only" else 0.0] * LAYERS
+        if name in ("pre-gated", "prefetch-only"):
+            _check_source(made.prefetch.kind, stats)
+        if name.startswith("activeevict"):
+            assert total.vacated > 0
+            assert total.bytes_loaded == total.bytes_loaded_demand  # nothing is fetched that no router has chosen
+            assert total.bytes_wasted == total.bytes_written_back == stats.dropped == 0
 
 
-def test_same_tokens_one_at_a_time(
-    store: ExpertStore, prompts: list[tuple[int, ...]], expected: list[list[int]]
+def _check_source(kind: str, stats: Any) -> None:
+    """Prefetches by scores: of the first layer they are foreseen at the last one, by a trained gate they are not."""
+    source = stats.prefetch_sources[kind]
+    assert source.queued > 0
+    first = stats.layers[0].bytes_loaded_prefetch + stats.layers[0].late_prefetches
+    if kind == "speculative":
+        assert first > 0
+        assert source.hits + source.late > 0
+    elif kind == "pre-gated":
+        assert first == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("pre-gated", StoreError, "--gates TEXT"),
+        ("buddymoe", StoreError, "--profile TEXT"),
+        ("adapmoe", StoreError, "--sensitivity TEXT"),
+        ("hobbit", ConfigError, r"needs replicas of 4 bits, the store has none.*--bits 4"),
+        ("promoe", TraceError, r"(?s)predictors-3\.safetensors.*tiermoe prepare MODEL --predictors TRACE --stride 3"),
+    ],
+)
+def test_what_a_preset_measures_must_be_there(
+    name: str, error: type[Exception], match: str, bare_store: ExpertStore
 ) -> None:
-    with serving(store, settings(0.25, "next-gate", kv=KV)) as worker:
-        for prompt, tokens in zip(prompts[:6], expected[:6], strict=True):
-            assert greedy(worker, [prompt], TOKENS) == [tokens]
+    with pytest.raises(error) as raised, serving_locally(bare_store, preset(name)):
+        pass
+    raised.match(match)
+
+
+def test_one_at_a_time(store: ExpertStore, reference: Reference) -> None:
+    with serving(store, preset("next-gate")) as worker:
+        for number in range(6):
+            reference.check(worker, 1, 64, first=number)
         assert worker.stats().total().prefetched_hits > 0
         _check_budget(worker)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
-def test_same_tokens_under_a_throttled_link(
-    prefetch: str, store: ExpertStore, prompts: list[tuple[int, ...]], expected: list[list[int]]
-) -> None:
-    link = LinkSettings(gbps=2.0, latency_us=10.0)
-    with serving(store, settings(0.25, prefetch, kv=KV, link=link)) as worker:
-        assert greedy(worker, prompts, TOKENS) == expected
+# -- links and copies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [LINK, STEPPED], ids=["throttled", "stepped"])
+@pytest.mark.parametrize("name", ["on-demand", "next-gate"])
+def test_under_a_throttled_link(name: str, link: LinkSettings, store: ExpertStore, reference: Reference) -> None:
+    with serving(store, preset(name, link=link)) as worker:
+        reference.check(worker, *((20, 64) if link is LINK else (2, 8)))
         assert worker.stats().total().blocked_io_s > 0
+        assert worker.stats().total().late_prefetches > 0 or link is LINK or name == "on-demand"
         _check_budget(worker)
+
+
+@slow
+def test_swapping_presets_write_back(store: ExpertStore, reference: Reference) -> None:
+    with serving(store, preset("moe-offloading", link=LinkSettings(gbps=8.0))) as worker:
+        reference.check(worker, 2)
+        total = worker.stats().total()
+        assert 0 < total.bytes_written_back <= total.bytes_loaded
+        carried = (total.bytes_written_back + total.bytes_loaded) / 8e9
+        assert total.link_s == pytest.approx(carried, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("budget", "copies"),
+    [(0.25, CopySettings()), (0.1, CopySettings(pinned_gib=0.025))],  # the latter: half of the store is staged
+)
+def test_through_a_gpus_streams(
+    budget: float, copies: CopySettings, store: ExpertStore, reference: Reference, fake_gpu: FakeGpu
+) -> None:
+    with serving(store, preset("next-gate", budget, copies=copies)) as worker:
+        plan, cache, waits = worker.plan(), worker.engine.cache, fake_gpu.synchronized
+        reference.check(worker, 2, 8)
+        stats = worker.stats().total()
+        assert isinstance(cache.loads.queue, StreamQueue)
+        assert plan["executor"] == "real"
+        everything = sum(sum(t.nbytes for t in layer.tensors) for layer in worker._sources.mapped)
+        assert plan["pinned_bytes"] + plan["staged_bytes"] == everything
+        assert plan["pinned"] == (plan["staged_bytes"] == 0) == (copies.pinned_gib is None)
+        assert any("pinned" in note for note in plan["notes"]) == (not plan["pinned"])
+        assert stats.bytes_loaded_demand > 0
+        assert stats.link_s > 0
+        assert not plan["pinned"] or fake_gpu.synchronized == waits  # the host waits for no copy
+        assert fake_gpu.registered
+    assert not fake_gpu.registered
+    assert not fake_gpu.hazards
+
+
+# -- random eviction -----------------------------------------------------------------------------------------------
 
 
 def press(worker: Any, seed: int, share: float) -> None:
@@ -72,23 +233,180 @@ def press(worker: Any, seed: int, share: float) -> None:
 # a failing example is shown as it is: shrinking one would serve the model a hundred times
 @examples(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 2**32), budget=st.sampled_from([0.02, 0.05, 0.25, 0.6]), share=st.floats(0.0, 0.9))
-def test_same_tokens_under_random_eviction(
-    seed: int,
-    budget: float,
-    share: float,
-    store: ExpertStore,
-    prompts: list[tuple[int, ...]],
-    expected: list[list[int]],
+def test_under_random_eviction(
+    seed: int, budget: float, share: float, store: ExpertStore, reference: Reference
 ) -> None:
-    with serving(store, settings(budget, "next-gate", kv=KV)) as worker:
+    with serving(store, preset("next-gate", budget)) as worker:
         press(worker, seed, share)
-        found = greedy(worker, prompts[:4], 24)
-        assert found == [tokens[: len(f)] for tokens, f in zip(expected[:4], found, strict=True)]
-        assert all(len(f) == min(24, len(e)) for f, e in zip(found, expected[:4], strict=True))
+        reference.check(worker, 4)
         _check_budget(worker)
 
 
-def _check_budget(worker: Any) -> None:
-    stats = worker.stats()
-    assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
-    assert worker.engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+# -- speculation, and experts that are split -----------------------------------------------------------------------
+
+THETAS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.75, 1.0)
+SPECULATIVE = [("speculative", None, 0), ("speculative", 0.5, 0), ("speculative", 0.5, 9), ("random", None, 0),
+               ("random", 0.5, 0), ("pre-gated", 0.5, 0)]  # fmt: skip
+
+
+@slow
+@pytest.mark.parametrize(("kind", "theta", "top"), SPECULATIVE)
+def test_prefetches_by_score(
+    kind: str, theta: float | None, top: int, gated_store: ExpertStore, reference: Reference
+) -> None:
+    with serving(gated_store, custom(kind, theta, top=top, link=LinkSettings(gbps=4.0))) as worker:
+        reference.check(worker, 1, 12)
+        _check_source(kind, worker.stats())
+        reference.check(worker, 3, 12)
+        _check_budget(worker)
+
+
+@slow
+def test_speculation_finds_more_than_chance(gated_store: ExpertStore, reference: Reference) -> None:
+    useful = {}
+    for kind in ("speculative", "pre-gated", "random"):
+        with serving(gated_store, custom(kind, link=LinkSettings(gbps=4.0))) as worker:
+            reference.check(worker, 1, 12)
+            source = worker.stats().prefetch_sources[kind]
+            useful[kind] = (source.hits + source.late) / source.queued
+    assert useful["speculative"] > useful["random"]
+    assert useful["pre-gated"] > useful["random"]
+
+
+@slow
+@pytest.mark.parametrize("theta", [None, 0.0, 0.5])
+def test_what_a_routing_rule_is_told_of_the_cache(
+    theta: float | None, store: ExpertStore, reference: Reference
+) -> None:
+    with serving(store, custom("none", theta, link=LinkSettings(gbps=4.0))) as worker:
+        reference.check(worker, 1, 12)
+        cache, there = worker.engine.cache, 0
+        for layer, residency in enumerate(worker.engine.residency()):
+            available, slots = cache.standing(layer)
+            assert available.tolist() == [state != State.ABSENT for state in residency.states]
+            there += residency.states.count(State.RESIDENT)
+            if theta is None:
+                assert slots == cache.residency.slots
+            else:
+                assert slots == (cache.cut.slots[layer] if theta else cache.cut.buffer_slots)
+        assert there > 0
+
+
+@slow
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+@pytest.mark.parametrize("theta", THETAS)
+def test_split_at_every_ratio(theta: float, prefetch: str, store: ExpertStore, reference: Reference) -> None:
+    with serving(store, custom(prefetch, theta, eviction="lcp")) as worker:
+        reference.check(worker, 5)
+        reference.check(worker, 1)
+        total = worker.stats().total()
+        _check_budget(worker)
+        assert (total.top_hits > 0) == (0 < theta < 1)
+        assert total.top_hits <= total.misses
+        assert total.prefetched_hits <= total.hits
+        assert (total.prefetched_hits > 0) == (prefetch != "none")
+
+
+@pytest.fixture(scope="module")
+def ordered_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
+    """Its neurons are ordered by some of the calibration text."""
+    folder, model = tmp_path_factory.mktemp("ordered"), default_model_dir()
+    shipped, text = shipped_calibration(model), folder / "text.txt"
+    assert shipped is not None
+    text.write_text("".join(read_texts(shipped))[:6000])
+    out = prepare(model, folder / "store", progress=False)
+    return ExpertStore(order_neurons(out, model, text, Console(quiet=True)))
+
+
+@pytest.mark.parametrize("theta", [None, 0.25])
+def test_ordered_neurons(theta: float | None, ordered_store: ExpertStore, reference: Reference) -> None:
+    assert ordered_store.manifest.neuron_order is not None
+    with serving(ordered_store, custom("next-gate", theta, eviction="lcp")) as worker:
+        reference.check(worker, 4)
+        assert (worker.stats().total().top_hits > 0) == (theta is not None)
+
+
+# -- splits that change while requests are served ------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+def test_one_buffer_slot_and_one_top_of_each_layer(prefetch: str, store: ExpertStore, reference: Reference) -> None:
+    with serving(store, custom(prefetch, 0.5, 5 / 256, "lcp", buffer=1)) as worker:
+        worker.engine.cache.recut(CacheCut(NEURONS, (64,) * LAYERS, (1,) * LAYERS, 1))
+        reference.check(worker, 5)
+
+
+MIXED = CacheCut(NEURONS, (128, 96, 64, 0, 13, 51, 127, 1), (4, 6, 10, 0, 32, 8, 3, 1), 6)
+CUTS = [MIXED, *(CacheCut.uniform(LAYERS, 32, NEURONS, 64 * NEURONS, theta, 4) for theta in (0.0, 0.75, 1.0, 0.25))]
+
+
+def recut_every(engine: ExpertEngine, forwards: int) -> Callable[[], int]:
+    """Split the cache anew before every so many forwards, on their thread; how often that was."""
+    begin, seen = engine.begin_forward, [0]
+
+    def begin_forward(sequences: Any) -> None:
+        seen[0] += 1
+        turn, rest = divmod(seen[0], forwards)
+        if rest == 0:
+            engine.cache.recut(CUTS[(turn - 1) % len(CUTS)], engine.cache.eviction.ranked(range(256)))
+            engine.cache.check_integrity()
+        begin(sequences)
+
+    engine.begin_forward = begin_forward  # type: ignore[method-assign]
+    return lambda: seen[0] // forwards
+
+
+@slow
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+@pytest.mark.parametrize("together", [False, True])
+def test_across_live_recuts(together: bool, prefetch: str, store: ExpertStore, reference: Reference) -> None:
+    with serving(store, custom(prefetch, 0.5, eviction="lcp")) as worker:
+        address = worker.engine.cache.pool.gate_up.data_ptr()
+        recuts = recut_every(worker.engine, 3)
+        if together:
+            reference.check(worker, 5)
+        else:
+            for number in range(5):
+                reference.check(worker, 1, first=number)
+        assert recuts() >= len(CUTS)
+        assert worker.engine.cache.pool.gate_up.data_ptr() == address
+        assert worker.stats().total().bytes_loaded_migration > 0
+        _check_budget(worker)
+
+
+def test_the_configurator_splits_anew_in_mid_generation(
+    store: ExpertStore, reference: Reference, slow_link: list[Times | None]
+) -> None:
+    """Asked in mid-generation, it changes the split before the next forward; the sequence goes on as if nothing was."""
+    with serving(store, preset("moepic", tau=1 << 30)) as worker:
+        configuring, cache = worker.engine.configuring, worker.engine.cache
+        assert configuring is not None
+        before, apply, forwards = cache.cut, configuring.begin_forward, [0]
+
+        def ask_after_twenty() -> None:
+            forwards[0] += 1
+            if forwards[0] == 20:
+                assert configuring.ask().wait(120)
+            apply()
+
+        configuring.begin_forward = ask_after_twenty  # type: ignore[method-assign]
+        reference.check(worker, 1, 32)
+        after, found = cache.cut, worker.stats().configurator
+        assert found is not None
+        assert found.problem is None
+        assert (found.configurations, found.reconfigurations) == (1, 1)
+        assert found.expected_after_s < found.expected_before_s
+        assert found.record_s > 0
+        [times] = slow_link
+        assert times is not None
+        assert min(times.moe_s, times.attention_s) > 0
+        assert after is not None
+        assert after != before
+        assert after.total_neurons <= cache.pool.total_neurons
+        assert worker.stats().total().bytes_loaded_migration > 0
+        reference.check(worker, 3, 32)
+        worker.reset_stats()
+        again = worker.stats().configurator
+        assert again is not None
+        assert again.reconfigurations == 0

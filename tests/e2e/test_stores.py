@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from serving import greedy, settings, struck_greedy
+from serving import Reference, settings
 
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -19,7 +19,6 @@ from tiermoe.actors.store.files import ExpertStore, StoreView
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.peers import LocalDirectory, PeerLink, shard_name
 
-PROMPTS, PROMPT_TOKENS, TOKENS = 4, 32, 24
 LAYERS = range(8)
 
 
@@ -57,18 +56,18 @@ def _lead(view: StoreView, config: EngineSettings, stores: Sequence[WorkerProces
         yield lead
 
 
-def _error(lead: GpuWorker, prompt: tuple[int, ...]) -> str:
+def _error(lead: GpuWorker, prompt: Sequence[int]) -> str:
     generation = Generation("e")
-    for event in lead.submit(GenerationRequest("e", prompt, SamplingParams(max_tokens=TOKENS))):
+    for event in lead.submit(GenerationRequest("e", tuple(prompt), SamplingParams(max_tokens=24))):
         generation.add(event)
     assert (generation.finish, event.error_type) == ("error", "StoreError")
     assert generation.error is not None
     return generation.error
 
 
-def test_same_tokens_out_of_another_process(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+def test_same_tokens_out_of_another_process(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
-        assert greedy(lead, prompts, TOKENS) == expected
+        reference.check(lead, 4)
         remote = lead._sources.remote
         assert remote.transports == {"store/0": "grpc"}
         total = lead.stats().total()
@@ -79,12 +78,10 @@ def test_same_tokens_out_of_another_process(store: ExpertStore, prompts: list[An
         assert lead.health()["store/0"] == "connected"
 
 
-def test_two_slices_and_files_of_the_own_node(
-    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
-) -> None:
+def test_two_slices_and_files_of_the_own_node(store: ExpertStore, reference: Reference) -> None:
     own = ExpertStore(store.describe().path, "stamp", layers=[2, 5])
     with _stores(store, [0, 1, 3], [4, 6, 7]) as stores, _lead(own.describe(), _config(), stores) as lead:
-        assert greedy(lead, prompts, TOKENS) == expected
+        reference.check(lead, 4)
         assert [type(source).__name__ for source in lead._sources.weights].count("RemoteLayer") == 6
         assert lead.plan()["stores"] == [
             {"store": "store/0", "transport": "grpc", "layers": [0, 1, 3], "spare_layers": []},
@@ -92,59 +89,52 @@ def test_two_slices_and_files_of_the_own_node(
         ]
 
 
-def test_a_replica_takes_over_midway(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+def test_a_replica_takes_over_midway(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
         remote = lead._sources.remote
-        tokens, _ = struck_greedy(lead, prompts[0], TOKENS, lambda: os.kill(stores[0].pid, signal.SIGKILL))
-        assert tokens == expected[0]
+        reference.check_struck(lead, 0, lambda: os.kill(stores[0].pid, signal.SIGKILL), 24)
         assert lead.health() | {"store/0": "lost", "store/1": "connected"} == lead.health()
         stores[0].restart()
         assert remote._holders["store/0"].wait(20.0)
-        assert greedy(lead, prompts, TOKENS) == expected
+        reference.check(lead, 4)
         assert lead.health()["store/0"] == "connected"
 
 
-def test_a_store_that_hangs_is_passed_over(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+def test_a_store_that_hangs_is_passed_over(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
-        tokens, _ = struck_greedy(lead, prompts[0], TOKENS, lambda: os.kill(stores[0].pid, signal.SIGSTOP))
-        assert tokens == expected[0]
+        reference.check_struck(lead, 0, lambda: os.kill(stores[0].pid, signal.SIGSTOP), 24)
         os.kill(stores[0].pid, signal.SIGKILL)
 
 
-def test_no_store_left_is_a_typed_error_and_passes(
-    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
-) -> None:
+def test_no_store_left_is_a_typed_error_and_passes(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(deadline_s=1.5), stores) as lead:
-        assert greedy(lead, prompts[:1], TOKENS) == expected[:1]
+        reference.check(lead, 1)
         os.kill(stores[0].pid, signal.SIGKILL)
-        error = _error(lead, prompts[1])
+        error = _error(lead, reference.prompts[1])
         assert "MoE layers 0, 1, 2, 3, 4, 5, 6, 7 cannot be read" in error
         assert "store/0" in error
-        assert "cannot be read" in _error(lead, prompts[2])
+        assert "cannot be read" in _error(lead, reference.prompts[2])
         assert lead.health() | {"state": "serving", "store/0": "lost"} == lead.health()
         lead.engine.cache.check_integrity()
         residency = lead.engine.cache.residency
         assert not [key for key in residency.held() if residency.pinned(key)]
         stores[0].restart()
         assert lead._sources.remote._holders["store/0"].wait(20.0)
-        assert greedy(lead, prompts, TOKENS) == expected
+        reference.check(lead, 4)
         lead.engine.cache.check_integrity()
 
 
-def test_a_request_outlives_the_restart_of_its_only_store(
-    store: ExpertStore, prompts: list[Any], expected: list[list[int]]
-) -> None:
+def test_a_request_outlives_the_restart_of_its_only_store(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS) as stores, _lead(_elsewhere(store), _config(deadline_s=30.0), stores) as lead:
 
         def strike() -> None:
             os.kill(stores[0].pid, signal.SIGKILL)
             stores[0].restart()
 
-        tokens, _ = struck_greedy(lead, prompts[0], TOKENS, strike)
-        assert tokens == expected[0]
+        reference.check_struck(lead, 0, strike, 24)
 
 
-def test_a_shard_without_files(store: ExpertStore, prompts: list[Any], expected: list[list[int]]) -> None:
+def test_a_shard_without_files(store: ExpertStore, reference: Reference) -> None:
     """The lead maps all; its shard maps nothing, and asks for what it owns."""
     config = _config(0.125, shards=ShardSettings(count=2))
     board = LocalDirectory()
@@ -152,7 +142,7 @@ def test_a_shard_without_files(store: ExpertStore, prompts: list[Any], expected:
         links = [process.store_link for process in stores]
         with closing(ShardWorker(config, 1, "/nowhere", board, layers=(), stores=links)) as shard:
             with _lead(store.describe(), config, (), shards=[PeerLink(board, name=shard_name(1))]) as lead:
-                assert greedy(lead, prompts, TOKENS) == expected
+                reference.check(lead, 4)
                 assert lead.stats().total().shard_recomputed == 0
             assert shard.health() | {"store/0": "connected", "store/1": "connected"} == shard.health()
             assert shard.engine.sources.remote is not None

@@ -1,8 +1,9 @@
-"""A lead on the GPU and an NDP worker in a process beside it: rows and sums through pinned memory and the rings."""
+"""A lead with an NDP worker in a process beside it, and a shard: rows and sums go through pinned memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,41 @@ from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cache.device import PlainActivations, activations_of
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import NdpSettings
+from tiermoe.actors.settings import EngineSettings, NdpSettings, ShardSettings
+from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_hardware
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.proto.channel import open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, Message
 from tiermoe.proto.options import ChannelOptions
+from tiermoe.proto.peers import LocalDirectory
 from tiermoe.proto.server import ChannelServer
 
 _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8, 7], [3, 1, 4, 1, 5]]
-_NEW = 16
 _NDP = NdpSettings(hardware=vars(load_hardware("paper-ndp")), threads=2)
 _POLICY = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
+_DEADLINE_S = 60.0  # of a first batch, for which kernels are compiled
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
     folder = tmp_path_factory.mktemp("pinned")
     return prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store")
+
+
+def _check_unwaited(way: Any) -> None:
+    torch.cuda.synchronize()
+    assert isinstance(way, PinnedActivations)
+    assert way.waited == 0
+    assert way.pool.under_way == 0
+
+
+# -- an NDP worker -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +62,15 @@ def ndp(store: ExpertStore) -> Iterator[WorkerProcess]:
 
 def _tokens(store: ExpertStore, ndp: WorkerProcess) -> list[list[int]]:
     config = settings(0.5, policy=_POLICY, ndp=_NDP).model_copy(update={"device": "cuda"})
-    worker = GpuWorker(config, store.describe(), [ndp.link])
-    try:
+    with closing(GpuWorker(config, store.describe(), [ndp.link])) as worker:
         worker.start()
         # one after the other: when requests meet in a batch is a matter of time, and sums depend on the batch
-        found = [tokens for prompt in _PROMPTS for tokens in greedy(worker, [prompt], _NEW)]
+        found = [tokens for prompt in _PROMPTS for tokens in greedy(worker, [prompt], 16)]
         total = worker.stats().total()
         assert total.ndp_experts > 0
         assert total.ndp_recomputed == 0
         assert worker.stats().ndp_losses == 0
         return found
-    finally:
-        worker.close()
 
 
 def test_tokens_are_those_of_the_plain_way(
@@ -75,12 +86,8 @@ def test_tokens_are_those_of_the_plain_way(
         monkeypatch.setattr(engine_module, "activations_of", remembered(make))
         found.append(_tokens(store, ndp))
     assert found[0] == found[1]
-    pinned = made[-1]
-    assert isinstance(pinned, PinnedActivations)
-    torch.cuda.synchronize()
-    assert pinned.waited == 0
-    assert pinned.pool.nbytes > 0
-    assert pinned.pool.under_way == 0
+    _check_unwaited(made[-1])
+    assert made[-1].pool.nbytes > 0
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 900])
@@ -114,9 +121,7 @@ def test_rows_and_sums_arrive_whole(gpu: torch.device, tokens: int) -> None:
             del answer, rows, batch
         for out, expected in zip(outs, wanted, strict=True):
             assert torch.equal(out, expected)
-    torch.cuda.synchronize()
-    assert way.waited == 0
-    assert way.pool.under_way == 0
+    _check_unwaited(way)
 
 
 def test_few_rows_need_no_wait_of_their_own(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +139,75 @@ def test_few_rows_need_no_wait_of_their_own(gpu: torch.device, monkeypatch: pyte
     assert waits == []
     monkeypatch.undo()
     np.testing.assert_array_equal(rows, hidden.cpu().numpy())
+
+
+# -- a shard -------------------------------------------------------------------------------------------------------
+
+
+def _settings() -> EngineSettings:
+    # a check waits for the GPU, as it should; kernels that are chosen by time differ from one worker to the next
+    changed = {"device": "cuda", "integrity_checks": False, "expert_kernel": "loop"}
+    return settings(1.0, shards=ShardSettings(count=2)).model_copy(update=changed)
+
+
+def _batch(hidden: np.ndarray) -> ExpertBatch:
+    """Every row through experts 1 and 3 of layer 0, which belong to shard 1."""
+    count = len(hidden)
+    rows = np.arange(count, dtype=np.int32)
+    return ExpertBatch(
+        0, np.array([1, 3], np.int32), np.zeros(2, np.uint8), np.array([0, count, 2 * count], np.int32),
+        np.concatenate((rows, rows)), np.linspace(0.1, 0.9, 2 * count, dtype=np.float32), hidden,
+    )  # fmt: skip
+
+
+def test_a_shards_sums_are_those_of_the_plain_way(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[np.ndarray]] = []
+    for make in (PlainActivations, activations_of):
+        monkeypatch.setattr(shard_module, "activations_of", make)
+        with closing(ShardWorker(_settings(), 1, store.describe().path, LocalDirectory())) as shard:
+            width, way = shard.engine._hidden, shard.engine.activations
+            with open_channel(shard.address, ChannelOptions()) as channel:
+                assert channel.transport == "shm"
+                answers = []
+                for tokens in (1, 4, 64, 1, 4, 64):
+                    hidden = np.random.default_rng(tokens).standard_normal((tokens, width)).astype(np.float32)
+                    answer = channel.call(_batch(hidden), _DEADLINE_S)
+                    assert isinstance(answer, ExpertResult)
+                    answers.append(np.array(answer.partial))
+        found.append(answers)
+    for plain, pinned in zip(*found, strict=True):
+        np.testing.assert_array_equal(pinned, plain)
+        assert np.isfinite(plain).all()
+        assert np.any(plain)
+    _check_unwaited(way)
+
+
+def test_a_shards_answer_is_the_only_wait(
+    gpu: torch.device, store: ExpertStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    synchronize = torch.cuda.Event.synchronize
+
+    def waited(event: Any) -> None:
+        waits.append("event")
+        torch.cuda.set_sync_debug_mode("default")
+        synchronize(event)
+        torch.cuda.set_sync_debug_mode("error")
+
+    with closing(ShardWorker(_settings(), 1, store.describe().path, LocalDirectory())) as shard:
+        batches = [_batch(np.ones((tokens, shard.engine._hidden), np.float32)) for tokens in (1, 4)]
+        for batch in batches * 2:  # experts are loaded, kernels compiled, pinned memory allocated
+            shard.handle(batch)
+        torch.cuda.synchronize(gpu)
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", waited)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
+        monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda *_: waits.append("stream"))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in batches * 5:
+                shard.handle(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            monkeypatch.undo()
+        assert set(waits) <= {"event"}
+        assert len(waits) <= 10

@@ -1,30 +1,62 @@
-"""The shipped experiments and a user's own, end to end on the default model with hardly any tokens."""
+"""Benchmarks and experiments end to end on the default model, with hardly any tokens; their figures are not judged."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
+from tiermoe.actors.store.artifacts import read_profile
+from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.bench import cells, engine_metrics, run, serving
+from tiermoe.cluster.jobs.bench import cells, command, engine_metrics, micro_channels, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.experiment import Experiment
+from tiermoe.cluster.jobs.bench.gpu.decode import ALL, BUDGETS, PRESETS
+from tiermoe.cluster.jobs.bench.gpu.job import PARTS
+from tiermoe.cluster.jobs.bench.gpu.job import main as gpu_main
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store, run_config
 from tiermoe.cluster.jobs.bench.table import write_folder
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.calibration import read_texts
 from tiermoe.cluster.jobs.profile.command import ProfileOptions
 from tiermoe.cluster.jobs.profile.job import profile_text
+from tiermoe.cluster.jobs.profile.trial import (
+    DROP,
+    at_random,
+    by_router,
+    by_table,
+    drop,
+    own_weight,
+    resident_at_random,
+    rules,
+    substitute,
+    trial,
+)
 from tiermoe.cluster.yaml_file import merged, read_yaml
+from tiermoe.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-_MAIN = "from tiermoe.cluster.cli import main; main()"
+
+def bench(*words: object) -> subprocess.CompletedProcess[str]:
+    """`tiermoe bench WORDS`."""
+    program = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "bench", *map(str, words)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
 
 
 def tiny(name: str, **changes: Any) -> Experiment:
@@ -51,13 +83,9 @@ def ran(experiment: Experiment, folder: Path, **more: Any) -> tuple[Report, Jour
 def test_two_policies_side_by_side(tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
     prompts.write_text("The quick brown fox\ndef main(arguments):\n")
-    done = subprocess.run(
-        [
-            sys.executable, "-c", _MAIN, "bench", "compare", "--policies", "on-demand,next-gate", "--budgets", "0.25",
-            "--links", "2", "--prompts", str(prompts), "--repeat", "1", "--max-tokens", "4", "--json", str(out),
-        ],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    grid = ("--policies", "on-demand,next-gate", "--budgets", "0.25", "--links", "2")
+    size = ("--prompts", prompts, "--repeat", "1", "--max-tokens", "4")
+    done = bench("compare", *grid, *size, "--json", out)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     assert (report["name"], report["executor"]) == ("compare", "emulated")
@@ -87,10 +115,7 @@ bars: [{section: served, of: no governor, over: [on-demand], measure: bytes_load
 tables: {rows: {columns: [{title: policy, show: "{policy}"}, {title: TPOT, show: "{tpot_ms:.2f}"}]}}
 plots: {tpot.png: {panels: [{kind: bar, each: [section], x: policy, y: tpot_ms, title: "{section}"}]}}
 """)
-    bench = [sys.executable, "-c", _MAIN, "bench", str(file), "--max-tokens", "4"]
-    done = subprocess.run(
-        [*bench, "--out", str(tmp_path / "page"), "--check"], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = bench(file, "--max-tokens", "4", "--out", tmp_path / "page", "--check")
     assert done.returncode == 1, done.stderr  # the bar cannot hold
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"mine.md", "mine.json", "tpot.png"}
     record = json.loads((tmp_path / "page" / "mine.json").read_text())
@@ -271,3 +296,184 @@ def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 < report.figures["similarity"]["own"] <= 1
     page = (tmp_path / "ndp.md").read_text()
     assert all(variant.name in page for variant in experiment.sections[0].variants)
+
+
+# -- micro-benchmarks, and `bench gpu` ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "executor", "bars", "measures"),
+    [
+        ("prefetch", "emulated", 1, {"blocked_io_s", "hit_rate"}),
+        ("overhead", "emulated", 2, {"tpot_s", "host_us_per_layer"}),
+        pytest.param(
+            "channel", "real", 3, {"p50_us", "p99_us"},
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_micro_benchmark_prints_one_json_object(name: str, executor: str, bars: int, measures: set[str]) -> None:
+    done = bench(name, "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["name"], report["executor"], len(report["bars"])) == (name, executor, bars)
+    assert all(row["median"] >= 0 for row in report["rows"])
+    measured = {row["measure"] for row in report["rows"]}
+    assert measured >= measures
+    if name == "channel":
+        ways = {f"{way} {size}" for way in ("shm", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
+        assert {row["case"] for row in report["rows"]} == ways
+        assert measured == measures
+        assert all(row["median"] > 0 for row in report["rows"])
+
+
+def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None:
+    """Guards against workers that were started before the prompts were read, and kept the process alive."""
+    shutil.copy(default_model_dir() / "tokenizer.json", tmp_path)
+    done = bench("prefetch", "--model", tmp_path)
+    assert done.returncode == 2
+    assert "held-out passages" in done.stderr
+
+
+def test_the_matcher_s_benchmark_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = micro_channels.model_shapes()
+    assert {name: (shape.layers, shape.experts, top_k) for name, (shape, top_k) in shapes.items()} == {
+        "mixtral-8x7b": (32, 8, 2),
+        "qwen1.5-moe": (24, 60, 4),
+        "deepseek-v2-lite": (26, 64, 6),
+        "default": (8, 32, 4),
+    }
+    model = "mixtral-8x7b"
+    monkeypatch.setattr(micro_channels, "model_shapes", lambda: {model: shapes[model]})
+    monkeypatch.setattr(micro_channels, "CAPACITIES", (1000, 2000))
+    monkeypatch.setattr(micro_channels, "LARGEST", 2000)
+    monkeypatch.setattr(micro_channels, "ITERATIONS", 1)
+    done = CliRunner().invoke(command.bench_app, ["matcher", "--repeats", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["name"], report["executor"]) == ("matcher", "real")
+    stores = {f"{model} {capacity}" for capacity in (1000, 2000)}
+    assert {row["case"] for row in report["rows"]} == stores | {f"publish {model} {way}" for way in ("shm", "grpc")}
+    assert len(report["bars"]) == 3 + 1
+    assert all(row["median"] > 0 for row in report["rows"] if row["measure"] != "resident_mb")
+    memory = {row["case"]: row["median"] for row in report["rows"] if row["measure"] == "store_mb"}
+    assert memory[f"{model} 1000"] == 1000 * 4 * (512 + 32 * 8 + 2 * 32) / 1e6
+
+
+@pytest.mark.timeout(1800)
+def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path) -> None:
+    """On the CPU stand-in, by the same code that a GPU runs."""
+    assert gpu_main(["--device", "cpu", "--sizes", "toy", "--out", str(tmp_path), "--seconds", "1700"]) == 0
+    document = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert {name: found["outcome"] for name, found in document["parts"].items()} == {p.name: "done" for p in PARTS}
+    for name in ("qwen", "mixtral", "deepseek"):
+        rows = document["parts"][name]["rows"]
+        ran = {(row["preset"], row["budget"]) for row in rows if row["kind"] == "decode"}
+        assert ran == {(p, b) for p in PRESETS for b in (0.5, 1.0)} | {(ALL, 1.0)}, document["parts"][name]["notes"]
+        assert {row["kind"] for row in rows} >= {"trace", "peaks", "shape", "reference", "decode"}
+        near = [row["ndp"] for row in rows if row.get("preset") == "context-ndp-3bit" and row["budget"] == 0.5]
+        assert near[0]["calls_per_token"] > 0
+        assert near[0]["recomputed"] == 0
+    assert {row["kind"] for row in document["parts"]["host"]["rows"]} >= {"host"}
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "| device_name | cpu (stands in for a GPU) |\n| sizes | toy |" in page
+    assert page.count("Outcome: done.") == len(PARTS)
+    assert "Not run yet." not in page
+    assert set(BUDGETS) == {0.1, 0.25, 0.5, 1.0}
+
+
+# -- profiles of experts, and trials of substitutes --------------------------------------------------------------------
+
+
+TRIAL = EvaluationOptions(documents=1, prefix=16, continuation=32, resamples=50)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    text = folder / "text.txt"
+    text.write_text("\n".join(read_texts(default_model_dir() / "calibration"))[:2500])
+    made = prepare(default_model_dir(), folder / "store", progress=False)
+    profile_text(made, default_model_dir(), text, ProfileOptions(output_tokens=256), progress=False)
+    return made
+
+
+def test_the_profile_of_the_default_model(profiled: Path) -> None:
+    profile = read_profile(profiled, read_manifest(profiled))
+    assert (profile.layers, profile.experts) == (8, 32)
+    assert np.ptp(profile.activations.sum(1)) == 0  # every token picks four experts in every layer
+    assert profile.binary.sum((1, 2)).tolist() == (profile.activations.sum(1) * 3).tolist()
+    sizes = [profile.buddies(BuddyOptions(alpha=alpha)).sizes for alpha in (0.3, 0.6, 0.95)]
+    assert (sizes[0] <= sizes[1]).all()
+    assert (sizes[1] <= sizes[2]).all()
+    assert sizes[2].max() == 16
+    taus = profile.taus(15)
+    assert len(taus) == 8
+    assert all(0 < tau < 1 for tau in taus)
+
+
+def test_trial(profiled: Path) -> None:
+    chosen = ["output, own weight", DROP]
+    rows = trial(None, (1.0, 0.5), (0,), TRIAL, store=profiled, only=chosen)
+    assert [(row["rule"], row["rate"]) for row in rows] == [
+        ("unchanged", 1.0), *((rule, rate) for rate in (1.0, 0.5) for rule in chosen)
+    ]  # fmt: skip
+    for row in rows[1:3]:  # all at hand: nothing is substituted
+        assert row["nll_nats"] == pytest.approx(rows[0]["nll_nats"], abs=1e-4)
+        assert row["kl_nats"] < 1e-4
+    for row in rows[3:]:
+        assert row["kl_nats"] > 0.01
+        assert row["top1_agreement"] < 1
+    assert rows[-1]["kl_over_drop"] == 0
+    assert set(chosen) < set(rules(read_profile(profiled, read_manifest(profiled))))
+
+
+def test_an_unknown_rule(profiled: Path) -> None:
+    with pytest.raises(ConfigError, match="no rule 'other'"):
+        trial(None, (0.5,), (0,), TRIAL, store=profiled, only=["other"])
+
+
+IDS, WEIGHTS = np.array([[0, 1], [2, 3], [0, 2]]), np.array([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]], np.float32)
+CHANCE = np.array([[0.4, 0.3, 0.1, 0.2, 0.0], [0.05, 0.1, 0.4, 0.4, 0.05], [0.2, 0.1, 0.6, 0.1, 0.0]], np.float32)
+HELD = np.array([[False, True, False, True, True]])
+
+
+def test_the_best_resident_expert_that_the_token_does_not_use() -> None:
+    scores = np.zeros((1, 5, 5))
+    scores[0, 0] = [0, 0.9, 0.8, 0.2, 0.3]
+    scores[0, 2] = [0, 0, 0, 0.5, 0.4]
+    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
+    assert ids.tolist() == [[4, 1], [4, 3], [1, 3]]  # 1 and 3 are in use in the first two rows
+    assert weights.tolist() == WEIGHTS.tolist()
+    scale = np.full((1, 5, 5), 0.5)
+    _, scaled = substitute(HELD, by_table(scores), scale)(0, IDS, WEIGHTS, CHANCE)
+    assert scaled.tolist() == [[0.375, 0.25], [0.25, 0.5], [0.125, 0.375]]
+    scores[0, 2] = 0
+    ids, weights = substitute(HELD, by_table(scores))(0, IDS, WEIGHTS, CHANCE)
+    assert weights.tolist() == [[0.75, 0.25], [0, 0.5], [0.25, 0]]  # no buddy: dropped
+
+
+def test_rules_that_ask_the_router() -> None:
+    assert substitute(HELD, by_router)(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [1, 3], [1, 3]]
+    alike = np.where(np.arange(5) == 4, 100.0, 1.0)[None].repeat(5, 0)
+    likely = substitute(HELD, lambda layer, wanted, chances: alike[wanted] * chances)
+    assert likely(0, IDS, WEIGHTS, CHANCE)[0].tolist() == [[3, 1], [4, 3], [1, 3]]
+    ids, weights = own_weight(substitute(HELD, by_router))(0, IDS, WEIGHTS, CHANCE)
+    assert ids.tolist() == [[3, 1], [1, 3], [1, 3]]
+    assert weights == pytest.approx(np.array([[0.4, 0.6], [0.2, 0.8], [0.5, 0.5]]))
+
+
+def test_dropping() -> None:
+    assert drop(HELD, renormalise=False)(0, IDS, WEIGHTS, CHANCE)[1].tolist() == [[0, 0.25], [0, 0.5], [0, 0]]
+    assert drop(HELD, renormalise=True)(0, IDS, WEIGHTS, CHANCE)[1].tolist() == [[0, 1], [0, 1], [0, 0]]
+
+
+def test_at_random() -> None:
+    rule = substitute(HELD, at_random(5, 0))
+    ids, weights = rule(0, IDS.repeat(200, 0), WEIGHTS.repeat(200, 0), CHANCE.repeat(200, 0))
+    assert set(ids[:200, 0].tolist()) == {3, 4}
+    assert set(ids[200:400, 0].tolist()) == {1, 4}
+    assert all(len(set(row)) == 2 for row in ids.tolist())
+    assert np.isin(ids, [1, 3, 4]).all()
+    assert (weights > 0).all()
+    assert [resident_at_random(3, 8, rate, 1).sum(1).tolist() for rate in (0.5, 0.375)] == [[4] * 3, [3] * 3]

@@ -1,0 +1,403 @@
+"""The command line on the default model: `run` as a user runs it, refusals of one line, `eval`, recorded traces."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from serving import Reference
+from tiny_models import save_byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors.engine.serving.scoring import score_with
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.record.command import read_prompts
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.errors import RequestError
+
+TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
+MAIN = "from tiermoe.cluster.cli import main; main()"
+needs_model = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Exit code, standard output and standard error of `tiermoe ARGS` in this process."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(arg) for arg in args])
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+# -- refusals: exit code 2, one line that says what is wrong and what to do, no traceback, and no Ray started ----------
+
+
+@pytest.fixture
+def refusal(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    import ray
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started for input that should have been refused")
+
+    monkeypatch.setattr(ray, "init", refuse)
+
+    def call(*args: object) -> str:
+        code, out, err = command(*args)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        return err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of a checkpoint as the checks before the start look at."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    save_byte_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "remedy"),
+    [
+        (["--policy", "magic"], "no policy 'magic'", "choose one of activeevict, "),
+        (["--budget", "0"], "budget '0'", "512MiB"),
+        (["--budget", "1.5"], "budget '1.5'", "share"),
+        (["--budget", "lots"], "budget 'lots'", "share"),
+        (["--policy", "all-resident"], "keeps every expert", "--budget 1.0"),
+        (["--max-tokens", "0"], "--max-tokens is 0", "from 1"),
+        (["--max-tokens", "64"], "exceed the model's 64 positions", "lower --max-tokens"),
+        (["--temperature", "-1"], "--temperature is -1", "greedy"),
+        (["--top-p", "7"], "--top-p is 7", "up to 1"),
+        (["--seed", "-4"], "--seed is -4", "from 0"),
+        (["--link-gbps", "0"], "--link-gbps is 0", "greater than 0"),
+        (["--link-latency-us", "inf"], "--link-latency-us is inf", "finite"),
+        (["--device", "tpu"], "--device is 'tpu'", "cuda"),
+        (["--device", "cuda", "--link-gbps", "3"], "device is cuda", "leave them out"),
+        (["--threads", "0"], "--threads is 0", "greater than or equal to 1"),
+        (["--config", "moon"], "no configuration file 'moon'", "laptop"),
+        (["--trace", "/nowhere/at/all/trace.json"], "no directory '/nowhere/at/all'", "mkdir"),
+        (["--prompt-file", "x"], "both PROMPT and --prompt-file", "either"),
+        (["--max-tokens", "4"], "", "safetensors"),  # a checkpoint without weights
+    ],
+)
+def test_run_refuses_an_option(
+    options: list[str], what: str, remedy: str, refusal: Callable[..., str], model: Path
+) -> None:
+    line = refusal("run", "hello", "--model", model, *options)
+    assert what in line
+    assert remedy in line
+
+
+def test_run_refuses_a_model_a_prompt_or_a_file(refusal: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    assert "--model" in refusal("run", "hello", "--model", tmp_path / "none")
+    assert "has no config.json" in refusal("run", "hello", "--model", tmp_path)
+    for prompt in ([""], []):
+        assert "prompt" in refusal("run", *prompt, "--model", model)
+    long, config = tmp_path / "prompt.txt", tmp_path / "run.yaml"
+    long.write_text("x" * 100)
+    options = ("--model", model, "--max-tokens", 1)
+    assert "100 prompt tokens" in refusal("run", "--prompt-file", long, *options)
+    config.write_text("bugdet: 0.5\n")
+    line = refusal("run", "hello", "--model", model, "--config", config)
+    assert "unknown key 'bugdet'; did you mean 'budget'?" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--policy", "magic"], "no policy 'magic'"),
+        (["--policy", "on-demand", "--windows", "0"], "--windows is 0"),
+        (["--policy", "on-demand", "--prefix", "2000"], "exceed the model's 2048 positions"),
+        (["--policy", "on-demand", "--model", "/nowhere"], "no model at '/nowhere'"),
+    ],
+)
+def test_eval_refuses(options: list[str], what: str, refusal: Callable[..., str]) -> None:
+    assert what in refusal("eval", *options)
+
+
+@pytest.mark.slow
+def test_eval_refuses_a_model_without_heldout_text(command: Command, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(default_model_dir() / name, tmp_path)
+    code, _, err = command("eval", "--policy", "on-demand", "--model", tmp_path)
+    assert code == 2
+    assert "held-out passages" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--max-tokens", "5000"], "prompt 1: "),
+        (["--distances", "9"], "--distances is 9"),
+        (["--limit", "0"], "--limit is 0"),
+    ],
+)
+def test_record_refuses(args: list[str], message: str, command: Command, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    code, out, err = command("record", prompts, tmp_path / "out", *args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_option_is_a_usage_error(command: Command) -> None:
+    code, _, err = command("run", "hello", "--bugdet", "1")
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_the_program_itself_refuses_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [TIERMOE, "run", "hello", "--model", tmp_path / "none"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no model at")
+    assert done.stderr.count("\n") == 1
+
+
+def test_version_and_help_import_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom tiermoe.cluster.cli import main\n"
+        "for args in (['--version'], ['--help']):\n"
+        "    try: main(args)\n    except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'ray', 'numpy', 'pydantic'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch 2." in done.stdout
+    assert "doctor" in done.stdout
+
+
+# -- run: real Ray, real store, real worker ------------------------------------------------------------------------
+
+CONTRACT = {
+    "model": str, "policy": str, "lossless": bool, "executor": str, "prompt_tokens": int, "generated_tokens": int,
+    "token_ids": list, "text": str, "ttft_s": float, "tpot_s": float, "expert_budget_bytes": int,
+    "expert_bytes_peak": int, "hits": int, "misses": int, "hit_rate": float, "bytes_loaded": int, "bytes_wasted": int,
+    "blocked_io_s": float, "total_io_s": float, "ndp_tokens": int, "substitutions": int, "dropped": int, "plan": dict,
+    "layers": list, "versions": dict,
+}  # fmt: skip
+
+
+def _run(*options: str) -> dict[str, Any]:
+    args = [TIERMOE, "run", "def read_config(path):", "--device", "cpu", "--max-tokens", "24", "--json", *options]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return json.loads(done.stdout)  # fails unless stdout is one JSON object and nothing else
+
+
+@needs_model
+def test_a_run_keeps_its_contract(tmp_path: Path) -> None:
+    """Its types, its budget, its sums, its timeline; and the tokens of a run with all experts resident."""
+    result = _run("--trace", str(tmp_path / "trace.json"))
+    wrong = {name: result.get(name) for name, kind in CONTRACT.items() if not isinstance(result.get(name), kind)}
+    assert not wrong
+    assert (result["policy"], result["lossless"], result["executor"]) == ("next-gate", True, "emulated")
+    assert result["generated_tokens"] == len(result["token_ids"]) == 24
+    assert {"python", "tiermoe", "torch", "transformers", "ray"} <= set(result["versions"])
+
+    plan = result["plan"]
+    assert 0 < result["expert_bytes_peak"] <= result["expert_budget_bytes"]
+    assert result["expert_budget_bytes"] == pytest.approx(plan["expert_bytes_total"] / 4, abs=plan["slot_bytes"])
+    assert result["hit_rate"] == pytest.approx(result["hits"] / (result["hits"] + result["misses"]))
+    assert sum(layer["misses"] for layer in result["layers"]) == result["misses"] > 0
+    assert len(result["layers"]) == plan["moe_layers"]
+    assert result["bytes_loaded"] % plan["slot_bytes"] == 0
+    assert [actor["name"] for actor in result["topology"]["actors"]] == ["lead", "store-0"]
+    assert result["prediction"]["label"] == "predicted"
+    assert (result["ndp_tokens"], result["substitutions"], result["dropped"]) == (0, 0, 0)
+
+    spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert spans
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+
+    resident = _run("--policy", "all-resident", "--budget", "1.0")
+    assert resident["token_ids"] == result["token_ids"]
+    assert resident["text"] == result["text"]
+    assert resident["misses"] == 0
+
+
+@contextmanager
+def _streaming() -> Iterator[subprocess.Popen[str]]:
+    """A long run that has begun to print its text."""
+    args = [TIERMOE, "run", "import os", "--device", "cpu", "--max-tokens", "2000"]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = ""
+        while not seen.endswith("import os") and (letter := process.stdout.read(1)):
+            seen += letter
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@needs_model
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_text_streams_ends_in_order(number: signal.Signals, code: int) -> None:
+    with _streaming() as process:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert process.wait(timeout=60) == code, process.stderr.read()
+        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert "Traceback" not in process.stderr.read()
+
+
+@needs_model
+def test_death_of_the_worker_is_one_line_and_exit_code_1() -> None:
+    with _streaming() as process:
+        worker = next(p for p in psutil.Process(process.pid).children(recursive=True) if _title(p) == "ray::GpuWorker")
+        worker.kill()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert err.splitlines()[-1].startswith("error: the worker failed during a request: its process ended")
+        assert "Traceback" not in err
+        assert "raylet" not in out  # Ray's own notice stays out of the text
+
+
+def _title(process: psutil.Process) -> str:
+    """Ray names its workers `ray::CLASS`, and `ray::CLASS.METHOD` while a method runs."""
+    return ".".join(process.cmdline()[:1]).partition(".")[0]
+
+
+# -- eval ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_unmodified_model() -> None:
+    ids = heldout_prompts(default_model_dir(), 1, 256)[0]
+    unmodified = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = torch.log_softmax(unmodified(torch.tensor([ids])).logits[0, 127:-1], -1)
+    with closing(start_worker(run_config(None, policy="on-demand", budget="0.25", link={"gbps": None}))) as worker:
+        found = score_with(worker, ids, 128)
+    assert found.shape == (128, 4096)
+    assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.slow
+def test_forced_tokens_are_scored_as_serving_decodes_them(reference: Reference) -> None:
+    """One forward over all decode rows of a sequence is what a lossy policy does token by token."""
+    with closing(start_worker(run_config(None, policy="context-ndp-2bit", budget="0.5"))) as worker:
+        for prompt in reference.prompts[:3]:
+            _, generated = serve(worker.submit, [prompt], 24)
+            found = score_with(worker, [*prompt, *generated[0]], len(prompt))
+            assert found.argmax(-1).tolist() == generated[0]
+        assert worker.stats().total().ndp_tokens > 0
+
+
+@pytest.mark.slow
+def test_eval_prints_one_flat_object(command: Command) -> None:
+    sizes = ("--documents", 3, "--prefix", 64, "--continuation", 32)
+    code, out, err = command("eval", "--policy", "next-gate", "--budget", "0.5", *sizes, "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["name"], record["policy"], record["lossless"]) == ("eval", "next-gate", True)
+    assert record["executor"] == "emulated"
+    assert (record["documents"], record["tokens"], record["items"]) == (3, 96, 3)
+    assert record["top1_agreement"] == record["perplexity_ratio"] == 1.0
+    assert record["kl_nats"] < 1e-5
+    assert 1 < record["perplexity_low"] <= record["perplexity"] <= record["perplexity_high"] < 100
+    assert "perplexity" in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_eval() -> None:
+    """Interrupted in the middle of the reference, when the first worker runs."""
+    program = f"""
+from tiermoe.cluster.jobs.evaluate import job
+whole = job.score_with
+def score_with(*args):
+    print("scoring", flush=True)
+    return whole(*args)
+job.score_with = score_with
+{MAIN}
+"""
+    args = [sys.executable, "-c", program, "eval", "--policy", "on-demand"]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "scoring\n"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+# -- from prompts to a trace, to predictors, to replays ------------------------------------------------------------
+
+
+def test_record_prepare_replay(command: Command, tmp_path: Path) -> None:
+    prompts, trace = tmp_path / "prompts.txt", tmp_path / "trace"
+    prompts.write_text("def add(a, b):\n\nThe linker searches the folders\n")
+    code, out, err = command("record", prompts, trace, "--max-tokens", 5, "--distances", 2, "--ignore-eos", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert (said["requests"], said["layers"], said["experts"], said["top_k"]) == (2, 8, 32, 4)
+    assert (said["forwards"], said["complete"]) == (10, True)
+    assert said["bytes"] < 3 * said["rows"] * said["bytes_per_row"]
+    requests = list(Trace(trace).requests())
+    assert [len(r.iterations) for r in requests] == [5, 5]
+
+    code, out, err = command("record", prompts, trace)
+    assert code == 2
+    assert "not empty" in err
+
+    store = tmp_path / "store"
+    code, out, err = command("prepare", default_model_dir(), store, "--predictors", trace, "--stride", 2)
+    assert code == 0, err
+    options = ("--prefetch", "stride", "--distance", 2, "--predictors", store / "predictors-2.safetensors")
+    code, out, err = command("replay", trace, *options, "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["executor"], record["machine"]["name"]) == ("simulated", "recorded")
+    assert record["bytes_loaded_prefetch"] > 0
+
+    code, _, err = command("jobs", "merge-traces", tmp_path / "both", trace, trace)
+    assert code == 0, err
+    assert Trace(tmp_path / "both").header.requests == 4
+
+
+def test_prompts_from_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a b"}\n\n{"token_ids": [4, 5]}\n{"text": "c"}\n')
+    prompts = read_prompts(file, default_model_dir())
+    assert prompts[1] == (4, 5)
+    assert len(prompts) == 3
+    assert read_prompts(file, default_model_dir(), limit=1) == prompts[:1]
+    for bad in ('{"prompt": 3}', "{", '{"token_ids": []}', '{"token_ids": [true]}', "[]"):
+        file.write_text(bad)
+        with pytest.raises(RequestError, match=r"p\.jsonl:1"):
+            read_prompts(file, default_model_dir())
+    file.write_text("\n")
+    with pytest.raises(RequestError, match="has no prompt"):
+        read_prompts(file, default_model_dir())
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_prompts(tmp_path / "none", default_model_dir())

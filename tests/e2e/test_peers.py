@@ -1,0 +1,368 @@
+"""Shards, NDP workers and the matcher in processes of their own: the unmodified model's very tokens, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from channel_peer import wait_until
+from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, iteration
+from numpy.typing import NDArray
+from serving import Reference, greedy, serving_group, serving_locally, settings
+
+from tiermoe.actors.engine.peers.matcher import MatcherLink
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, MatcherOptions, ShardSettings
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
+from tiermoe.cluster.jobs.bench.serving import prepared_store
+from tiermoe.cluster.local import LocalWorker
+from tiermoe.cluster.worker_process import Role, WorkerProcess
+from tiermoe.proto.messages import HealthReport, HealthRequest, PrefetchCommand
+
+slow = pytest.mark.slow
+PATIENCE_S = 30.0
+STRIKES = [signal.SIGKILL, signal.SIGSTOP]
+LOST_S = 4.0  # liveness within 1 s, recomputation, and a busy machine
+
+
+def _rejoined(worker: LocalWorker, process: WorkerProcess, peer: str) -> None:
+    """Start a process again, and see that the lead finds it."""
+    process.restart()
+    assert worker.engine.peers[peer].wait_until_found(20.0)
+
+
+# -- shards --------------------------------------------------------------------------------------------------------
+
+BALANCE = {2: 1.1, 4: 1.3}  # most over least bytes loaded per GPU, of so few tokens: experts differ in popularity
+
+
+def _sharded(count: int, budget: float, prefetch: str = "next-gate", **more: Any) -> EngineSettings:
+    kv = KvSettings(page_size=32, num_blocks=64)
+    return settings(budget, prefetch, kv=kv, shards=ShardSettings(count=count), **more)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+@pytest.mark.parametrize("budget", ["share", "small"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, reference: Reference) -> None:
+    """Each GPU holds half of what it owns, or a twentieth of the model."""
+    with serving_group(store, _sharded(count, 0.5 / count if budget == "share" else 0.05, prefetch)) as group:
+        reference.check(group.lead, 12, 32)
+        parts = group.lead.shard_stats()
+        assert all(part["expert_bytes_peak"] <= part["expert_budget_bytes"] for part in parts)
+        assert all((part["bytes_loaded_prefetch"] > 0) == (prefetch != "none") for part in parts)
+        stats = group.lead.stats()
+        assert stats.shard_losses == stats.total().shard_recomputed == 0
+        loaded = [part["bytes_loaded_demand"] + part["bytes_loaded_prefetch"] for part in parts]
+        assert max(loaded) <= BALANCE[count] * min(loaded)
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, reference: Reference) -> None:
+    config = _sharded(2, 0.125, link=LinkSettings(gbps=2.0, latency_us=10.0))
+    with serving_locally(store, config) as worker:
+        (process,) = worker.shard_processes
+        longest_s = reference.check_struck(worker, 0, lambda: os.kill(process.pid, strike))
+        stats = worker.stats()
+        assert stats.shard_losses == 1
+        assert stats.shard_last_failure is not None
+        assert longest_s < LOST_S
+        os.kill(process.pid, signal.SIGKILL)  # as whoever watches over it would
+        _rejoined(worker, process, "shard/1")
+        before = stats.total().shard_tokens
+        reference.check(worker, 2, 32, first=1)
+        assert stats.total().shard_tokens > before
+        pid = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_four_shards(store: ExpertStore, reference: Reference) -> None:
+    with serving_locally(store, _sharded(4, 0.125)) as worker:
+        reference.check(worker, 8, 32)
+        pids = {part["pid"] for part in worker.shard_stats()[1:]}
+        assert pids == {process.pid for process in worker.shard_processes}
+        assert len(pids) == 3
+
+
+# -- one NDP worker ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _near_data(policy: str, budget: str = "0.5", workers: int = 1, **more: Any) -> Iterator[LocalWorker]:
+    options = {"policy": policy, "budget": budget, "threads": 1, "integrity_checks": True, **more}
+    config = load_run_config(None, options)
+    made = engine_settings(config)
+    with closing(LocalWorker(made, prepared_store(config, made), workers)) as worker:
+        worker.start()
+        yield worker
+
+
+@slow
+@pytest.mark.parametrize(
+    ("policy", "transport"),
+    [("context-ndp-full", "shm"), ("context-ndp-full", "grpc"), ("static-ndp", "auto"), ("monde", "auto")],
+)
+def test_near_data_in_full_precision(policy: str, transport: str, reference: Reference) -> None:
+    with _near_data(policy, ndp={"transport": transport}) as worker:
+        reference.check(worker, 4, 48)
+        reference.check(worker, 1, 48, first=4)
+        stats = worker.stats()
+        assert stats.total().ndp_tokens > 0
+        assert stats.total().bytes_demanded_decode == 0 or policy == "monde"
+        assert stats.ndp_losses == 0
+        assert stats.expert_bytes_peak <= stats.expert_budget_bytes
+        if transport != "auto":
+            assert worker.engine.peers["ndp/0"].transport == transport
+
+
+@slow
+def test_quantized_replicas_serve_and_are_labelled(reference: Reference) -> None:
+    with _near_data("context-ndp-3bit") as worker:
+        tokens = greedy(worker, reference.prompts[:2], 48)
+        assert [len(t) for t in tokens] == [48] * 2
+        record = worker.stats().as_dict()
+        assert record["ndp_tokens"] > 0
+        assert record["bytes_demanded_decode"] == 0
+        assert record["migrations"] == 2
+        assert record["executor"] == "emulated"
+
+
+@slow
+@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_request_outlives_an_ndp_worker(strike: signal.Signals, transport: str, reference: Reference) -> None:
+    with _near_data("context-ndp-full", ndp={"transport": transport}) as worker:
+        (process,) = worker.ndp_processes
+        longest_s = reference.check_struck(worker, 0, lambda: os.kill(process.pid, strike), 48)
+        stats = worker.stats()
+        assert stats.ndp_losses == 1
+        assert longest_s < LOST_S
+        _rejoined(worker, process, "ndp/0")
+        before = stats.total().ndp_tokens
+        reference.check(worker, 1, 48, first=1)
+        assert worker.stats().total().ndp_tokens > before
+
+
+# -- two GPUs and two NDP workers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[LocalWorker]:
+    with _near_data("context-ndp-full", "0.25", 2, cluster={"shards": 2}) as started:
+        yield started
+
+
+def _pairs(worker: LocalWorker) -> dict[str, int]:
+    return {name: seen.pairs for name, seen in worker.stats().ndp_workers.items()}
+
+
+def _assert_shared(worker: LocalWorker, names: set[str]) -> None:
+    """Everybody of these worked for the lead since the counters were reset, and nobody loaded while decoding."""
+    assert {name for name, pairs in _pairs(worker).items() if pairs} == names
+    parts = worker.shard_stats()
+    assert [part["state"] for part in parts] == ["serving"] * 2
+    assert all(part["expert_bytes_peak"] <= part["expert_budget_bytes"] for part in parts)
+    assert worker.stats().total().shard_tokens > 0
+
+
+def _decode_bytes(worker: LocalWorker) -> list[Any]:
+    return [part["bytes_demanded_decode"] for part in worker.shard_stats()]
+
+
+@slow
+def test_hot_on_two_gpus_and_cold_on_two_workers(worker: LocalWorker, reference: Reference) -> None:
+    reference.check(worker, 4, 32)
+    _assert_shared(worker, {"ndp/0", "ndp/1"})
+    assert _decode_bytes(worker) == [0, 0]
+    assert all(part["bytes_loaded_migration"] > 0 for part in worker.shard_stats())
+    peers = dict.fromkeys(("ndp/0", "ndp/1", "shard/1"), "connected")
+    assert worker.health() == {"state": "serving", "running": 0} | peers
+    reports = {report["worker"]: report["pairs"] for report in worker.ndp_stats()}
+    assert reports.keys() == {"ndp/0", "ndp/1"}
+    assert all(reports[name] >= pairs for name, pairs in _pairs(worker).items())
+
+
+@slow
+def test_static_placement_on_two_gpus(reference: Reference) -> None:
+    with _near_data("static-ndp", "0.25", 2, cluster={"shards": 2}) as worker:
+        reference.check(worker, 4, 32)
+        _assert_shared(worker, {"ndp/0", "ndp/1"})
+        for part in worker.shard_stats():
+            assert (part["bytes_demanded_decode"], part["bytes_loaded_demand"]) == (0, 0)
+            assert part["bytes_preloaded"] > 0
+
+
+@slow
+def test_one_of_two_ndp_workers_is_killed(worker: LocalWorker, reference: Reference) -> None:
+    worker.reset_stats()
+    struck: list[dict[str, int]] = []
+
+    def strike() -> None:
+        struck.append(_pairs(worker))
+        os.kill(worker.ndp_processes[0].pid, signal.SIGKILL)
+
+    assert reference.check_struck(worker, 0, strike) < LOST_S
+    assert worker.stats().ndp_losses == 1
+    assert worker.health()["ndp/0"] == "lost"
+    after = _pairs(worker)
+    assert after["ndp/1"] - struck[0]["ndp/1"] > after["ndp/0"] - struck[0]["ndp/0"]
+    _rejoined(worker, worker.ndp_processes[0], "ndp/0")
+    worker.reset_stats()
+    before = _decode_bytes(worker)
+    reference.check(worker, 1, 32, first=1)
+    _assert_shared(worker, {"ndp/0", "ndp/1"})
+    assert _decode_bytes(worker)[1] == before[1]
+
+
+@slow
+def test_one_more_ndp_worker_joins(worker: LocalWorker, reference: Reference) -> None:
+    worker.reset_stats()
+    with WorkerProcess(Role.ndp(worker.settings.ndp, 2), worker.store) as third:
+
+        def join() -> None:
+            worker.add_ndp(third.link)
+            assert worker.engine.peers["ndp/2"].wait_until_found(20.0)
+
+        reference.check_struck(worker, 2, join)
+        _assert_shared(worker, {"ndp/0", "ndp/1", "ndp/2"})
+        worker.reset_stats()
+        reference.check(worker, 4, 32)
+        assert min(_pairs(worker).values()) > 0
+        assert worker.health()["ndp/2"] == "connected"
+    reference.check(worker, 4, 32)  # it has gone, and the two others serve its share
+
+
+@slow
+def test_a_gpu_is_killed(worker: LocalWorker, reference: Reference) -> None:
+    (shard,) = worker.shard_processes
+    assert reference.check_struck(worker, 3, lambda: os.kill(shard.pid, signal.SIGKILL)) < LOST_S
+    assert worker.stats().shard_losses == 1
+    assert worker.health()["shard/1"] == "lost"
+    _rejoined(worker, shard, "shard/1")
+    asked = worker.stats().total().shard_tokens
+    reference.check(worker, 4, 32)
+    assert worker.stats().total().shard_tokens > asked
+    assert _decode_bytes(worker)[1] == 0
+
+
+# -- the matcher ---------------------------------------------------------------------------------------------------
+
+
+def _fmoe(budget: float, **more: Any) -> EngineSettings:
+    return settings(budget, policy=load_policy("fmoe"), kv=KvSettings(page_size=32, num_blocks=32), **more)
+
+
+@slow
+def test_maps_on_two_gpus(store: ExpertStore, reference: Reference) -> None:
+    with serving_locally(store, _fmoe(0.25, shards=ShardSettings(count=2))) as worker:
+        for _ in range(2):
+            reference.check(worker, 4)
+        assert all(part["bytes_loaded_prefetch"] > 0 for part in worker.shard_stats())
+
+
+@slow
+def test_the_matcher_is_killed(store: ExpertStore, reference: Reference, tmp_path: Path) -> None:
+    """No token changes, no request fails, next-gate steps in; the restarted matcher has what it knew, and leads."""
+    kept = MatcherOptions(keep=str(tmp_path / "maps"), snapshot_s=0.02)
+    with serving_locally(store, _fmoe(0.5, matcher=kept)) as worker:
+        process = worker.matcher_process
+        assert process is not None
+
+        def hit_rate() -> float:
+            worker.reset_stats()
+            reference.check(worker, 1)
+            return worker.stats().hit_rate
+
+        def follows_maps() -> bool:
+            stats = worker.stats()
+            return stats.matcher["source"] == "expert-map" and stats.prefetch_sources["expert-map"].hits > 0
+
+        for number in range(4):
+            reference.check(worker, 1, first=number)
+        before = hit_rate()
+        wait_until(lambda: worker.matcher_stats()["unsaved"] == 0, PATIENCE_S)
+        held = worker.matcher_stats()["maps"]
+
+        pid = process.pid
+        reference.check_struck(worker, 0, lambda: os.kill(pid, signal.SIGKILL), 24)
+        wait_until(lambda: worker.health()["matcher"] == "lost", PATIENCE_S)
+        during = hit_rate()
+        stats = worker.stats()
+        assert stats.matcher["source"] == "next-gate"
+        assert stats.matcher["commands"] == 0
+        assert set(stats.prefetch_sources) == {"next-gate"}
+        assert stats.matcher["fallback_layers"] > 0
+        assert during > 0.5  # it still prefetches
+
+        process.restart()
+        wait_until(lambda: worker.health()["matcher"] == "connected", PATIENCE_S)
+        assert worker.matcher_stats()["maps"] >= held
+        wait_until(lambda: hit_rate() > 0.8 * before and follows_maps(), PATIENCE_S)
+
+
+@slow
+def test_a_link_outlives_the_matcher(tmp_path: Path) -> None:
+    """Without a worker: the link goes on without it, and it comes back with what it knew."""
+    wanted = SETTINGS.model_copy(update={"snapshot_s": 0.02})
+    role = Role.matcher(wanted, SHAPE, TOP_K, snapshot=tmp_path / "maps")
+    with WorkerProcess(role) as process, closing(MatcherLink(process.link, wanted, SHAPE)) as link:
+        link.start()
+        assert link.wait_until_found(PATIENCE_S)
+        for number in range(5):
+            _run(link, iteration(number))
+        assert link.source == "expert-map"
+        wait_until(lambda: _saved(link) == 5, PATIENCE_S)
+
+        pid = process.pid
+        for context in range(2):  # in the midst of an iteration
+            link.observe(5, context, *_at(iteration(5), context))
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: link.source == "next-gate", PATIENCE_S)
+        for number in range(5, 105):  # nobody is there, and nothing waits
+            shown = iteration(number)
+            link.begin(number, shown.sequences, shown.embeddings)
+            for layer in range(SHAPE.layers):
+                assert link.take(number, layer) == []
+                link.observe(number, layer, *_at(shown, layer))
+        assert "not there" in link.report()["problem"]
+
+        process.restart()
+        assert link.wait_until_found(PATIENCE_S)
+        again = iteration(105, seed=3)
+        taken = _run(link, again)
+        assert link.source == "expert-map"
+        begun = taken[0]  # the semantic match is the iteration that was seen before: it names its experts first
+        first_layer = [key for key in begun.keys.tolist()[: len(begun.keys) - begun.hints] if key < SHAPE.experts]
+        top = (-again.probabilities[0, 0]).argsort()[:TOP_K]
+        assert first_layer == top.tolist()
+        assert link.report()["lost"] == 1
+
+
+def _at(shown: Iteration, layer: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    return shown.sequences, shown.probabilities[layer]
+
+
+def _run(link: MatcherLink, shown: Iteration) -> list[PrefetchCommand]:
+    link.begin(shown.number, shown.sequences, shown.embeddings)
+    for layer in range(SHAPE.layers):
+        link.observe(shown.number, layer, *_at(shown, layer))
+    taken: list[PrefetchCommand] = []
+    while link.waiting:
+        link._asked[0].pending.result()  # at most its deadline
+        taken += link.take(shown.number, -1)
+    return taken
+
+
+def _saved(link: MatcherLink) -> int:
+    channel = link._peer.channel
+    report = None if channel is None else channel.call(HealthRequest(), PATIENCE_S)
+    assert isinstance(report, HealthReport)
+    maps, unsaved = int(report.details["maps"]), int(report.details["unsaved"])
+    return maps if unsaved == 0 else -1
