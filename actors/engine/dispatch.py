@@ -87,11 +87,11 @@ class ExpertRunner:
         self, segments: Sequence[int], slots: Sequence[int], spans: Spans, begun: set[int]
     ) -> list[Group]:
         """As `run` makes them of whole experts; the experts are added to `begun`."""
-        place, experts = self._cache.place, len(self._cache.uses)
+        experts = len(self._cache.uses)
         groups: list[Group] = []
-        for segment, slot in zip(segments, slots, strict=True):
+        for segment, place in zip(segments, self._cache.places(segments, slots), strict=True):
             expert = segment % experts
-            groups.append((*spans[expert], *place(segment, slot), expert in begun))
+            groups.append((*spans[expert], *place, expert in begun))
             begun.add(expert)
         return groups
 

@@ -75,7 +75,8 @@ class ExpertCache:
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of, self.whole_slots = self._map.layer_of, self._map.bytes_of, self._map.whole_slots
-        self.segments, self.place, self.neurons = self._map.of, self._map.place, pool.neurons
+        self.segments, self.place, self.places = self._map.of, self._map.place, self._map.places
+        self.neurons = pool.neurons
         self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
         self.divided = cut is not None  # whether experts are cut in two; stays so

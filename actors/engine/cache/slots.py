@@ -289,6 +289,12 @@ class SlotMap:
             return self._expert_bytes if low_bit is None or segment < self.keys else low_bit.slot_bytes
         return self._segments.neurons[segment] * self._expert_bytes // self._neurons
 
+    def places(self, segments: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int]]:
+        """`place` of each segment of split experts, in its slot."""
+        assert self._segments is not None  # there is a cut
+        first, neurons = self._segments.first, self._segments.neurons
+        return [(first[slot], neurons[segment]) for segment, slot in zip(segments, slots, strict=True)]
+
     def place(self, segment: int, slot: int) -> tuple[int, int]:
         """Where it, no replica, lies while it has this slot: its first neuron in the pool, and how many."""
         if self._segments is None:
