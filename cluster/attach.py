@@ -139,9 +139,7 @@ class ActorRecord:
         deployment, role: the two parts of its name.
         kind: name of its class.
         state: Ray's: PENDING_CREATION, ALIVE, RESTARTING or DEAD.
-        host: address of its node; None while it has none.
-        node: id of its node.
-        pid: on its host; None while it has none.
+        host, node, pid: address and id of its node, and its process there; None before it is placed.
         restarts: times that Ray has started it again.
     """
 
@@ -248,13 +246,13 @@ class Attachment:
             )
         return deployment or ids[0]
 
-    def ask(self, deployment: str, method: str, deadline_s: float = _ANSWER_DEADLINE_S) -> Any:
-        """What a method of the deployment's lead returns.
+    def lead(self, deployment: str) -> Lead:
+        """See `lead_of`."""
+        return lead_of(deployment)
 
-        Raises:
-            RuntimeFailure: it does not answer in time, or is dead.
-        """
-        return lead_of(deployment).ask(method, deadline_s=deadline_s)
+    def ask(self, deployment: str, method: str) -> Any:
+        """What a method of the deployment's lead returns. Raises as `Lead.ask`."""
+        return lead_of(deployment).ask(method, deadline_s=_ANSWER_DEADLINE_S)
 
     def ask_actor(self, deployment: str, role: str, method: str) -> Any:
         """What a method of another actor than the lead returns.
@@ -279,10 +277,6 @@ class Attachment:
             return asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
         except TierMoeError as error:
             return {"error": error.what}
-
-    def generate(self, deployment: str, request: GenerationRequest, deadline_s: float) -> Iterator[TokenEvent]:
-        """As `Deployment.generate`, from a deployment of another process."""
-        return lead_of(deployment).generate(request, deadline_s)
 
     def end(self, deployment: str) -> None:
         """Kill the actors of a deployment and free what it reserved; the process that started it notices.

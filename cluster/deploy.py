@@ -27,15 +27,7 @@ from .attach import Lead
 from .config import RunConfig
 from .host import thread_limits
 from .placement import DeploymentEnded, Placement, new_id, role_of
-from .ray_session import (
-    as_failure,
-    head_address,
-    join,
-    leave,
-    refuse_second,
-    start_local,
-    without_ray_notices,
-)
+from .ray_session import as_failure, head_address, join, leave, refuse_second, start_local, without_ray_notices
 from .scratch import Scratch
 from .topology.estimate import PlanResult, make_plan
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
@@ -82,11 +74,8 @@ class Deployment:
         on_ray: Callable[[Deployment], None] | None = None,
     ) -> None:
         self.id = new_id()
-        self._config = config
-        self._settings = settings
-        self._store_path = store_path
-        self._classes = (worker_class, store_class)
-        self._facts = facts
+        self._config, self._settings, self._store_path = config, settings, store_path
+        self._classes, self._facts = (worker_class, store_class), facts
         self._notify, self._on_ray = notify, on_ray
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
@@ -117,8 +106,9 @@ class Deployment:
             self._start_ray()
             if self._on_ray is not None:
                 self._on_ray(self)
-            self._plan(facts)
-            self._place()
+            self._planned = self._plan(facts)
+            self._placement = Placement(self.id, self.topology, self._local, self._notify)
+            self._placement.reserve(self._left)
             self._start_actors()
         except BaseException as error:
             failure = self._failure(error)
@@ -247,15 +237,13 @@ class Deployment:
         return self._config.ray.address is None
 
     def _start_ray(self) -> None:
-        threads = self._settings.threads
-        if self._config.ray.address is not None:
-            join(self._config.ray.address, thread_limits(threads))
+        ray_settings, threads = self._config.ray, self._settings.threads
+        if ray_settings.address is not None:
+            join(ray_settings.address, thread_limits(threads))
             return
         self._scratch = Scratch()
         given = local_ray(self._config, self._settings)
-        start_local(
-            self._scratch, given.cpus, dict(given.resources), self._config.ray.object_store_bytes, threads
-        )
+        start_local(self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads)
 
     def _refuse_early(self, facts: ModelFacts) -> None:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
@@ -264,17 +252,11 @@ class Deployment:
             if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
                 make_plan(self._config, self._settings, facts, nodes, "this machine")
 
-    def _plan(self, facts: ModelFacts) -> None:
-        """Decide what runs where on the nodes that there are."""
+    def _plan(self, facts: ModelFacts) -> PlanResult:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self._config.ray.address}"
         notes = local_notes(self._config, self._settings) if self._local else ()
-        self._planned = make_plan(self._config, self._settings, facts, nodes, where, notes)
-
-    def _place(self) -> None:
-        """Reserve what the plan says."""
-        self._placement = Placement(self.id, self.topology, self._local, self._notify)
-        self._placement.reserve(self._left)
+        return make_plan(self._config, self._settings, facts, nodes, where, notes)
 
     def _start_actors(self) -> None:
         assert self._placement is not None

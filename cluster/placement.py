@@ -16,12 +16,7 @@ from typing import Any
 
 import ray
 from ray._private import state as gcs  # what is free on each node, without a dashboard
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..errors import RuntimeFailure
@@ -29,7 +24,10 @@ from ..proto.peers import MATCHER
 from .topology.spec import PlannedActor, Topology
 
 LEAD, ENDPOINTS = "lead", "endpoints"
+RESTART_ALWAYS = -1
 _NAME = re.compile(r"(?P<id>[0-9a-f]{6})/(?P<role>[a-z]+(?:/[0-9]+)?)")
+_PATIENCE_S = 2.0  # Ray frees the resources of a run that has just ended within this time
+_STEP_S = 1.0
 
 
 def new_id() -> str:
@@ -46,11 +44,6 @@ def split_name(name: str) -> tuple[str, str] | None:
     """(id, role) of an actor's name; None where it is not an actor of a deployment."""
     match = _NAME.fullmatch(name)
     return (match["id"], match["role"]) if match else None
-
-
-RESTART_ALWAYS = -1
-_PATIENCE_S = 2.0  # resources of a run that has just ended are freed within
-_STEP_S = 1.0
 
 
 class DeploymentEnded(RuntimeFailure):

@@ -1,7 +1,6 @@
-"""This process's connection to Ray: starting a local one or joining a running one, its notices and errors, leaving it.
+"""This process's connection to Ray: start a local one or join a running one, translate its errors, leave it.
 
-With `placement.py` (which places actors) and `attach.py` (which finds those of others) the only code that calls Ray's
-life cycle. One process has one Ray at a time.
+`placement.py` places actors and `attach.py` finds those of others; no other code calls Ray's life cycle.
 """
 
 from __future__ import annotations
@@ -52,12 +51,11 @@ def start_local(scratch: Scratch, cpus: int, resources: dict[str, float], store_
         threads: of the arithmetic in each actor.
 
     Raises:
-        Exception: what Ray raises; `failures.as_failure` makes it one line.
+        Exception: what Ray raises; `as_failure` makes it one line.
     """
     ensure_private_token()
-    # The thread limits reach the actors as the environment that Ray's processes inherit. As a runtime_env they
-    # would keep Ray from using the worker processes that it starts ahead (one second an actor).
-    # torch makes a directory for compiled code as soon as it is imported: let it be swept with the rest
+    # Actors inherit the thread limits as Ray's environment: a runtime_env would start a new process for each actor.
+    # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
     with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor):
         ray.init(
@@ -87,7 +85,10 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
         try:
             ray.init(address=address, **options, **_OPTIONS)
         except Exception as error:
-            raise as_join_failure(error, address) from error
+            raise RuntimeFailure(
+                f"cannot join the Ray at '{address}' ({type(error).__name__}: {_line(error)})",
+                "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
+            ) from error
 
 
 def leave() -> None:
@@ -104,47 +105,23 @@ def head_address() -> str:
 
 @contextlib.contextmanager
 def _surroundings(variables: dict[str, str]) -> Iterator[None]:
-    with _environment(variables), _private_files(), _own_sigterm():
-        yield
-
-
-@contextlib.contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
-    """Set variables while Ray's processes are born."""
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
+    """Set environment variables, and make new files private, while Ray starts; then restore both and SIGTERM."""
+    before = {name: os.environ.get(name) for name in variables}
+    mask = os.umask(0o077)  # Ray's logs, tokens and sockets
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None  # Ray's client replaces the program's handler
+    os.environ.update(variables)
     try:
         yield
     finally:
+        if handler is not None:  # None: another thread, or a handler that Python code did not set
+            signal.signal(signal.SIGTERM, handler)
+        os.umask(mask)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray's client puts its own handler in place of the program's; put that back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None:  # None: set by other than Python code, and not ours to restore
-            signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _private_files() -> Iterator[None]:
-    """What Ray writes from here on (logs, tokens, sockets) is for this user only."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 class _WithoutRay:
@@ -167,7 +144,7 @@ def without_ray_notices() -> Iterator[None]:
     """Inside the block, Ray's threads cannot write to standard output.
 
     A thread of Ray's client prints notices of dead workers to `sys.stdout`, whatever its log options say. They would
-    break `--json`, and they repeat at length what our own error says in a line; Ray's log files have them anyway.
+    break `--json`. Ray's log files have them too.
     """
     before = sys.stdout
     quiet = cast(TextIO, _WithoutRay(before))
@@ -204,30 +181,15 @@ def as_failure(
         return RuntimeFailure(f"{doing}: out of memory", "lower --budget or the KV cache (kv.num_blocks)")
     if isinstance(cause, rex.RayActorError):
         if cause.actor_init_failed:
-            return _constructor_error(str(cause)) or RuntimeFailure(f"{doing}: {_last_line(cause)}", _MORE)
+            # Ray has the constructor's error only as the text of a traceback
+            found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", str(cause), re.MULTILINE)
+            return errors.rebuilt(*found[-1]) if found else RuntimeFailure(f"{doing}: {_line(cause, -1)}", _MORE)
         return RuntimeFailure(f"{doing}: its process ended ({_death(cause)})", _MORE)
-    return RuntimeFailure(f"{doing}: {type(cause).__name__}: {_first_line(cause)}", _MORE)
-
-
-def as_join_failure(error: Exception, address: str) -> RuntimeFailure:
-    """Why a running cluster could not be joined."""
-    text = f"{type(error).__name__}: {_first_line(error)}"
-    return RuntimeFailure(
-        f"cannot join the Ray at '{address}' ({text})",
-        "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
-    )
-
-
-def _constructor_error(report: str) -> TierMoeError | None:
-    """The TierMoeError that an actor's constructor raised; Ray has it as the text of a traceback only."""
-    found = re.findall(rf"^{re.escape(errors.__name__)}\.(\w+): (.*)$", report, re.MULTILINE)
-    if not found:
-        return None
-    return errors.rebuilt(*found[-1])
+    return RuntimeFailure(f"{doing}: {type(cause).__name__}: {_line(cause)}", _MORE)
 
 
 def _death(error: rex.RayActorError) -> str:
-    """The reason in Ray's report of a dead actor, which spreads over many lines."""
+    """The reason in Ray's report of a dead actor."""
     text = " ".join(str(error).split())
     for pattern in (r"Worker exit detail: (.*?)(?: Some common causes| There are some|$)", r"because (.*)$"):
         match = re.search(pattern, text)
@@ -236,13 +198,6 @@ def _death(error: rex.RayActorError) -> str:
     return text[:200]
 
 
-def _first_line(error: BaseException) -> str:
-    return (_lines(error) or ["no message"])[0][:300]
-
-
-def _last_line(error: BaseException) -> str:
-    return (_lines(error) or ["no message"])[-1][:300]
-
-
-def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()]
+def _line(error: BaseException, index: int = 0) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return lines[index][:300]

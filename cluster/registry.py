@@ -72,7 +72,9 @@ class Registry:
         path = self._path(deployment)
         draft = path.with_suffix(f".{entry.pid}")
         try:
-            self._make_folder()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._private():
+                raise PermissionError(0, "it is not a folder that only this user may write")
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 json.dump(asdict(entry), file)
             draft.rename(path)  # a reader sees all of it or nothing
@@ -88,9 +90,7 @@ class Registry:
     def entries(self) -> list[Entry]:
         """The runtimes whose process lives, by id. Entries of dead ones are removed; other files are left alone."""
         found = []
-        if not self._private():
-            return []
-        for path in sorted(self.folder.glob("*.json")):
+        for path in sorted(self.folder.glob("*.json")) if self._private() else ():
             entry = _read(path)
             if entry is None or entry.deployment != path.stem:
                 continue
@@ -110,11 +110,6 @@ class Registry:
 
     def _path(self, deployment: str) -> Path:
         return self.folder / f"{deployment}.json"
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not self._private():
-            raise PermissionError(0, "it is not a folder that only this user may write")
 
     def _private(self) -> bool:
         """Whether the folder is there, this user's own, and not writable by others; else its entries are ignored."""

@@ -38,7 +38,7 @@ from ..registry import Registry
 from ..yaml_file import explain
 from .backend import LeadBackend
 from .routes import make_app
-from .service import Service, model_name_of
+from .service import Service
 from .settings import ApiSettings, read_key
 from .text import load_chat_template
 
@@ -55,8 +55,8 @@ _END_DEADLINE_S = 60.0
 class RuntimeProcess:
     """Serve deployment of one replica: the application's own runtime, `tiermoe up` in a process beside the replica.
 
-    A runtime needs a driver of its own in Ray, which a replica is not. The process ends with the replica. Serve
-    starts a new one, with a new runtime, when it has died.
+    A runtime needs its own Ray driver, and a replica is not one. The process ends with the replica. When the process
+    dies, Serve starts a new replica with a new runtime.
 
     Args:
         config: run configuration, as `tiermoe up --config`; None: the defaults. Whatever Ray it names, the runtime
@@ -141,13 +141,9 @@ class ApiServer:
             raise as_failure(error, "the runtime did not answer 'plan'", _LEAD_DEADLINE_S) from error
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
-        self._service = Service(
-            LeadBackend(self._lead, plan, settings.limits.request_s),
-            load_tokenizer(folder),
-            template,
-            model_name_of(plan, settings.model_name),
-            settings.limits,
-        )
+        backend = LeadBackend(self._lead, plan, settings.limits.request_s)
+        name = settings.model_name or Path(plan["model"]).name
+        self._service = Service(backend, load_tokenizer(folder), template, name, settings.limits)
         self._key = read_key(settings.api_key_file)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -185,25 +181,19 @@ def application(settings: ApiSettings, *, drain_s: float = _DRAIN_S, resources: 
         drain_s: seconds that requests under way may take when it ends.
         resources: Ray resources of each replica of the server, by which it is placed.
     """
-    placed: dict[str, Any] = {"num_cpus": 0, "resources": resources or {}}
+    common: dict[str, Any] = {"num_replicas": 1, "graceful_shutdown_timeout_s": drain_s}
     server = serve.deployment(
         name=SERVER,
-        num_replicas=1,
         max_ongoing_requests=_MANY,
-        graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
-        ray_actor_options=placed,
+        ray_actor_options={"num_cpus": 0, "resources": resources or {}},
+        **common,
     )(serve.ingress()(ApiServer))
     if not settings.starts_runtime:
         return server.bind(settings)
-    runtime = serve.deployment(
-        name=RUNTIME,
-        num_replicas=1,
-        graceful_shutdown_timeout_s=drain_s,
-        ray_actor_options={"num_cpus": 0},
-    )(RuntimeProcess)
+    runtime = serve.deployment(name=RUNTIME, ray_actor_options={"num_cpus": 0}, **common)(RuntimeProcess)
     return server.bind(settings, runtime.bind(settings.config, settings.runtime))
 
 
@@ -243,10 +233,10 @@ def tokenizer_folder(plan: dict[str, Any], given: str | None) -> Path:
 
 
 class PortReservation:
-    """A port that is reserved from here on: no other process gets it before Serve's proxy binds it.
+    """A port that no other process gets before Serve's proxy binds it.
 
-    Serve takes no port 0 (it would not say which one it got), so the port is chosen here. The socket that holds it
-    never listens, and with SO_REUSEPORT the proxy, a process of the same user, binds the same port beside it.
+    Serve does not report which port it got for port 0, so the port is chosen here. The reserving socket never listens,
+    and with SO_REUSEPORT the proxy, a process of the same user, binds the same port.
 
     Args:
         host: address to bind.

@@ -32,8 +32,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = frozenset({"/health"})  # what a prober without the key may see
+_OPEN = frozenset({"/health"})  # needs no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CLIENT_GONE = 499  # nginx's code
 
 
 class Guard:
@@ -55,7 +56,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        request_id = _request_id(headers.get(b"x-request-id"))
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def named(message: Message) -> None:
@@ -97,15 +99,6 @@ class Guard:
         return bounded
 
 
-def _request_id(given: bytes | None) -> str:
-    """The client's id where it is a plain word, else a new one."""
-    text = (given or b"").decode("latin-1")
-    return text if _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
-
-
-_CLIENT_GONE = 499  # nginx's code; the client has left
-
-
 def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> FastAPI:
     """The server.
 
@@ -115,11 +108,9 @@ def make_app(service: Service, key: str | None, *, answer_id: bool = True) -> Fa
         answer_id: whether answers carry their request's id; False behind a proxy that adds it.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"])
-    limit = service.limits.body_bytes
-    app.add_middleware(Guard, key=key, body_bytes=limit, answer_id=answer_id)
+    app.add_middleware(Guard, key=key, body_bytes=service.limits.body_bytes, answer_id=answer_id)
     _add_error_handlers(app)
     _add_generation(app, service)
-    _add_tokens(app, service)
     _add_state(app, service)
     return app
 
@@ -132,6 +123,22 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await _generate(service, request, chat(service, body), stream=bool(body.stream))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Json:
+        body.check()
+        service.check_model(body.model)
+        if body.messages is not None:
+            ids = service.chat_ids(body.messages)
+        else:
+            ids = service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Json:
+        service.check_model(body.model)
+        ids = service.prompt_ids(body.tokens)
+        return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
 
 
 async def _generate(service: Service, request: Request, asked: Asked, *, stream: bool) -> Response:
@@ -150,24 +157,6 @@ async def _generate(service: Service, request: Request, asked: Asked, *, stream:
         whole.cancel()
         gone.cancel()
         run.close()
-
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Json:
-        body.check()
-        service.check_model(body.model)
-        if body.messages is not None:
-            ids = service.chat_ids(body.messages)
-        else:
-            ids = service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Json:
-        service.check_model(body.model)
-        ids = service.prompt_ids(body.tokens)
-        return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

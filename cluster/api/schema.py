@@ -20,7 +20,6 @@ from ...errors import RequestError, RuntimeFailure, TierMoeError
 _INVALID = "invalid_request_error"
 _TYPES = {400: _INVALID, 401: "authentication_error", 404: "not_found_error", 405: _INVALID, 413: _INVALID,
           429: "rate_limit_error", 503: "service_unavailable"}  # fmt: skip
-_BUSY_RETRY_S = 1  # a hint: the queue moves with every request that ends
 
 
 class ApiError(Exception):
@@ -35,13 +34,9 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -56,17 +51,6 @@ class ApiError(Exception):
 def refused(message: str, param: str | None, code: str | None = None) -> ApiError:
     """400: the client can mend it."""
     return ApiError(400, message, param, code)
-
-
-def unsupported(param: str, remedy: str = "leave it out") -> ApiError:
-    """400: a parameter that would have no effect."""
-    return ApiError(400, f"'{param}' is not supported; {remedy}", param, "unsupported_parameter")
-
-
-def busy(waiting: int) -> ApiError:
-    """429: the queue is full."""
-    message = f"{waiting} requests wait already; try again in a moment"
-    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_BUSY_RETRY_S)})
 
 
 def from_failure(error: TierMoeError) -> ApiError:
@@ -86,8 +70,8 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     field = places[0] if places else None
     if finding["type"] == "extra_forbidden":
         name = ".".join(places)
-        return ApiError(400, f"'{name}' is not a parameter that this server knows; leave it out", name,
-                        "unsupported_parameter")  # fmt: skip
+        message = f"'{name}' is not a parameter that this server knows; leave it out"
+        return refused(message, name, "unsupported_parameter")
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
     message = str(finding["msg"])
@@ -151,7 +135,7 @@ class GenerationBody(Body):
         """
         for name in type(self).model_fields:
             if name in _NEUTRAL and getattr(self, name) not in _NEUTRAL[name]:
-                raise unsupported(name)
+                raise refused(f"'{name}' is not supported; leave it out", name, "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise refused("'stream_options' is for streams; set stream, or leave it out", "stream_options")
         if len(self.stops) > _MAX_STOPS:
@@ -299,5 +283,5 @@ class DetokenizeBody(Body):
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity: a token that cannot come is given -9999, as vLLM gives it."""
+    """JSON has no infinity: an impossible token gets -9999, as in vLLM."""
     return logprob if math.isfinite(logprob) else -9999.0

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -16,7 +15,7 @@ from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
 from .backend import Backend
 from .metrics import Metrics
-from .schema import ApiError, Message, busy, from_failure, refused
+from .schema import ApiError, Message, from_failure, refused
 from .settings import LimitSettings
 from .text import ChatTemplate, ChoiceText, Delta, TokenBytes
 
@@ -62,7 +61,9 @@ class Admission:
             ApiError: 429, they do not fit; none is admitted.
         """
         if self._admitted + count > self._limit:
-            raise busy(self.waiting)
+            message = f"{self.waiting} requests wait already; try again in a moment"
+            # "1" is a hint: the queue moves with every request that ends
+            raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self._admitted += count
 
     def leave(self) -> None:
@@ -140,13 +141,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        model_name: str,
+        self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
         limits: LimitSettings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.backend, self.tokenizer, self.template = backend, tokenizer, template
         self.model_name, self.limits = model_name, limits
         self.token_bytes = TokenBytes(tokenizer)
@@ -292,8 +289,3 @@ class Service:
                 raise
             finally:
                 timer.ended(outcome, text.tokens)
-
-
-def model_name_of(plan: dict[str, object], given: str | None) -> str:
-    """What clients call the model: the given name, else that of its checkpoint's folder."""
-    return given or Path(str(plan["model"])).name

@@ -44,7 +44,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._tokens = dict(tokens)
         try:
             self._template = environment.from_string(source)
@@ -69,7 +69,8 @@ def load_chat_template(folder: Path, file: Path | None) -> ChatTemplate | None:
     Raises:
         ConfigError: the file cannot be read. CheckpointError: tokenizer_config.json is malformed.
     """
-    settings = _tokenizer_settings(folder)
+    path = folder / "tokenizer_config.json"
+    settings = read_json_object(path) if path.is_file() else {}
     source = _read(file) if file is not None else _own_source(folder, settings)
     tokens = {name: _text(settings[name]) for name in _SPECIAL if settings.get(name) is not None}
     return None if source is None else ChatTemplate(source, tokens)
@@ -83,11 +84,6 @@ def _own_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found if isinstance(found, str) else None
-
-
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return read_json_object(path) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:
@@ -107,10 +103,6 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class StopMatcher:
@@ -170,7 +162,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        byte_level = any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
+        self._alphabet = _byte_level_alphabet() if byte_level else None
         self._added = {token: item.content for token, item in tokenizer.get_added_tokens_decoder().items()}
 
     def of(self, token: int) -> bytes:
@@ -192,11 +186,6 @@ class TokenBytes:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
 
 
 @dataclass(frozen=True)
@@ -227,13 +216,8 @@ class Delta:
 
     def then(self, later: Delta) -> Delta:
         """Both as one."""
-        return Delta(
-            self.text + later.text,
-            (*self.scores, *later.scores),
-            self.prompt_scores or later.prompt_scores,
-            later.tokens,
-            later.finish,
-        )
+        scores, prompt_scores = (*self.scores, *later.scores), self.prompt_scores or later.prompt_scores
+        return Delta(self.text + later.text, scores, prompt_scores, later.tokens, later.finish)
 
 
 class ChoiceText:

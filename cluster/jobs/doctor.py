@@ -131,10 +131,7 @@ def examine(model_dir: Path) -> dict[str, Any]:
     return report
 
 
-def doctor_command(
-    model: Model = None,
-    as_json: AsJson = False,
-) -> None:
+def doctor_command(model: Model = None, as_json: AsJson = False) -> None:
     """Measure this machine and say what would fit."""
     with Console(stderr=True).status("measuring ..."):
         report = examine(Path(model).expanduser() if model is not None else default_model_dir())
@@ -161,10 +158,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         return rows
     rows.append(("model", model["path"]))
     for dtype, need in model["expert_bytes"].items():
-        rows.append((f"experts {dtype}", f"{size(need)}; the free device memory holds {_share(model, dtype)} of them"))
+        fits = model["share_that_fits"][dtype]
+        share = "all" if fits >= 1 else f"{fits:.1%}"
+        rows.append((f"experts {dtype}", f"{size(need)}; the free device memory holds {share} of them"))
     return rows
-
-
-def _share(model: dict[str, Any], dtype: str) -> str:
-    share = model["share_that_fits"][dtype]
-    return "all" if share >= 1 else f"{share:.1%}"

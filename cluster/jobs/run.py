@@ -26,14 +26,7 @@ from ...actors.requests import Generation, GenerationRequest, SamplingParams, To
 from ...errors import RequestError
 from ..config import RunConfig
 from ..host import versions
-from ..prompt import (
-    IncrementalText,
-    check_length,
-    encode_prompt,
-    load_model_config,
-    load_tokenizer,
-    sampling_params,
-)
+from ..prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import summary_table
@@ -158,7 +151,7 @@ def _run_attached(
                 "shorten the prompt or lower --max-tokens",
             )
         startup_s = time.monotonic() - begin_s
-        generate = partial(attachment.generate, deployment, deadline_s=_ATTACHED_DEADLINE_S)
+        generate = partial(attachment.lead(deployment).generate, deadline_s=_ATTACHED_DEADLINE_S)
         generation, text = _stream_text(generate, tokenizer, prompt, ids, sampling, text_out)
         stats = attachment.ask(deployment, "stats")
     record = _record(plan, prompt, ids, sampling, generation, text, stats, startup_s)

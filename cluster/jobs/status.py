@@ -29,11 +29,7 @@ _POLL_S = 0.1
 _START = "start one with `tiermoe up`"
 
 
-def status_command(
-    address: Address = None,
-    deployment: Deployment = None,
-    as_json: AsJson = False,
-) -> None:
+def status_command(address: Address = None, deployment: Deployment = None, as_json: AsJson = False) -> None:
     """Actors, where they run, their health, residency of each layer, counters."""
     entries = Registry().entries()
     addresses = [address] if address is not None else sorted({entry.address for entry in entries})

@@ -111,12 +111,10 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) 
         CheckpointError: none is, or it is no count.
     """
     for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if type(value) is not int or not 1 <= value <= 1 << 40:
-            raise _malformed(name, value, model_dir)
-        return value
+        if (value := config.get(name)) is not None:
+            if type(value) is not int or not 1 <= value <= 1 << 40:
+                raise _malformed(name, value, model_dir)
+            return value
     raise CheckpointError(
         f"'{model_dir / 'config.json'}' has none of {', '.join(names)}",
         "make a store with `tiermoe prepare` and plan with that",
@@ -211,11 +209,7 @@ def _named_in_index(model_dir: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class LocalRay:
-    """The resources that a local Ray is started with, whatever the machine has.
-
-    Attributes:
-        resources: custom ones, such as {"ndp": 2}.
-    """
+    """What a local Ray is started with, whatever the machine has; `resources` are custom ones, such as {"ndp": 2}."""
 
     cpus: int
     resources: Mapping[str, float]
@@ -276,14 +270,11 @@ def nodes_from_ray(records: Sequence[Mapping[str, Any]]) -> list[NodeInfo]:
     """What `ray.nodes()` returned, sorted by id; Ray's own `node:...` and accelerator-type resources are left out."""
     nodes = [
         NodeInfo(
-            id=str(record["NodeID"]),
-            address=str(record["NodeManagerAddress"]),
-            alive=bool(record["Alive"]),
-            resources=_ours(record["Resources"]),
-            labels=dict(record.get("Labels") or {}),
+            record["NodeID"], record["NodeManagerAddress"], record["Alive"], _ours(record["Resources"]),
+            dict(record.get("Labels") or {}),
         )
         for record in records
-    ]
+    ]  # fmt: skip
     return sorted(nodes, key=lambda node: node.id)
 
 
@@ -322,20 +313,14 @@ def nodes_of_cluster(address: str) -> list[NodeInfo]:
         ) from error
     nodes = [
         NodeInfo(
-            id=state.node_id.hex(),
-            address=state.node_ip_address,
-            alive=state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING),
-            resources=_ours(state.total_resources),
-            labels=dict(state.labels) | {NODE_ID_LABEL: state.node_id.hex()},
+            state.node_id.hex(), state.node_ip_address, state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING),
+            _ours(state.total_resources), dict(state.labels) | {NODE_ID_LABEL: state.node_id.hex()},
         )
         for state in reply.cluster_resource_state.node_states
-    ]
+    ]  # fmt: skip
     return sorted(nodes, key=lambda node: node.id)
 
 
 def _ours(resources: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name: float(amount)
-        for name, amount in resources.items()
-        if not name.startswith(("node:", "accelerator_type:"))
-    }
+    rays_own = ("node:", "accelerator_type:")
+    return {name: float(amount) for name, amount in resources.items() if not name.startswith(rays_own)}

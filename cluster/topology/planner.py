@@ -215,7 +215,8 @@ class _Planner:
         if self._spec.store_nodes == "workers":
             stores = self._worker_stores()
         workers = self._workers(homes)
-        matcher = self._matcher(workers[0])
+        # it sleeps but for some tens of microseconds a layer, so it takes no CPU from the others
+        matcher = [PlannedActor("matcher", "matcher", 0, homes[0], {})] if self._spec.matcher else []
         directory = self._directory(workers, stores, [*ndp, *matcher])
         if self._spec.low_bit is not None and not workers[0].layers:
             raise ConfigError(
@@ -229,7 +230,7 @@ class _Planner:
         return Topology(
             actors=(*grouped, *alone),
             groups=(group,),
-            loads=tuple(usage.load() for usage in self._usage.values() if self._is_used(usage, directory)),
+            loads=tuple(u.load() for u in self._usage.values() if u.used or u.node.id in {a.node for a in directory}),
             ndp_of=self._ndp_of,
             notes=tuple(self._notes),
         )
@@ -394,25 +395,13 @@ class _Planner:
         resources = {"CPU": float(self._spec.threads)} | ({"GPU": 1.0} if self._spec.gpu else {})
         return [
             PlannedActor(
-                "lead" if index == 0 else f"shard-{index}",
-                "lead" if index == 0 else "shard",
-                index,
-                node,
-                resources,
-                _GROUP,
-                None,
-                self._worker_bytes(index),
-                self._owned[index],
-                tuple(sorted(self._usage[node].layers)),
+                f"shard-{index}" if index else "lead", "shard" if index else "lead", index, node, resources, _GROUP,
+                None, self._worker_bytes(index), self._owned[index], tuple(sorted(self._usage[node].layers)),
             )
             for index, node in enumerate(homes)
-        ]
+        ]  # fmt: skip
 
     # the rest
-
-    def _matcher(self, lead: PlannedActor) -> list[PlannedActor]:
-        """It sleeps but for some tens of microseconds a layer, so it takes no CPU from the others."""
-        return [PlannedActor("matcher", "matcher", 0, lead.node, {})] if self._spec.matcher else []
 
     def _directory(
         self, workers: Sequence[PlannedActor], stores: Sequence[PlannedActor], others: Sequence[PlannedActor]
@@ -473,12 +462,9 @@ class _Planner:
             f"lower cluster.shards, threads, --budget or kv.num_blocks,{replicas} or add a node that has room",
         )
 
-    def _is_used(self, usage: NodeUsage, directory: Sequence[PlannedActor]) -> bool:
-        return bool(usage.used) or any(actor.node == usage.node.id for actor in directory)
-
 
 def _per_layer(owners: Sequence[int], worker: int, facts: ModelFacts) -> dict[int, int]:
-    """Experts of one NDP worker by layer; layers of which it has none are left out."""
+    """Experts of one NDP worker, by layer; layers without any are left out."""
     spans = {e: owners[e * facts.experts : (e + 1) * facts.experts] for e in range(facts.layers)}
     return {layer: count for layer, span in spans.items() if (count := sum(owner == worker for owner in span))}
 

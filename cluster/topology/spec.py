@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
-from ...actors.policies.hobbit import LowBitOptions
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import EngineSettings, budget_bytes
 from ...kernels.pack import PackedShape
@@ -187,7 +186,10 @@ def cluster_spec(
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if gpu else "float32")
     item = ITEM_BYTES[dtype]
-    slot_bytes = facts.expert_elements * item
+    slot_bytes, low_bit = facts.expert_elements * item, None
+    if (low := policy.low_bit) is not None:
+        shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
+        low_bit = LowBitSpec(shape.nbytes(), low.share)
     return ClusterSpec(
         shards=cluster.shards,
         ownership=cluster.ownership,
@@ -209,7 +211,7 @@ def cluster_spec(
         store_copies=cluster.store.copies,
         ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
         matcher=policy.prefetch.uses_maps,
-        low_bit=_low_bit_spec(policy.low_bit, settings, facts) if policy.low_bit is not None else None,
+        low_bit=low_bit,
     )
 
 
@@ -228,11 +230,6 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         group=group,
         hot_per_layer=policy.placement.hot_per_layer,
     )
-
-
-def _low_bit_spec(low: LowBitOptions, settings: EngineSettings, facts: ModelFacts) -> LowBitSpec:
-    shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
-    return LowBitSpec(shape.nbytes(), low.share)
 
 
 def replica_bytes(facts: ModelFacts, bits: int, group: int) -> int:
