@@ -1,6 +1,6 @@
-"""The corpus: text that a development machine has anyway, without duplicates, split by a hash of the path.
+"""The corpus: text of a development machine, without duplicates, split by a hash of the path.
 
-Held-out documents are taken first, so a training document that repeats one of them is the one dropped.
+Held-out documents come first, so the deduplication drops their repetitions from the training documents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_PARAGRAPH_REPEATS = 4
 
 
 class NotTextError(ValueError):
-    """The bytes are not text that is worth training on."""
+    """The bytes are not useful training text."""
 
 
 def plain_text(raw: bytes) -> str:
@@ -77,7 +77,7 @@ _ROFF_TEXT = re.compile(r"^\.\s*(SH|SS|B|I|BR|IR|RB|RI|BI|IB|IP|TP|PP|P|LP|Sh|Ss
 
 
 def strip_roff(raw: bytes) -> str:
-    """Text of a manual page: macro lines lose their macro, unknown requests are dropped."""
+    """Text of a manual page: macro lines lose their macro; unknown requests are dropped."""
     lines = []
     for line in plain_text(raw).splitlines():
         if line.startswith(('.\\"', "'")):
@@ -110,8 +110,8 @@ def topics_text(raw: bytes) -> str:
 class Root:
     """One folder of text.
 
-    ``name`` replaces the machine's path, so that the split into train and held-out is the same on
-    every machine; ``group_cap_bytes`` bounds what one package below it may contribute.
+    ``name`` replaces the machine's path, so that every machine has the same split into train and held-out;
+    ``group_cap_bytes`` bounds the text of one package.
     """
 
     name: str
@@ -143,7 +143,7 @@ _PERMISSIVE_DOC = {"python3.": "PSF-2.0", "nodejs/": "MIT"}
 
 
 def default_roots() -> tuple[Root, ...]:
-    """The roots of this machine, the ones that exist only."""
+    """The roots that exist on this machine."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     site = Path(sysconfig.get_paths()["purelib"])
     share = Path("/usr/share")
@@ -169,10 +169,10 @@ def default_roots() -> tuple[Root, ...]:
 
 
 def licence_of(name: str, package_licences: dict[str, str]) -> str | None:
-    """Licence of a document that may be redistributed freely, or None where that is not certain.
+    """Licence of a document that may certainly be redistributed, or None.
 
-    ``name`` is a normalised path such as ``stdlib/json/decoder.py``; ``package_licences`` maps an
-    installed top-level module or distribution to its permissive licence.
+    ``name`` is a normalised path such as ``stdlib/json/decoder.py``; ``package_licences`` maps an installed top-level
+    module or distribution to its permissive licence.
     """
     root, _, rest = name.partition("/")
     if "/test/" in name or "/_vendor/" in name or "/third_party/" in name or "/archs/" in name:
@@ -221,7 +221,7 @@ def _permissive(metadata: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Document:
-    """One text: its normalised path, its kind (``python``, ``c`` or ``prose``), its content."""
+    """One text: its normalised path, its kind (of ``KINDS``), its content."""
 
     name: str
     kind: str
@@ -238,12 +238,12 @@ class Document:
 
 
 def path_hash(name: str) -> int:
-    """64 bits of SHA-256 of a normalised path; the same on every machine."""
+    """64 bits of SHA-256 of a normalised path."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="replace")).digest()[:8], "big")
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the document of this normalised path belongs to the held-out part (2.5 % of paths)."""
+    """Whether the document of this normalised path is held out (2.5 % of paths)."""
     return path_hash(name) % 1000 < HELD_OUT_PER_MILLE
 
 
@@ -283,7 +283,7 @@ def _files(root: Root) -> Iterator[tuple[str, Path]]:
 
 
 class _Deduplicator:
-    """Drops documents whose lines were mostly seen before, and paragraphs seen too often."""
+    """Drops documents with mostly repeated lines, and paragraphs repeated too often."""
 
     def __init__(self) -> None:
         self._texts: set[int] = set()

@@ -29,10 +29,7 @@ class CorpusTooSmallError(TierMoeError):
 
 
 def prepare(work_dir: Path, least_bytes_per_kind: int = 5_000_000) -> dict[str, Any]:
-    """Fill ``work_dir`` unless it is filled already; returns the corpus summary.
-
-    Raises CorpusTooSmallError.
-    """
+    """Fill ``work_dir`` unless it is filled; returns the corpus summary. Raises CorpusTooSmallError."""
     summary_path = work_dir / "corpus.json"
     if summary_path.exists():
         return dict(json.loads(summary_path.read_text()))
@@ -97,7 +94,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
 
 
 def token_byte_lengths(tokenizer: Tokenizer) -> list[int]:
-    """Bytes that each token id stands for; 0 for the special token."""
+    """The bytes of each token id; 0 for the special token."""
     size = tokenizer.get_vocab_size()
     # A byte-level token spells each byte as one character.
     return [0 if i == 0 else len(tokenizer.id_to_token(i)) for i in range(size)]
@@ -119,8 +116,7 @@ def tokenise(documents: list[Document], tokenizer: Tokenizer, folder: Path) -> N
 class BatchStream:
     """Rows of tokens, drawn without replacement within a kind and a row length.
 
-    The state is the number of rows drawn so far for each (kind, length); with the seed it
-    determines everything that follows, so a resumed run reads on where the first one stopped.
+    ``drawn`` counts the rows of each (kind, length); with the seed it determines the rest, so that a run can resume.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:

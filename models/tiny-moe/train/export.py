@@ -1,4 +1,4 @@
-"""Writes the model folder, measures what was written, and fills the model card (`card.md`) with the figures."""
+"""Writes the model folder, measures it, and fills the model card (`card.md`) with the figures."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ SAMPLE_PROMPTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What the exported model does on the shipped held-out passages.
+    """Measurements of the exported model on the shipped held-out passages.
 
-    ``bits_per_byte`` has one entry per kind and ``all``; ``shares`` [layers][experts] are fractions
-    of the routed tokens of a layer; ``kind_distances`` [layers] is the mean total variation between
-    the loads that two kinds of text put on a layer (0: routing ignores the kind).
+    ``bits_per_byte`` has one entry per kind and ``all``; ``shares`` [layers][experts] are fractions of a layer's routed
+    tokens; ``kind_distances`` [layers] is the mean total variation between the loads of two kinds of text on a layer.
     """
 
     bits_per_byte: dict[str, float]
@@ -54,7 +53,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How the weights came about; ``corpus`` is the summary of `data.prepare`."""
+    """Facts of the training run; ``corpus`` is the summary of `data.prepare`."""
 
     tokens: int
     steps: int
@@ -89,7 +88,7 @@ def export(config: Any, parameters: dict[str, Tensor], work_dir: Path, out_dir: 
 
 @torch.no_grad()
 def measure(model_dir: Path, sample_tokens: int = 64) -> Figures:
-    """Load the folder as a user would and compute its figures (float32 arithmetic)."""
+    """Load the folder as a user would, and compute its figures in float32."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     bits, sizes = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
@@ -125,7 +124,7 @@ def _shares(counts: Tensor) -> Tensor:
 
 
 def bars(figures: Figures, accelerator: bool) -> dict[str, bool]:
-    """The conditions that the shipped model has to meet, by their sentence."""
+    """The conditions that the shipped model must meet, by their sentence."""
     limit = 1.3 if accelerator else 1.8
     uniform = 1 / len(figures.shares[0])
     return {
@@ -135,12 +134,12 @@ def bars(figures: Figures, accelerator: bool) -> dict[str, bool]:
 
 
 def normalised_entropy(shares: list[float]) -> float:
-    """Entropy of the load over its maximum: 1 for even load, 0 for one expert alone."""
+    """Entropy of the load over its maximum: 1 for even load, 0 for a single expert."""
     return -sum(p * math.log(p) for p in shares if p > 0) / math.log(len(shares))
 
 
 def describe_hardware(device: str, workers: int) -> str:
-    """One generic line: processor family and cores, or the accelerator's name."""
+    """One line: processor family and cores, or the accelerator's name."""
     if device == "cuda":
         return f"one {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")
@@ -150,11 +149,7 @@ def describe_hardware(device: str, workers: int) -> str:
 
 
 def model_card(figures: Figures, facts: RunFacts, accelerator: bool, calibration: str | None = None) -> str:
-    """The card as Markdown.
-
-    Args:
-        calibration: the section on the calibration text (`calibration_section`).
-    """
+    """The card as Markdown, with the section on the calibration text if there is one."""
     corpus, uniform = facts.corpus, 1 / len(figures.shares[0])
     corpus_rows = [
         f"| {kind} | {corpus['train_documents'][kind]} | {corpus['train_bytes'][kind] / 1e6:.1f} "
@@ -190,13 +185,7 @@ def model_card(figures: Figures, facts: RunFacts, accelerator: bool, calibration
 
 
 def calibration_section(model_dir: Path) -> str | None:
-    """The section on the calibration text from the card that lies in a model folder.
-
-    Training does not make that text and cannot describe it, so a new card takes the section over.
-
-    Returns:
-        None where the folder ships no calibration text, or its card says nothing of it.
-    """
+    """The section on the calibration text from a model folder's card, for a new card; None if it has none."""
     card = model_dir / "README.md"
     if not (model_dir / "calibration").is_dir() or not card.is_file():
         return None

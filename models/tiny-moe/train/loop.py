@@ -38,7 +38,7 @@ class WorkerFailedError(RuntimeFailure):
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Everything a run needs to know apart from the weights."""
+    """Options of a run."""
 
     work_dir: Path
     budget: Budget
@@ -58,7 +58,7 @@ class LoopConfig:
 def train(config: Any, parameters: dict[str, Tensor], loop: LoopConfig, resume: bool) -> SharedState:
     """Run the loop to the end of its budget; raises WorkerFailedError.
 
-    One worker runs in this process (the form for an accelerator); several are started as processes.
+    One worker runs in this process (for an accelerator); several are processes of their own.
     """
     shared = SharedState(config, parameters, loop)
     drawn = shared.load(loop.work_dir) if resume and (loop.work_dir / CHECKPOINT).exists() else {}
@@ -89,7 +89,7 @@ def _worker(rank: int, shared: SharedState, loop: LoopConfig, barrier: Any, draw
 
 
 def _retain_freed_memory() -> None:
-    """Ask glibc's malloc to retain freed memory: page faults of activations cost more than their use."""
+    """Keep freed memory in glibc's malloc: page faults of activations cost more than their use."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping per large block
@@ -115,7 +115,7 @@ def _watch(processes: list[Any], shared: SharedState, loop: LoopConfig) -> None:
 
 
 class SharedState:
-    """Parameters, gradients, optimizer state and counters that all workers see."""
+    """Parameters, gradients, optimizer state and counters, shared by all workers."""
 
     def __init__(self, config: Any, parameters: dict[str, Tensor], loop: LoopConfig) -> None:
         self.config = config
@@ -132,13 +132,13 @@ class SharedState:
         return parameters | {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
 
     def save(self, folder: Path, stream: BatchStream) -> None:
-        """Write a checkpoint; the last rename makes it the current one."""
+        """Write a checkpoint; the final rename makes it current."""
         metadata = {"counters": json.dumps(self.counters.tolist()), "drawn": json.dumps(stream.drawn)}
         save_file(self._tensors(), folder / "checkpoint.new", metadata=metadata)
         (folder / "checkpoint.new").rename(folder / CHECKPOINT)
 
     def load(self, folder: Path) -> dict[str, int]:
-        """Read the checkpoint back in place; returns the position in the corpus."""
+        """Read the checkpoint in place; returns the position in the corpus."""
         with safe_open(folder / CHECKPOINT, framework="pt") as file:
             for name, tensor in self._tensors().items():
                 tensor.copy_(file.get_tensor(name))
@@ -194,7 +194,7 @@ class Worker:
         self._forward.refresh()
 
     def accumulate(self, rows: np.ndarray) -> None:
-        """Add to this worker's gradients those of its part of ``rows`` [B, L + 1], in micro-batches."""
+        """Add the gradients of this worker's part of ``rows`` [B, L + 1], in micro-batches."""
         loop, (count, length) = self._loop, (rows.shape[0], rows.shape[1] - 1)
         tokens = torch.from_numpy(np.ascontiguousarray(rows[self._rank :: loop.workers])).to(self._forward.device)
         for micro in tokens.split(max(1, loop.micro_tokens // length)):
@@ -217,7 +217,7 @@ class Worker:
 
 
 class Reporter:
-    """Running means of one worker, appended to a file as one JSON line for each report."""
+    """Running means of one worker, written as one JSON line for each report."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -232,7 +232,7 @@ class Reporter:
         self._since_s = time.monotonic()
 
     def add(self, losses: Losses, workers: int) -> None:
-        """Take in one micro-batch; its loss is this worker's part of the mean of a step."""
+        """Add one micro-batch; its loss is this worker's part of a step's mean."""
         values = (losses.cross_entropy.detach() * workers, losses.balance.detach(), losses.z.detach())
         self._sums += torch.stack(values).double().cpu()
         self._micros += 1

@@ -1,9 +1,9 @@
 """The default model: its architecture, its initial weights, and its forward and backward pass for training.
 
-``TrainingForward`` is the same mathematics as ``Qwen3MoeForCausalLM`` (a test holds them together), on the parameters
-of a transformers model, with fewer passes over the activations and with low-precision copies of the weights that are
-made once per step. Gradients of large weights are accumulated in place into ``.grad``: as autograd outputs they would
-cost several passes over 25 M numbers for each micro-batch.
+``TrainingForward`` equals ``Qwen3MoeForCausalLM`` (a test compares them) on the parameters of a transformers model,
+with fewer passes over the activations and with low-precision copies of the weights, made once per step. Gradients of
+large weights are accumulated in place into ``.grad``: autograd outputs would cost several passes over 25 M numbers for
+each micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROW_MULTIPLE = 64  # of an expert's rows
 
 
 def default_config(**changes: Any) -> Any:
-    """The ``Qwen3MoeConfig`` of the default model; ``changes`` replace single fields (for tests)."""
+    """The ``Qwen3MoeConfig`` of the default model, with ``changes`` for tests."""
     fields: dict[str, Any] = {
         "vocab_size": 4096,
         "hidden_size": 256,
@@ -77,9 +77,9 @@ class Losses:
 
 
 class TrainingForward:
-    """Computes losses of a ``Qwen3MoeForCausalLM``.
+    """Computes losses of a ``Qwen3MoeForCausalLM`` with these ``named_parameters``.
 
-    ``parameters`` are its ``named_parameters``, each with a ``.grad`` buffer before ``backward``.
+    Each needs a ``.grad`` buffer before ``backward``.
     """
 
     def __init__(self, config: Any, parameters: dict[str, Tensor], compute_dtype: torch.dtype) -> None:
@@ -95,7 +95,7 @@ class TrainingForward:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """The device of the parameters."""
         return self._parameters["model.embed_tokens.weight"].device
 
     @torch.no_grad()
@@ -197,10 +197,10 @@ class LowLinear(torch.autograd.Function):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy of ``hidden @ embedding.T``, without keeping float32 logits.
+    """Sum of the cross entropy of ``hidden @ embedding.T``, without float32 logits in memory afterwards.
 
-    ``hidden`` [N, D] and ``embedding_low`` [V, D] in the compute type, ``target`` [N]. The gradient of
-    the embedding is accumulated into ``embedding.grad``, scaled by ``scale`` like that of ``hidden``.
+    ``hidden`` [N, D] and ``embedding_low`` [V, D] in the compute type, ``target`` [N]. The gradient of the embedding is
+    added to ``embedding.grad``, scaled by ``scale`` like that of ``hidden``.
     """
 
     @staticmethod
@@ -228,9 +228,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class CausalAttention(torch.autograd.Function):
-    """Softmax attention of ``q``, ``k``, ``v`` [M, L, W], position i seeing positions up to i.
+    """Causal softmax attention of ``q``, ``k``, ``v`` [M, L, W].
 
-    Plain batched products over blocks of queries: on a CPU with bfloat16 this halves the time of torch's fused
+    Plain batched products over blocks of queries: on a CPU with bfloat16 they take half the time of torch's fused
     attention for rows of a few hundred tokens. The probabilities are saved for the backward pass.
     """
 
@@ -269,9 +269,8 @@ class CausalAttention(torch.autograd.Function):
 class ExpertsFunction(torch.autograd.Function):
     """Mixture of SwiGLU experts: tokens sorted by expert, one product per expert.
 
-    Inputs: ``x`` [N, D] in the compute type, ``index`` [N, K], ``weight`` [N, K] in float32,
-    ``gate_up`` [E, 2I, D] and ``down`` [E, D, I] (parameters with ``.grad``), and their copies in
-    the compute type. Output [N, D].
+    Inputs: ``x`` [N, D] in the compute type, ``index`` [N, K], ``weight`` [N, K] in float32, ``gate_up`` [E, 2I, D] and
+    ``down`` [E, D, I] (parameters with ``.grad``), and their copies in the compute type. Output [N, D].
     """
 
     @staticmethod
@@ -336,7 +335,7 @@ class ExpertsFunction(torch.autograd.Function):
 def _padded_places(flat: Tensor, experts: int) -> tuple[list[tuple[int, int]], Tensor]:
     """Rows of each expert, padded to few distinct sizes, and the row of each entry of ``flat`` [NK].
 
-    The matrix library compiles a kernel for each new shape; sizes rounded up repeat and stay compiled.
+    The matrix library compiles a kernel for each new shape; rounded sizes repeat.
     """
     counts = torch.bincount(flat, minlength=experts)
     padded = (counts + _ROW_MULTIPLE - 1) // _ROW_MULTIPLE * _ROW_MULTIPLE

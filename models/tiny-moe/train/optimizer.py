@@ -1,8 +1,7 @@
 """Muon for matrices, AdamW for embeddings, norms and routers; and the schedule of rates, row lengths and batches.
 
-Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): momentum, then the nearest
-semi-orthogonal matrix by a Newton-Schulz iteration. Experts are a batch of matrices, so one layer's
-experts take one batched product per iteration step.
+Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): momentum, then the nearest semi-orthogonal matrix by a
+Newton-Schulz iteration, batched over a layer's experts.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ FINAL_RATE = 0.01
 
 @dataclass(frozen=True)
 class Budget:
-    """Where training ends: at a number of tokens, or of active CPU minutes of the first worker.
-
-    CPU time and not wall time, so that a paused or preempted run keeps its schedule.
-    """
+    """The end of training: a number of tokens, or of active CPU minutes of the first worker, which exclude pauses."""
 
     tokens: int | None = None
     minutes: float | None = None
 
     def progress(self, tokens: float, active_s: float) -> float:
-        """The spent share, 0 to 1, of whichever limit is nearer."""
+        """The spent share of the nearer limit, 0 to 1."""
         by_tokens = tokens / self.tokens if self.tokens else 0.0
         by_time = active_s / (self.minutes * 60) if self.minutes else 0.0
         return min(1.0, max(by_tokens, by_time))
@@ -55,7 +51,6 @@ PHASES = (
 
 
 def phase_at(progress: float, phases: tuple[Phase, ...] = PHASES) -> Phase:
-    """The phase of this progress."""
     return next(phase for phase in phases if progress < phase.until)
 
 
@@ -80,9 +75,8 @@ class OptimizerConfig:
 class SharedOptimizer:
     """Updates shared parameters from the gradients of several workers.
 
-    Each worker calls ``step`` for the parameters that it owns: it sums the workers' gradients of
-    these, updates the shared parameter in place and clears the gradients. A barrier before and
-    after makes this an all-reduce without copies.
+    Each worker calls ``step`` for the parameters that it owns: it sums the workers' gradients, updates the parameter in
+    place and clears the gradients. With a barrier before and after, this is an all-reduce without copies.
 
     Args:
         grads: the gradients of each worker, by parameter name.
@@ -99,7 +93,7 @@ class SharedOptimizer:
                 self._state[f"{moment}.{name}"] = state.share_memory_() if state.device.type == "cpu" else state
 
     def owners(self, workers: int) -> dict[str, int]:
-        """Which worker updates which parameter: largest first to the least loaded."""
+        """The worker that updates each parameter: largest first to the least loaded."""
         load = [0] * workers
         owner = {}
         for name, parameter in sorted(self._parameters.items(), key=lambda item: -item[1].numel()):
@@ -142,7 +136,7 @@ class SharedOptimizer:
         parameter.addcdiv_(first / (1 - beta1**step), denominator, value=-rate * peak)
 
     def state(self) -> dict[str, Tensor]:
-        """The state's tensors themselves, for a checkpoint to write or to fill."""
+        """The state's own tensors, for a checkpoint to write or to fill."""
         return self._state
 
 
@@ -151,9 +145,9 @@ def _by_muon(name: str, parameter: Tensor) -> bool:
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Approximate the semi-orthogonal factor of each matrix of ``matrices`` [..., R, C].
+    """The approximate semi-orthogonal factor of each of ``matrices`` [..., R, C], in bfloat16.
 
-    The singular values of the result lie in about 0.7 to 1.2; computed in bfloat16.
+    Its singular values lie in about 0.7 to 1.2.
     """
     a, b, c = _NEWTON_SCHULZ
     x = matrices.to(torch.bfloat16)

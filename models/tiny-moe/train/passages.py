@@ -1,9 +1,7 @@
 """Passages that ship with the model, of held-out documents under permissive licences.
 
-`heldout/` is for evaluation. `calibration/` is for what is fitted to text (quantized replicas): it is held out twice,
-because no paragraph of it stands in `heldout/` either.
-
-`python models/tiny-moe/train/passages.py` writes `calibration/` of the model from the text of this machine.
+`heldout/` is for evaluation, `calibration/` for fitting quantized replicas; they share no paragraph.
+`python models/tiny-moe/train/passages.py` writes the model's `calibration/` from the text of this machine.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ class _Piece:
 def choose_passages(
     documents: Iterable[Document], licences: dict[str, str], bytes_per_kind: int = HELDOUT_BYTES_PER_KIND
 ) -> list[Passage]:
-    """Evaluation passages of 1.5 to 4 KB, the same for the same documents.
-
-    Takes a bounded number from one package.
+    """Evaluation passages of 1.5 to 4 KB, a bounded number of each package; deterministic.
 
     Args:
         licences: permissive licences by module or distribution (`installed_licences`).
@@ -78,9 +74,9 @@ def choose_passages(
 def choose_calibration(
     documents: Sequence[Document], evaluation: Sequence[Passage], licences: dict[str, str]
 ) -> list[Passage]:
-    """Calibration passages that share no paragraph with ``evaluation``; the same for the same documents.
+    """Calibration passages that share no paragraph with ``evaluation``; deterministic.
 
-    Documents that the evaluation does not quote come first; the few large ones that it quotes fill up what is left.
+    Documents that the evaluation does not quote come first.
     """
     quoted = {passage.source.rpartition(" (")[0] for passage in evaluation}
     paragraphs = {paragraph.strip() for passage in evaluation for paragraph in passage.text.split("\n\n")}
@@ -145,7 +141,7 @@ def _split(document: Document) -> Iterator[str]:
 
 
 def _split_without(document: Document, quoted: set[str]) -> Iterator[str]:
-    """Consecutive passages from blank line to blank line, without the paragraphs that evaluation quotes."""
+    """Consecutive passages from blank line to blank line, without the quoted paragraphs."""
     least, most = CALIBRATION_BYTES
     current = ""
     for paragraph in document.text.split("\n\n"):
