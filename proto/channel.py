@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal, Protocol
 
 from ..errors import ChannelRefused, DeadlinePassed, MessageError, PeerLost, RemoteFailure
@@ -178,9 +177,7 @@ class Channel:
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

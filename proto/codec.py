@@ -17,31 +17,15 @@ import numpy as np
 from google.protobuf.message import DecodeError, EncodeError
 from numpy.typing import NDArray
 
-from . import _ring
+from . import _ring, messages
 from .generated import channel_pb2
 from .generated import messages_pb2 as pb
-from .messages import (
-    Acknowledged,
-    Context,
-    ExpertBatch,
-    ExpertResult,
-    Failure,
-    FileReply,
-    FileRequest,
-    HealthReport,
-    HealthRequest,
-    Message,
-    PlacementCommand,
-    PrefetchCommand,
-    StoreReply,
-    StoreRequest,
-)
 from .options import Limits, Received, malformed, too_large
 
 Arrays = list[NDArray[Any]]
 Parts = tuple[bytes, tuple[NDArray[Any], ...]]  # body, arrays
 _Encode = Callable[[Any], Parts]
-_Decode = Callable[[bytes, Arrays, Limits], Message]
+_Decode = Callable[[bytes, Arrays, Limits], messages.Message]
 
 # Arrays. A layout is serialized, parsed and checked once per shape, not per message.
 
@@ -179,7 +163,7 @@ class Encoded(NamedTuple):
     arrays: tuple[NDArray[Any], ...]
 
 
-def encode(message: Message) -> Encoded:
+def encode(message: messages.Message) -> Encoded:
     """Turn a message into its parts.
 
     Raises:
@@ -202,7 +186,7 @@ def encode(message: Message) -> Encoded:
     return Encoded(kind, body, _arrange(kind, tuple([(array.dtype, array.shape) for array in arrays])), arrays)
 
 
-def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> Message:
+def decode(kind: int, body: bytes, layout: bytes, payload: memoryview, limits: Limits) -> messages.Message:
     """Turn parts into a message; its arrays are read-only views of `payload`.
 
     Raises:
@@ -240,7 +224,7 @@ def _ids(name: str, array: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
 
 
 def _plain(
-    kind: int, message: Callable[..., Message], body: Any, check: Callable[[Any, Limits], None] | None
+    kind: int, message: Callable[..., messages.Message], body: Any, check: Callable[[Any, Limits], None] | None
 ) -> tuple[_Encode, _Decode]:
     """For messages whose fields and arrays have the same names as in protobuf and in `_ARRAYS`."""
     fields = tuple(body.DESCRIPTOR.fields_by_name)
@@ -250,7 +234,7 @@ def _plain(
         filled = body(**{name: getattr(m, name) for name in fields})
         return filled.SerializeToString(), tuple([getattr(m, name) for name in names])
 
-    def decode(data: bytes, arrays: Arrays, limits: Limits) -> Message:
+    def decode(data: bytes, arrays: Arrays, limits: Limits) -> messages.Message:
         read = body.FromString(data)
         values = {name: getattr(read, name) for name in fields}
         made = message(**values, **dict(zip(names, arrays, strict=True)))
@@ -261,25 +245,25 @@ def _plain(
     return encode, decode
 
 
-def _check_prefetch(m: PrefetchCommand, limits: Limits) -> None:
+def _check_prefetch(m: messages.PrefetchCommand, limits: Limits) -> None:
     _below("layer", m.layer, limits.layers)
     _ids("keys", m.keys, limits.layers * limits.experts)
     _finite("priorities", m.priorities)
     _below("the number of hints", m.hints, len(m.keys) + 1)
 
 
-def _check_placement(m: PlacementCommand, limits: Limits) -> None:
+def _check_placement(m: messages.PlacementCommand, limits: Limits) -> None:
     _ids("keys", m.keys, limits.layers * limits.experts)
 
 
-def _check_context(m: Context, limits: Limits) -> None:
+def _check_context(m: messages.Context, limits: Limits) -> None:
     _below("the number of experts", m.probabilities.shape[1], limits.experts + 1)
     _below("layer", m.layer, limits.layers)
     _finite("embedding", m.embedding)
     _finite("probabilities", m.probabilities)
 
 
-def _check_store_request(m: StoreRequest, limits: Limits) -> None:
+def _check_store_request(m: messages.StoreRequest, limits: Limits) -> None:
     _below("layer", m.layer, limits.layers)
     _ids("experts", m.experts, limits.experts)
 
@@ -289,13 +273,13 @@ def _check_name(name: str) -> None:
         raise malformed(f"a file name of {len(name)} characters")
 
 
-def _check_file_request(m: FileRequest, limits: Limits) -> None:
+def _check_file_request(m: messages.FileRequest, limits: Limits) -> None:
     if not 0 < m.length <= limits.max_message_bytes:
         raise malformed(f"{m.length} bytes of a file are asked for")
     _check_name(m.name)
 
 
-def _check_file_reply(m: FileReply, limits: Limits) -> None:
+def _check_file_reply(m: messages.FileReply, limits: Limits) -> None:
     if m.offset + len(m.data) > m.size:
         raise malformed(f"bytes up to {m.offset + len(m.data)} of a file of {m.size}")
     _check_name(m.name)
@@ -327,12 +311,12 @@ def _parse_batch(body: bytes) -> tuple[int, str, bool]:
 _parse_batch_cached = functools.lru_cache(maxsize=_CACHED_BODIES)(_parse_batch)
 
 
-def _encode_batch(m: ExpertBatch) -> Parts:
+def _encode_batch(m: messages.ExpertBatch) -> Parts:
     arrays = (m.experts, m.bits, m.starts, m.rows, m.weights, m.hidden)
     return _batch_body(m.layer, m.activation, m.decode), arrays
 
 
-def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
+def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> messages.ExpertBatch:
     parse = _parse_batch_cached if len(body) <= _MAX_CACHED_BODY_BYTES else _parse_batch
     layer, activation, decode = parse(body)
     _below("layer", layer, limits.layers)
@@ -342,13 +326,13 @@ def _decode_batch(body: bytes, arrays: Arrays, limits: Limits) -> ExpertBatch:
         raise malformed(_BATCH_FAULTS[fault])
     _finite("weights", weights)
     _finite("hidden", hidden)
-    return ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
+    return messages.ExpertBatch(layer, experts, bits, starts, rows, weights, hidden, activation, decode)
 
 
 _SECONDS = struct.Struct("<BdBdBd")  # ExpertResult's three doubles, as protobuf writes them
 
 
-def _encode_result(m: ExpertResult) -> Parts:
+def _encode_result(m: messages.ExpertResult) -> Parts:
     body = _SECONDS.pack(0x09, m.measured_s, 0x11, m.modelled_s, 0x19, m.paced_s)
     return body, (m.partial,) if m.resident is None else (m.partial, m.resident)
 
@@ -362,15 +346,15 @@ def _seconds(body: bytes) -> tuple[float, float, float]:
     return result.measured_s, result.modelled_s, result.paced_s
 
 
-def _decode_result(body: bytes, arrays: Arrays, limits: Limits) -> ExpertResult:
+def _decode_result(body: bytes, arrays: Arrays, limits: Limits) -> messages.ExpertResult:
     seconds = _seconds(body)
     for value in seconds:
         if not 0.0 <= value < math.inf:
             raise malformed(f"a result took {value} seconds")
-    return ExpertResult(_finite("partial", arrays[0]), *seconds, arrays[1] if len(arrays) > 1 else None)
+    return messages.ExpertResult(_finite("partial", arrays[0]), *seconds, arrays[1] if len(arrays) > 1 else None)
 
 
-def _encode_report(m: HealthReport) -> Parts:
+def _encode_report(m: messages.HealthReport) -> Parts:
     report = pb.HealthReport(role=m.role)
     # bool before int, of which it is one
     fields = ((bool, "flag"), (int, "integer"), (float, "real"), (object, "text"))
@@ -379,7 +363,7 @@ def _encode_report(m: HealthReport) -> Parts:
     return report.SerializeToString(), ()
 
 
-def _decode_report(body: bytes, arrays: Arrays, limits: Limits) -> HealthReport:
+def _decode_report(body: bytes, arrays: Arrays, limits: Limits) -> messages.HealthReport:
     report = pb.HealthReport.FromString(body)
     if len(report.details) > _MAX_DETAILS:
         raise malformed(f"a health report with {len(report.details)} details")
@@ -389,15 +373,15 @@ def _decode_report(body: bytes, arrays: Arrays, limits: Limits) -> HealthReport:
         if which is None:
             raise malformed(f"the detail {name!r} has no value")
         details[name] = getattr(detail, which)
-    return HealthReport(report.role, details)
+    return messages.HealthReport(report.role, details)
 
 
-def _encode_store_reply(m: StoreReply) -> Parts:
+def _encode_store_reply(m: messages.StoreReply) -> Parts:
     body = pb.StoreReply(layer=m.layer, names=list(m.tensors), first=m.first)
     return body.SerializeToString(), (m.experts, *m.tensors.values())
 
 
-def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreReply:
+def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> messages.StoreReply:
     reply = pb.StoreReply.FromString(body)
     experts, *tensors = arrays
     names = list(reply.names)
@@ -408,25 +392,25 @@ def _decode_store_reply(body: bytes, arrays: Arrays, limits: Limits) -> StoreRep
         if tensor.dtype in _EXPONENTS:
             _finite(name, tensor)
     layer = _below("layer", reply.layer, limits.layers)
-    return StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
+    return messages.StoreReply(layer, _ids("experts", experts, limits.experts), named, reply.first)
 
 
 _SPECIAL: tuple[tuple[int, type, _Encode, _Decode], ...] = (
-    (pb.KIND_EXPERT_BATCH, ExpertBatch, _encode_batch, _decode_batch),
-    (pb.KIND_EXPERT_RESULT, ExpertResult, _encode_result, _decode_result),
-    (pb.KIND_HEALTH_REPORT, HealthReport, _encode_report, _decode_report),
-    (pb.KIND_STORE_REPLY, StoreReply, _encode_store_reply, _decode_store_reply),
+    (pb.KIND_EXPERT_BATCH, messages.ExpertBatch, _encode_batch, _decode_batch),
+    (pb.KIND_EXPERT_RESULT, messages.ExpertResult, _encode_result, _decode_result),
+    (pb.KIND_HEALTH_REPORT, messages.HealthReport, _encode_report, _decode_report),
+    (pb.KIND_STORE_REPLY, messages.StoreReply, _encode_store_reply, _decode_store_reply),
 )
 _PLAIN: tuple[tuple[int, type, Any, Callable[[Any, Limits], None] | None], ...] = (
-    (pb.KIND_ACKNOWLEDGED, Acknowledged, pb.Acknowledged, None),
-    (pb.KIND_FAILURE, Failure, pb.Failure, None),
-    (pb.KIND_HEALTH_REQUEST, HealthRequest, pb.HealthRequest, None),
-    (pb.KIND_PREFETCH_COMMAND, PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
-    (pb.KIND_PLACEMENT_COMMAND, PlacementCommand, pb.PlacementCommand, _check_placement),
-    (pb.KIND_CONTEXT, Context, pb.Context, _check_context),
-    (pb.KIND_STORE_REQUEST, StoreRequest, pb.StoreRequest, _check_store_request),
-    (pb.KIND_FILE_REQUEST, FileRequest, pb.FileRequest, _check_file_request),
-    (pb.KIND_FILE_REPLY, FileReply, pb.FileReply, _check_file_reply),
+    (pb.KIND_ACKNOWLEDGED, messages.Acknowledged, pb.Acknowledged, None),
+    (pb.KIND_FAILURE, messages.Failure, pb.Failure, None),
+    (pb.KIND_HEALTH_REQUEST, messages.HealthRequest, pb.HealthRequest, None),
+    (pb.KIND_PREFETCH_COMMAND, messages.PrefetchCommand, pb.PrefetchCommand, _check_prefetch),
+    (pb.KIND_PLACEMENT_COMMAND, messages.PlacementCommand, pb.PlacementCommand, _check_placement),
+    (pb.KIND_CONTEXT, messages.Context, pb.Context, _check_context),
+    (pb.KIND_STORE_REQUEST, messages.StoreRequest, pb.StoreRequest, _check_store_request),
+    (pb.KIND_FILE_REQUEST, messages.FileRequest, pb.FileRequest, _check_file_request),
+    (pb.KIND_FILE_REPLY, messages.FileReply, pb.FileReply, _check_file_reply),
 )
 _ENCODERS: dict[type, tuple[int, _Encode]] = {message: (kind, encode) for kind, message, encode, _ in _SPECIAL}
 _DECODERS: dict[int, _Decode] = {kind: decode for kind, _, _, decode in _SPECIAL}

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
@@ -72,9 +71,7 @@ class ChannelServer:
     def __enter__(self) -> ChannelServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
