@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str | None, Field(description="Checkpoint folder; default: the model of the project.")]
 Repeats = Annotated[int, Field(ge=1, description="Counted repetitions of each case.")]
-Config = Annotated[
-    str | None, Field(description="YAML file, or a name in configs/clusters: what is not fixed here.")
-]
+Config = Annotated[str | None, Field(description="YAML file, or a name in configs/clusters: what is not fixed here.")]
 
 
 class Options(BaseModel):

@@ -30,15 +30,7 @@ from ....actors.engine.cache.device import Tensors
 from ....actors.engine.cache.sources import RemoteStores, host_weights
 from ....actors.settings import StoreSettings
 from ....actors.store.files import ExpertStore
-from ....actors.store.format import (
-    MANIFEST_NAME,
-    DenseFile,
-    ExpertShape,
-    FileRecord,
-    LayerFile,
-    Manifest,
-    layer_name,
-)
+from ....actors.store.format import MANIFEST_NAME, DenseFile, ExpertShape, FileRecord, LayerFile, Manifest, layer_name
 from ....actors.store.server import StoreWorker
 from ....errors import RuntimeFailure
 from ....proto.options import ServerOptions
@@ -123,9 +115,7 @@ def transfer(options: Transfer, progress: Progress | None) -> Report:
     return report
 
 
-def _cases(
-    model: Model, store: Path, actor: str, other: Callable[..., Any], stack: contextlib.ExitStack
-) -> list[Case]:
+def _cases(model: Model, store: Path, actor: str, other: Callable[..., Any], stack: contextlib.ExitStack) -> list[Case]:
     """Every way to read one expert and a batch of a model; `stack` ends the connections."""
     opened = ExpertStore(store, "stamp")
     nbytes = model.shape.nbytes(2)
@@ -246,9 +236,7 @@ def _two_nodes(object_store_bytes: int) -> Iterator[Callable[..., Any]]:
         head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
         mark = f"--resources={json.dumps({_MARK: 1})}"
         _start_node(scratch, head, object_store_bytes)
-        _start_node(
-            scratch, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2", mark], object_store_bytes
-        )
+        _start_node(scratch, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2", mark], object_store_bytes)
         join(f"127.0.0.1:{port}")
         try:
             yield _on_the_other

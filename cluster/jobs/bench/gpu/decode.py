@@ -267,7 +267,7 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
     took_s: list[float] = []
     reserve_s = 4.0 if context.toy or find_spec("accelerate") is None else _OFFLOAD_S
     for budget in budgets:
-        for preset in ((ALL, *PRESETS) if budget == 1.0 else PRESETS):
+        for preset in (ALL, *PRESETS) if budget == 1.0 else PRESETS:
             case = f"{bench.shape.name}, {preset} at {budget:g}"
             # the first case measures and compiles kernels, which no other does
             if context.left_s < (took_s[-1] if len(took_s) > 1 else _FIRST_S) + reserve_s:
@@ -298,9 +298,7 @@ def _cases(bench: Bench, near_data: NearData, reference: str, peaks: Peaks) -> N
             record.goal(name, speed, ">=", GOALS[budget])
 
 
-def _case(
-    bench: Bench, preset: str, budget: float, near_data: NearData, reference: str, peaks: Peaks
-) -> float:
+def _case(bench: Bench, preset: str, budget: float, near_data: NearData, reference: str, peaks: Peaks) -> float:
     """Measure one preset at one budget beside the reference; its speed over the reference's."""
     built, shape, policy = bench.built, bench.shape, load_policy(preset)
     with bench.engine(preset, budget, near_data) as engine:
@@ -369,7 +367,6 @@ def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
             "transports": {name: peer.transport for name, peer in engine.peers.items()},
         }
     }  # fmt: skip
-
 
 
 def _offload(bench: Bench, reference: str) -> None:

@@ -22,13 +22,7 @@ from torch import nn
 
 from .....actors.engine.cache.low_bits import ReplicaWeights
 from .....actors.engine.cache.slots import LayerWeights
-from .....actors.engine.model.model import (
-    MoeBlock,
-    assign_dense,
-    attention_for,
-    blocks_at,
-    register_implementation,
-)
+from .....actors.engine.model.model import MoeBlock, assign_dense, attention_for, blocks_at, register_implementation
 from .....actors.store.format import ExpertShape
 from .....errors import ConfigError, UnsupportedModelError
 from .....kernels.pack import PackedShape
