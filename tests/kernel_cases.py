@@ -143,9 +143,7 @@ def packed_expert_ffn(gate: Quantized, up: Quantized, down: Quantized, x: Array,
     return fake_quantized(hidden, down.group) @ d.T
 
 
-def activation_bound(
-    gate: Quantized, up: Quantized, down: Quantized, x: Array, activation: str
-) -> Array:
+def activation_bound(gate: Quantized, up: Quantized, down: Quantized, x: Array, activation: str) -> Array:
     """Upper bound of |kernel - expert_ffn on dequantized weights| per output, float64 [T, H], from eight-bit steps.
 
     A group's inputs are off by at most half a step s = max|x| / 127 each, so a dot product by at most s/2 * sum|w|

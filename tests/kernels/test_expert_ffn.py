@@ -28,29 +28,27 @@ def kernel_of(pool: Operands, activation: str = "silu") -> TritonKernel:
     return TritonKernel(pool, activation, Forbidden())
 
 
-def unwritten(pairs: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((len(pairs), width), float("nan"), dtype=dtype)
+def assert_exact(kernel: TritonKernel, pool: Operands, rows: list[int], slots: list[int]) -> None:
+    """For so many rows of each expert, in these slots of the pool."""
+    _, neurons, _, width = pool.gate_up.shape
+    hidden, pairs = rows_for(rows, 1, width, pool.gate_up.dtype)
+    groups = groups_of(rows, slots, neurons)
+    found = torch.full((len(pairs), width), float("nan"), dtype=hidden.dtype)
+    kernel.run(hidden, pairs, groups, 1, found)
+    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
 
 
 @pytest.mark.parametrize("rows", range(1, DECODE_ROWS + 1))
 def test_every_decode_row_count(rows: int) -> None:
     pool = pool_of(2, 16, 32)
-    hidden, pairs = rows_for([rows], 1, 32, torch.float32)
-    groups = groups_of([rows], [1], 16)
-    found = unwritten(pairs, 32, torch.float32)
-    kernel_of(pool).run(hidden, pairs, groups, 1, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
+    assert_exact(kernel_of(pool), pool, [rows], [1])
 
 
 @pytest.mark.parametrize("neurons", [1, PAD - 1, PAD, PAD + 1])
 @pytest.mark.parametrize("width", [1, 64, 130])
 def test_sizes_around_blocks(neurons: int, width: int) -> None:
     pool = pool_of(2, neurons, width, torch.bfloat16)
-    hidden, pairs = rows_for([2, 1], 1, width, torch.bfloat16)
-    groups = groups_of([2, 1], [1, 0], neurons)
-    found = unwritten(pairs, width, torch.bfloat16)
-    kernel_of(pool).run(hidden, pairs, groups, 1, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
+    assert_exact(kernel_of(pool), pool, [2, 1], [1, 0])
 
 
 @pytest.mark.parametrize("name", ROW_CLASSES)
@@ -58,22 +56,17 @@ def test_every_candidate_of_a_class_agrees(name: str) -> None:
     """Run on float16, since the interpreter multiplies it as it is."""
     rows = {"decode": 3, "short": DECODE_ROWS + 2, "prefill": SHORT_ROWS + 2}[name]
     pool = pool_of(2, 70, 96, torch.float16)
-    hidden, pairs = rows_for([rows], 1, 96, torch.float16)
-    groups = groups_of([rows], [1], 70)
-    expected = exact(pool, "silu", hidden, pairs, groups, 1)
     for shape in shapes_for(torch.float16)[name]:  # type: ignore[index]
-        found = unwritten(pairs, 96, torch.float16)
-        TritonKernel(pool, "silu", Forbidden(), shapes={name: shape}).run(  # type: ignore[dict-item]
-            hidden, pairs, groups, 1, found
-        )
-        assert_near(found, expected)
+        kernel = TritonKernel(pool, "silu", Forbidden(), shapes={name: shape})  # type: ignore[dict-item]
+        assert_exact(kernel, pool, [rows], [1])
+
 
 
 def test_strided_hidden_states_and_another_dtype() -> None:
     pool = pool_of(1, 4, 8)
     hidden, pairs = torch.randn(3, 16)[:, ::2], torch.arange(3)
     groups = groups_of([3], [0], 4)
-    found = unwritten(pairs, 8, torch.float32)
+    found = torch.full((3, 8), float("nan"))
     kernel_of(pool).run(hidden, pairs, groups, 1, found)
     assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
     with pytest.raises(AssertionError, match="the reference was called"):

@@ -12,9 +12,7 @@ from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 150), st.integers(1, 150), st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(0, 10_000)
-)
+@given(st.integers(1, 150), st.integers(1, 150), st.sampled_from(BITS), st.sampled_from(GROUPS), st.integers(0, 10_000))
 def test_unpacking_is_the_exact_inverse(hidden: int, neurons: int, bits: int, group: int, seed: int) -> None:
     matrices = experts_of(1, PackedShape(hidden, neurons, bits, group), np.random.default_rng(seed))[0]
     arrays, shape = pack_expert(*matrices), PackedShape(hidden, neurons, bits, group)

@@ -24,9 +24,7 @@ from tiermoe.errors import ConfigError
 _ROOT = job.ROOT
 PART = Part("machine", 30)
 TEXT = (_ROOT / page.PAGE).read_text(encoding="utf-8")
-ROW = (
-    "import json; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
-)
+ROW = "import json; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same promises on both transports: ids, deadlines, typed errors, bounds, back-pressure, any single fault."""
+"""Both transports alike: ids, deadlines, typed errors, bounds, back-pressure, any single fault."""
 
 from __future__ import annotations
 
@@ -27,14 +27,7 @@ from tiermoe.errors import (
 from tiermoe.proto import codec, grpc_transport
 from tiermoe.proto.channel import Channel, Pending, open_channel
 from tiermoe.proto.codec import Encoded, decode, encode
-from tiermoe.proto.messages import (
-    ExpertBatch,
-    ExpertResult,
-    HealthReport,
-    HealthRequest,
-    Message,
-    StoreRequest,
-)
+from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message, StoreRequest
 from tiermoe.proto.options import ChannelOptions, Limits, ServerOptions
 from tiermoe.proto.requests import ReplyCache, State
 from tiermoe.proto.server import ChannelServer
@@ -108,6 +101,7 @@ def test_a_batch_is_answered(connect: Opener, transport: str) -> None:
     assert isinstance(reply, ExpertResult)
     assert reply.measured_s == 4.0
     np.testing.assert_array_equal(reply.partial, batch().hidden + 1)
+    assert channel.call(HealthReport("lead", {}), _SOON_S) is None  # an acknowledgement
 
 
 def test_large_messages_go_through(connect: Opener) -> None:
@@ -139,10 +133,6 @@ def test_done_becomes_true_without_result(connect: Opener, worker: Worker) -> No
     assert isinstance(pending.result(), ExpertResult)
 
 
-def test_none_is_an_answer(connect: Opener) -> None:
-    assert connect().call(HealthReport("lead", {}), _SOON_S) is None
-
-
 def test_errors_keep_their_kind(connect: Opener) -> None:
     channel = connect()
     with pytest.raises(RemoteFailure, match="layer 1 is damaged; prepare the store again") as caught:
@@ -162,8 +152,10 @@ def test_what_the_server_does_not_accept_is_a_typed_error(connect: Opener, worke
     assert worker.layers == []
 
 
-def test_the_smaller_bound_of_both_holds_before_anything_is_sent(connect: Opener) -> None:
+def test_messages_that_are_malformed_or_above_either_bound_are_not_sent(connect: Opener) -> None:
     channel = connect(ServerOptions(limits=Limits(max_message_bytes=4096)))
+    with pytest.raises(MessageError):
+        channel.submit("hello", 1.0)  # type: ignore[arg-type]
     with pytest.raises(MessageTooLarge, match="4096"):
         channel.call(batch(64, 64), _SOON_S)
     assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
@@ -177,11 +169,6 @@ def test_an_answer_that_is_too_large_is_an_error(connect: Opener) -> None:
             half.layer, half.experts, half.bits, half.starts, half.rows, half.weights,
             half.hidden.astype(np.float16).repeat(1, 0)), _SOON_S)  # fmt: skip
     assert caught.value.kind in ("MessageTooLarge", "MessageError")
-
-
-def test_a_malformed_message_is_not_sent(connect: Opener) -> None:
-    with pytest.raises(MessageError):
-        connect().submit("hello", 1.0)  # type: ignore[arg-type]
 
 
 def test_the_deadline_ends_the_wait_and_unstarted_work(connect: Opener, worker: Worker) -> None:
@@ -256,11 +243,12 @@ def test_a_full_way_makes_submit_wait_and_drops_posts(connect: Opener, worker: W
     assert isinstance(first.result(), ExpertResult)
 
 
-def test_several_messages_longer_than_the_ring(connect: Opener) -> None:
-    """Guards against both sides waiting for each other in the middle of a message."""
+@pytest.mark.parametrize(("count", "rows", "width"), [(4, 100, 128), (50, 4, 32)])
+def test_answers_nobody_takes_do_not_block_requests(connect: Opener, count: int, rows: int, width: int) -> None:
+    """Guards against both sides waiting for each other, also in the middle of a message longer than the ring."""
     channel = connect(ring_bytes=4096)
-    pendings = [channel.submit(batch(100, 128, layer=n), _SOON_S) for n in range(4)]
-    assert [seconds(pending) for pending in pendings] == [0, 1, 2, 3]
+    pendings = [channel.submit(batch(rows, width, layer=n), _SOON_S) for n in range(count)]
+    assert [seconds(pending) for pending in pendings] == list(range(count))
 
 
 def test_posts_arrive_and_are_dropped_when_full(connect: Opener, worker: Worker) -> None:
@@ -274,12 +262,6 @@ def test_posts_arrive_and_are_dropped_when_full(connect: Opener, worker: Worker)
     pending.result()
     wait_until(lambda: channel.call(HealthReport("lead", {}), _SOON_S) is None and len(worker.layers) >= sent + 1)
     assert 0 < sent < 2000 or channel.transport == "grpc"  # gRPC's own windows may take them all
-
-
-def test_answers_nobody_takes_do_not_block_requests(connect: Opener, worker: Worker) -> None:
-    channel = connect(ring_bytes=4096)
-    pendings = [channel.submit(batch(4, 32, layer=n % 8), _SOON_S) for n in range(50)]
-    assert all(isinstance(pending.result(), ExpertResult) for pending in pendings)
 
 
 def test_two_channels_at_once(transport: str, worker: Worker) -> None:
@@ -335,19 +317,9 @@ def test_a_token_is_demanded(transport: str, worker: Worker) -> None:
         assert "right" not in repr(options)
 
 
-def test_without_a_token_only_loopback_is_bound() -> None:
-    for host in ("0.0.0.0", "::", "192.168.1.1", "node-3"):
-        with pytest.raises(ConfigError, match="open to everybody"):
-            ServerOptions(host=host)
-    assert ServerOptions(host="0.0.0.0", token="t").port == 0
-
-
-def test_nobody_there() -> None:
+def test_no_server_and_too_many_connections(worker: Worker) -> None:
     with pytest.raises(ChannelRefused, match="no channel server answers"):
         open_channel("127.0.0.1:1", ChannelOptions(open_deadline_s=2.0))
-
-
-def test_too_many_connections(worker: Worker) -> None:
     with (
         ChannelServer(worker, ServerOptions(max_connections=1)) as server,
         open_channel(server.address),
@@ -392,6 +364,13 @@ def test_health_service_and_role_calls_serve_any_grpc_client(worker: Worker) -> 
 def test_options_out_of_range(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ChannelOptions(**options)  # type: ignore[arg-type]
+
+
+def test_without_a_token_only_loopback_is_bound() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.1", "node-3"):
+        with pytest.raises(ConfigError, match="open to everybody"):
+            ServerOptions(host=host)
+    assert ServerOptions(host="0.0.0.0", token="t").port == 0
 
 
 # What the server remembers of requests: executed once, forgotten when settled, bounded

@@ -149,9 +149,7 @@ def _certificate(folder: Path, name: str) -> tuple[str, str]:
     pem = serialization.Encoding.PEM
     paths = folder / f"{name}.crt", folder / f"{name}.key"
     paths[0].write_bytes(made.public_bytes(pem))
-    paths[1].write_bytes(
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+    paths[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
     return str(paths[0]), str(paths[1])
 
 

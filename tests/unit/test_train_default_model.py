@@ -39,16 +39,9 @@ PHASES = (Phase(2.0, 32, 256),)
 
 def tiny_config() -> Any:
     return default_config(
-        vocab_size=300,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    )
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
 
 
 def sentences(seed: int, count: int) -> str:
