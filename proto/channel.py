@@ -238,7 +238,6 @@ class Channel:
         return pending
 
     def call(self, message: Message, deadline_s: float) -> Message | None:
-        """`submit` and `result`."""
         return self.submit(message, deadline_s).result()
 
     def post(self, message: Message) -> bool:
@@ -438,7 +437,6 @@ class Channel:
             self._changed.notify_all()
 
     def _deliver(self, data: Received) -> None:
-        """Handle a frame that arrived."""
         try:
             frame = unpack(data)
         except MessageError as error:

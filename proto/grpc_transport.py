@@ -40,7 +40,6 @@ ROLE_CALLS = (_path("ExpertCompute", "Compute"), _path("Store", "Fetch"), _path(
 
 
 def settings(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """Options of both sides of a connection."""
     return [
         ("grpc.max_send_message_length", max_message_bytes + _OVERHEAD),
         ("grpc.max_receive_message_length", max_message_bytes + _OVERHEAD),
@@ -80,13 +79,11 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
 
 def metadata(options: ChannelOptions, client: int) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call."""
     token = () if options.token is None else ((TOKEN_KEY, options.token),)
     return (*token, (CLIENT_KEY, f"{client:016x}"))
 
 
 def value_of(key: str, given: Iterable[Any]) -> str | None:
-    """The value of a key in a call's metadata."""
     return next((value for name, value in given if name == key), None)
 
 
@@ -300,7 +297,6 @@ class GrpcTransport:
             yield data
 
     def _read(self, lose: Callable[[str], None]) -> None:
-        """Ask gRPC for each next answer."""
         import grpc
 
         try:

@@ -201,7 +201,6 @@ class ServerOptions:
 
 
 def good_ring_bytes(size: int) -> bool:
-    """Whether a ring may have this size."""
     return 4096 <= size <= 2**30 and size & (size - 1) == 0
 
 

@@ -269,7 +269,6 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         return channel
 
     def _difference(self, report: Message | None) -> str | None:
-        """How the peer differs from the expected one, or None."""
         if not isinstance(report, HealthReport) or report.role != self._role:
             return "answers as something else"
         for name, value in self._expected.items():

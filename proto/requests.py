@@ -58,7 +58,6 @@ class Requests:
         return self._packed(frame, self._reply(frame))
 
     def forget(self, client: int) -> None:
-        """Drop the answers of a client that is gone."""
         with self._lock:
             self._caches.pop(client, None)
 
@@ -140,7 +139,6 @@ def _failure(error: TierMoeError) -> Failure:
 
 
 def _result_of(run: Callable[[], Message | None]) -> Message | None:
-    """The result, or the error as a message."""
     try:
         return run()
     except TierMoeError as error:

@@ -81,7 +81,6 @@ class ChannelServer:
 
     @property
     def connections(self) -> int:
-        """The number of connected clients."""
         with self._lock:
             return len(self._connections)
 
@@ -262,8 +261,6 @@ class ChannelServer:
 
 
 class _Methods:
-    """gRPC's generic handler: full method name -> handler of bytes."""
-
     def __init__(self, methods: dict[str, Any]) -> None:
         self._methods = methods
 

@@ -42,7 +42,6 @@ _READ_STALL_NS = 5_000_000_000  # the longest pause of a live writer within a me
 
 
 def supported() -> bool:
-    """Whether this system has the required calls."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(_ring, "read")
 
 

@@ -135,7 +135,6 @@ CASES: dict[str, type[Options]] = {
 
 
 def measure(options: Options, progress: Progress | None = None) -> Report:
-    """Import and run a case."""
     module, _, function = options.measure.partition(".")
     report: Report = getattr(import_module(f".{module}", __package__), function)(options, progress)
     return report

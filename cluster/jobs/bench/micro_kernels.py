@@ -177,7 +177,6 @@ class _Shape:
         return self._case(f"torch {name}", run, size, rows)
 
     def ggml(self, ggml: Ggml, fmt: Format) -> Case:
-        """The three products of an expert at one row."""
         gate_up = ggml.matrix(fmt, 2 * self._neurons, self._hidden, self._rng)
         down = ggml.matrix(fmt, self._hidden, self._neurons, self._rng)
         size = gate_up.nbytes + down.nbytes
@@ -305,7 +304,6 @@ def _threads_read(block: NDArray[np.uint8], readers: ThreadPoolExecutor, threads
 
 
 def _threads_packed(codes: NDArray[np.uint8], scales: NDArray[np.float16], shape: PackedShape, pool: Threads) -> Case:
-    """One width, on experts at consecutive places of the blocks."""
     size, tensors = shape.nbytes(), shape.tensors()
     experts = codes.nbytes // size // EXPERTS * EXPERTS
     if experts == 0:
@@ -382,7 +380,6 @@ class Ggml:
 
     @staticmethod
     def find() -> Path | None:
-        """The CPU library of an installed wheel."""
         for wheel in _GGML_WHEELS:
             try:
                 files = importlib.metadata.files(wheel) or []

@@ -177,7 +177,6 @@ class StoreCase:
 
 
 def softmax(random: np.random.Generator, *shape: int) -> np.ndarray:
-    """Router probabilities of random logits, float32."""
     raw = np.exp(2 * random.standard_normal(shape, np.float32))
     raw /= raw.sum(axis=-1, keepdims=True)
     return raw
@@ -214,7 +213,6 @@ def _map_stores() -> Iterator[Ask]:
 
 
 def main() -> None:
-    """Usage: micro_peer channel|matcher."""
     with {"channel": _echoes, "matcher": _map_stores}[sys.argv[1]]() as ask:
         for line in sys.stdin:
             print(json.dumps(ask(json.loads(line))), flush=True)

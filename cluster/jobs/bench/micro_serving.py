@@ -43,7 +43,6 @@ class _SameTokens:
         self._tokens: dict[int, list[list[int]]] = {}
 
     def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
-        """Raise RuntimeFailure if this case gives other tokens."""
         if self._tokens.setdefault(group, tokens) != tokens:
             raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
 
@@ -331,7 +330,6 @@ def scale_bars(batch: int, found: Found) -> list[Bar]:
 
 
 def _per_gpu(spreads: Mapping[str, Spread], measure: str) -> list[float]:
-    """A measure of each GPU, the sum over rounds [G]."""
     return [sum(spread.values) for name, spread in spreads.items() if name.startswith(f"{measure}_")]
 
 

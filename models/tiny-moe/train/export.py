@@ -47,7 +47,6 @@ class Figures:
 
     @property
     def least_share(self) -> float:
-        """Smallest load of any expert in any layer, as a fraction."""
         return min(min(layer) for layer in self.shares)
 
 

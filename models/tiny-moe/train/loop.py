@@ -38,8 +38,6 @@ class WorkerFailedError(RuntimeFailure):
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Options of a run."""
-
     work_dir: Path
     budget: Budget
     seed: int = 0
@@ -239,7 +237,6 @@ class Reporter:
         self._load = losses.load + self._load
 
     def end_step(self, tokens: int) -> None:
-        """Count one optimizer step over ``tokens`` tokens of all workers."""
         self._steps += 1
         self._tokens += tokens
 
@@ -273,7 +270,6 @@ class Reporter:
         self._clear()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
         with self._path.open("a") as out:
             out.write(json.dumps(record) + "\n")
 
@@ -306,5 +302,4 @@ def stream_bits_per_byte(
 
 
 def _relative_shares(load: Tensor) -> Tensor:
-    """``load`` [layers, E] as multiples of the uniform share."""
     return load / load.sum(1, keepdim=True) * load.shape[1]

@@ -95,7 +95,6 @@ class TrainingForward:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
         return self._parameters["model.embed_tokens.weight"].device
 
     @torch.no_grad()

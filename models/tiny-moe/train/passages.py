@@ -158,7 +158,6 @@ def _split_without(document: Document, quoted: set[str]) -> Iterator[str]:
 
 
 def write_passages(passages: Sequence[Passage], folder: Path) -> None:
-    """One JSON-lines file for each kind."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         lines = [json.dumps(asdict(p), ensure_ascii=False) for p in passages if p.kind == kind]
@@ -166,7 +165,6 @@ def write_passages(passages: Sequence[Passage], folder: Path) -> None:
 
 
 def read_passages(folder: Path) -> list[Passage]:
-    """Inverse of ``write_passages``."""
     paths = [folder / f"{kind}.jsonl" for kind in KINDS]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return [Passage(**json.loads(line)) for line in lines]

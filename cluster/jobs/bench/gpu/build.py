@@ -45,7 +45,6 @@ def missing(modules: dict[str, str]) -> list[str]:
 
 
 def package_versions(modules: dict[str, str]) -> dict[str, str]:
-    """The versions of the installed ones."""
     found = {}
     for module, name in modules.items():
         if installed(module):
@@ -73,7 +72,6 @@ class Extension:
         return root.joinpath(*self.name.split(".")[1:]).with_suffix(suffix)
 
     def stale(self, root: Path) -> bool:
-        """Whether the file is missing or older than a source."""
         file = self.file(root)
         if not file.exists():
             return True
@@ -155,7 +153,6 @@ def main(root: Path) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line for the user, on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

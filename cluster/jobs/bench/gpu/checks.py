@@ -23,7 +23,6 @@ Failures = list[dict[str, str]]
 
 
 def run(context: Context, record: Record) -> None:
-    """Run the tests; record counts and failures."""
     if not installed("pytest"):
         record.note("the tests did not run: pytest is not installed")
         record.check("tests ran", 0, ">=", 1, always=True)
@@ -86,7 +85,6 @@ def _finish(
 
 
 def read_report(report: Path) -> tuple[Counts, Failures]:
-    """Counts and failures of a JUnit report."""
     counts = dict.fromkeys(("passed", "failed", "errors", "skipped"), 0)
     failures: Failures = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):

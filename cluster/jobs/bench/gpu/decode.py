@@ -132,7 +132,6 @@ class Bench:
         return Bench(context, record, shape, built, host, replay)
 
     def session(self, name: str, engine: ExpertEngine | None = None) -> Session:
-        """A new sequence after its prompt."""
         made = Session(self.built.model, self.replay, self.context, name, engine)
         made.prefill([(7 * i + 1) % 200 for i in range(PROMPT)])
         return made
@@ -187,14 +186,12 @@ class Bench:
 
 
 def free_memory(context: Context) -> None:
-    """Free the device memory of dropped objects."""
     gc.collect()
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def run(context: Context, record: Record, name: str) -> None:
-    """Run all cases of one shape, as far as time allows."""
     shape = (TOY if context.toy else REAL)[name]
     torch.set_num_threads(1)
     begin_s = time.monotonic()
@@ -356,7 +353,6 @@ def _counted(bench: Bench, engine: ExpertEngine, tokens: int, peaks: Peaks) -> d
 
 
 def _ndp_times(engine: ExpertEngine, tokens: int) -> dict[str, Any]:
-    """Of the calls to the NDP worker: the compute's wait, the kernels' time, and counts."""
     total, layers = engine.stats().total(), len(engine.stats().layers)
     calls = max(1, total.ndp_calls)
     return {
@@ -488,7 +484,6 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
 
 
 def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
-    """Record each kernel's measurements at start, and the chosen ones."""
     for measured in plan.times:
         chosen = plan.chosen[measured.row_class] == measured.kernel
         record.row("kernel", shape=shape, chosen=chosen, **asdict(measured))

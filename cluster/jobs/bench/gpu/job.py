@@ -71,7 +71,6 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and compute."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def synchronize(self) -> None:
@@ -112,7 +111,6 @@ class Record:
             self._judge(self.checks, Bar(name, float(value), op, limit))
 
     def goal(self, name: str, value: float, op: str, limit: float) -> None:
-        """Judge a limit that need not hold."""
         if self.judged:
             self._judge(self.goals, Bar(name, float(value), op, limit))
 
@@ -129,7 +127,6 @@ class Record:
         return found
 
     def write(self) -> None:
-        """Replace the file atomically."""
         if self.file is not None:
             write_json(self.file, self.as_dict())
 
@@ -189,8 +186,6 @@ def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_fil
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of one run."""
-
     out: Path
     device: str
     sizes: Sizes
@@ -274,7 +269,6 @@ def _device_name(device: str) -> str:
 
 
 def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
-    """Run one part; its results, however it ended."""
     begin_s = time.monotonic()
     with TemporaryDirectory() as scratch:
         record, log = Path(scratch) / "record.json", Path(scratch) / "log"

@@ -55,7 +55,6 @@ class RealShape:
 
     @property
     def expert(self) -> ExpertShape:
-        """The shape of a layer's routed experts."""
         return ExpertShape(
             num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2, has_bias=False
         )
@@ -131,7 +130,6 @@ TOY["mixtral"].options["intermediate_size"] = 96
 
 
 def experts_modules(model: Any) -> list[str]:
-    """Names of a model's modules with routed experts, in layer order."""
     return [name for name, module in model.named_modules() if hasattr(module, "has_gate") and hasattr(module, "act_fn")]
 
 

@@ -37,7 +37,6 @@ def write(out: Path, root: Path, document: Mapping[str, Any] | None) -> None:
 
 
 def render(text: str, document: Mapping[str, Any] | None) -> str:
-    """The page with its blocks filled."""
     return fill_tables(text, lambda name: _block(name, document))
 
 
@@ -71,7 +70,6 @@ def _part(found: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table with a line for each row, or for each key of a single row."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "kind"]
     keys = [key for key in _SHOWN.get(kind, keys) if key in keys]
     if len(rows) == 1:

@@ -327,7 +327,6 @@ class Replay:
         return [self._probe(layer) for layer in range(self.layers)]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -356,8 +355,6 @@ class Replay:
 
 
 class _ReplayedLayer:
-    """One layer whose routing is the trace's."""
-
     def __init__(self, replay: Replay, index: int, layer: ExpertLayer) -> None:
         self._replay, self._index, self._inner = replay, index, layer
 

@@ -45,7 +45,6 @@ class Peaks:
 
 
 def machine(context: Context, record: Record) -> None:
-    """Name the machine and measure its peaks."""
     found: dict[str, Any] = {"cpu": cpu(), "torch_cuda": torch.version.cuda, "device": context.device.type}
     if context.device.type == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
@@ -119,7 +118,6 @@ def _best_s(work: Callable[[], Any], repeats: int) -> float:
 
 
 def spread_of(values: list[float]) -> dict[str, float]:
-    """Median and range."""
     spread = Spread.of(values)
     return {"median": spread.median, "minimum": spread.minimum, "maximum": spread.maximum}
 
