@@ -186,17 +186,6 @@ class Acknowledged:
 
 
 Message = (
-    ExpertBatch
-    | ExpertResult
-    | PrefetchCommand
-    | PlacementCommand
-    | Context
-    | HealthRequest
-    | HealthReport
-    | Failure
-    | StoreRequest
-    | StoreReply
-    | FileRequest
-    | FileReply
-    | Acknowledged
-)
+    ExpertBatch | ExpertResult | PrefetchCommand | PlacementCommand | Context | HealthRequest | HealthReport | Failure
+    | StoreRequest | StoreReply | FileRequest | FileReply | Acknowledged
+)  # fmt: skip

@@ -229,23 +229,15 @@ def test_a_bound_pool_leaves_the_caller_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("count", "cores", "error"),
     [
-        (0, [], ValueError),
-        (2000, [], ValueError),
-        (2, [0], ValueError),
-        (1, [-1], ValueError),
-        (1, [5000], ValueError),
-        (1, [1023], OSError),
-        (2, [0, 1023], OSError),
+        (0, [], ValueError), (2000, [], ValueError), (2, [0], ValueError), (1, [-1], ValueError),
+        (1, [5000], ValueError), (1, [1023], OSError), (2, [0, 1023], OSError),
     ],
-)
+)  # fmt: skip
 def test_threads_that_cannot_be_are_refused(count: int, cores: list[int], error: type[Exception]) -> None:
     if cores and 1023 in cores and hasattr(os, "sched_getaffinity") and 1023 in os.sched_getaffinity(0):
         pytest.skip("there is such a core here")
     with pytest.raises(error):
         Threads(count, cores)
-
-
-def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     with pytest.raises(ValueError, match="has no sse9: choose one of"):
         Threads(1, instruction_set="sse9")
 

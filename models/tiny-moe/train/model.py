@@ -25,27 +25,14 @@ _ROW_MULTIPLE = 64  # of an expert's rows
 def default_config(**changes: Any) -> Any:
     """The ``Qwen3MoeConfig`` of the default model, with ``changes`` for tests."""
     fields: dict[str, Any] = {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": True,
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
         "max_position_embeddings": MAX_CONTEXT_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
     return Qwen3MoeConfig(**{**fields, **changes})
 
 
