@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Every import of a file, wherever it stands; the package's own modules without `tiermoe.`."""
+def _imports(path: Path, on_load: bool = False) -> Iterator[str]:
+    """The imports of a file; the package's own modules without `tiermoe.`. on_load: only those at module level."""
     package = path.relative_to(_ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if on_load else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -36,12 +38,20 @@ def _imports(path: Path) -> Iterator[str]:
                 yield node.module or ""
                 continue
             base = package[: len(package) - (node.level - 1)]
-            # `from .a import b` imports a; `from . import b` imports b, which may be a module
-            tails = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (".".join((*base, tail)) for tail in tails)
+            # `from .a import b` imports a, and a.b where that is a module
+            module = ".".join((*base, node.module) if node.module else base)
+            below = [f"{module}.{alias.name}" for alias in node.names]
+            yield from [name for name in below if (_ROOT / f"{name.replace('.', '/')}.py").exists()] or [module]
 
 
 _IMPORTS = {_module(path): sorted(set(_imports(path))) for path in _FILES}
+
+
+def test_modules_load_without_circles() -> None:
+    """TopologicalSorter raises CycleError, which names the circle."""
+    own = set(_IMPORTS)
+    on_load = {_module(path): own.intersection(_imports(path, True)) - {_module(path)} for path in _FILES}
+    assert set(TopologicalSorter(on_load).static_order()) == own
 
 
 def _offenders(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
