@@ -1,17 +1,14 @@
-"""The matcher: stores the expert maps of past iterations, and says what a similar one needed next.
-
-Channel in, search, channel out:
+"""The matcher: stores the expert maps of past iterations and forecasts from similar ones.
 
     Context (embedding)                    -> begin: semantic search     -> PrefetchCommand for layers 0..d
     Context (probabilities of layer n - 1) -> trajectory search          -> PrefetchCommand for layer n + d
     Context (probabilities of the last)    -> the iteration is stored    -> done
 
-A context is a request whose answer is the command. The lead sends it and goes on; it looks for answers when it is at a
-layer, without waiting. So commands need no second server in the lead, whose thread would take the interpreter from the
-forward, and an answer that comes too late is told by the iteration and the layer that it carries. What other shards own
-is posted to them from here; they drop what is late themselves.
+A context is a request whose answer is the command. The lead looks for answers at each layer without waiting, so it
+needs no server whose thread would take the interpreter from the forward; the iteration and the layer in an answer tell
+whether it is late. Commands for experts of other shards are posted to those, which drop late ones themselves.
 
-A plain class without torch, which serves as soon as it is constructed.
+A plain class without torch, which serves from construction on.
 """
 
 from __future__ import annotations
@@ -41,30 +38,29 @@ from .settings import MatcherSettings, ShardSettings
 from .store.artifacts import MapShape, load_maps, save_maps
 
 _log = logging.getLogger(__name__)
-_SPIN_S, _DOZE_S = 20e-6, 0.02  # a lead publishes every layer: while it does, it need not wake this process
+_SPIN_S, _DOZE_S = 20e-6, 0.02  # a busy lead writes in every layer, so it need not wake this process
 
 
 class Matcher:
     """Owns the store of expert maps and the search over it.
 
-    One lead is served: the newest iteration is the one under way, and one that was not finished is forgotten.
+    It serves one lead: the newest iteration is the running one, and an unfinished one is dropped.
 
     Args:
         settings: capacity, distance, what to forecast, how often to save.
-        shape: the model whose maps these are.
+        shape: the model of the maps.
         top_k: K, experts that its router picks for a token.
-        directory: told the address; asked for the host to listen on.
-        token: what a client must show; None: only this machine may connect.
-        snapshot: file that the store is saved to, and begun from if it is there, unless the settings say which; one
-            that is of no use is moved aside and said in `health`. None: nothing is saved.
-        warm: what to begin with where there is no snapshot, in place of the settings' file: another file, or the
-            arrays of another replica.
-        sharding, shards: the GPUs that share the experts, and the ways to shards 1..G-1; without ways all commands go
-            to the lead.
+        directory: gives the host to listen on and takes the address.
+        token: required of clients; None: only this machine may connect.
+        snapshot: file that the store is saved to and loaded from, unless the settings name one. A damaged one is moved
+            aside and reported in `health`. None: nothing is saved.
+        warm: initial maps without a snapshot, instead of the settings' file: a file, or another replica's arrays.
+        sharding, shards: the GPUs that share the experts, and the links to shards 1..G-1; without links all commands
+            go to the lead.
         options: of the channel server; its host and token are those above.
 
     Raises:
-        StoreError: `warm` is of no use. ConfigError: top_k is out of range, or there are not G - 1 ways.
+        StoreError: `warm` is damaged. ConfigError: top_k is out of range, or there are not G - 1 links.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Matcher:
         self._prefetch = ExpertMapPrefetch(
             self._maps, shape.hidden, top_k, settings.semantic, settings.dynamic, settings.learn
         )
-        self._lock = threading.Lock()  # a lead that connected anew may overlap the last request of its old connection
+        self._lock = threading.Lock()  # the last request of a lead's old connection may overlap its new connection
         self._iteration: int | None = None
         self._sequences: list[int] = []
         self._counts = dict.fromkeys(
@@ -127,15 +123,11 @@ class Matcher:
 
     @property
     def address(self) -> str:
-        """Where it listens, HOST:PORT."""
+        """HOST:PORT."""
         return self._server.address
 
     def handle(self, message: Message) -> Message | None:
-        """Answer one message of the channel.
-
-        Raises:
-            ConfigError: the message is not for a matcher, or not for one of this model; the channel carries it back.
-        """
+        """Answer one message of the channel; a raised ConfigError is sent back."""
         if isinstance(message, Context):
             return self._match(message)
         if isinstance(message, HealthRequest):
@@ -143,7 +135,7 @@ class Matcher:
         raise ConfigError(f"the matcher does not answer {type(message).__name__}", "send it contexts")
 
     def health(self) -> dict[str, Any]:
-        """What it holds and has done."""
+        """Its maps and counters."""
         means = {f"mean_{kind}_score": total / count for kind, (total, count) in self._scores.items() if count}
         return {
             "state": "serving",
@@ -162,12 +154,12 @@ class Matcher:
         } | self._counts | asdict(self._shape) | means  # fmt: skip
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """The maps, for another replica's `warm`; a copy."""
+        """A copy of the maps, for another replica's `warm`."""
         with self._lock:
             return self._maps.arrays()
 
     def save(self) -> bool:
-        """Save a snapshot now if the store has changed since the last; whether it was.
+        """Save a snapshot if the store has changed since the last one; whether it had.
 
         Raises:
             StoreError: it cannot be written. ConfigError: there is no path to save to.
@@ -196,7 +188,7 @@ class Matcher:
             self._try_saving()
 
     def retire(self) -> None:
-        """`close` for the last time: a snapshot without a `keep` file is removed, and its folder if that is empty."""
+        """`close`, and remove a snapshot that is not a `keep` file, with its folder if that is empty."""
         self.close()
         if self._snapshot is not None and self._settings.keep is None:
             with contextlib.suppress(OSError):
@@ -225,7 +217,7 @@ class Matcher:
             self._iteration, self._sequences = context.iteration, sequences
             forecast = self._prefetch.begin(context.embedding)
         elif context.iteration != self._iteration or sequences != self._sequences:
-            self._counts["unknown_iterations"] += 1  # this matcher was not there when it began
+            self._counts["unknown_iterations"] += 1  # it began before this matcher started
             return None
         else:
             forecast = self._prefetch.observe(context.layer, context.probabilities)
@@ -245,7 +237,7 @@ class Matcher:
         self._update_s += time.perf_counter() - begin_s
 
     def _command(self, iteration: int, forecast: Forecast) -> PrefetchCommand:
-        """What the lead is to do; what other shards are to do is sent to them."""
+        """The command for the lead; those for other shards are posted to them."""
         self._counts["commands"] += 1
         keys = forecast.keys
         if not self._shards:
@@ -255,7 +247,7 @@ class Matcher:
         own = np.ones(len(keys), np.bool_)
         for index, shard in enumerate(self._shards, start=1):
             theirs = self._owner[keys] == index
-            if theirs.any() and shard.current is not None:  # the lead computes the experts of a shard that is lost
+            if theirs.any() and shard.current is not None:  # the lead computes the experts of a lost shard
                 self._counts["posted"] += shard.post(_part(iteration, forecast, theirs, hint))
                 own &= ~theirs
         return _part(iteration, forecast, own, hint)
@@ -313,7 +305,7 @@ class Matcher:
 def _part(
     iteration: int, forecast: Forecast, chosen: NDArray[np.bool_], hint: NDArray[np.bool_]
 ) -> PrefetchCommand:
-    """The chosen keys of a forecast in their order: hints stay last."""
+    """The command for the chosen keys, in order: hints stay last."""
     hints = int((chosen & hint).sum())
     keys, priorities = forecast.keys[chosen], forecast.priorities[chosen]
     return PrefetchCommand(iteration, forecast.now, keys, priorities, hints, mapped=True)

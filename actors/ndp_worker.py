@@ -1,11 +1,9 @@
-"""The near-data worker: holds the cold experts, quantized, and computes them where they lie.
-
-Channel in, kernel, channel out:
+"""The near-data worker: holds the cold experts, quantized, and computes them in host memory.
 
     ExpertBatch (rows, expert ids, widths, weights) -> per width one kernel call -> ExpertResult (a sum per row)
 
-A plain class without torch; `cluster.deploy` makes it an actor on a node with the Ray resource `ndp`. It serves as
-soon as it is constructed, since that is all that Ray does when it restarts a killed one.
+A plain class without torch; `cluster.deploy` makes it an actor on a node with the Ray resource `ndp`. It serves from
+construction on: a restart by Ray constructs it and calls nothing else.
 """
 
 from __future__ import annotations
@@ -29,23 +27,22 @@ from .settings import NdpSettings
 from .store.files import ExpertStore, open_views
 from .store.replicas import describe_replicas, open_replicas
 
-_PACE_SPIN_S = 200e-6  # a sleep may oversleep by about this much; the rest is spun
+_PACE_SPIN_S = 200e-6  # a sleep may last longer by about this much; the rest is spun
 
 
 class NdpWorker:
     """Computes experts on its replicas, or on the store's own weights (0 bits).
 
     Args:
-        settings: threads, modelled device, pacing.
-        store: folder of the expert store; its replicas are mapped beside its layers, nothing is copied.
-        directory: told the address; asked for the host to listen on.
-        token: what a client must show; None: only this machine may connect.
-        verify: how thoroughly the files are verified, see `ExpertStore`.
+        store: folder of the expert store; its layers and replicas are mapped, not copied.
+        directory: gives the host to listen on and takes the address.
+        token: required of clients; None: only this machine may connect.
+        verify: as of `ExpertStore`.
         options: of the channel server; its host and token are those above.
-        index: number among the NDP workers, 0..N-1. Every one maps all experts, so any can compute any.
+        index: number among the NDP workers, 0..N-1. Each maps all experts, so any can compute any.
 
     Raises:
-        StoreError: the store or its replicas are of no use. ConfigError: the hardware profile is, or the cores are.
+        StoreError: the store or its replicas are damaged. ConfigError: the hardware profile or the cores are wrong.
     """
 
     def __init__(
@@ -63,7 +60,13 @@ class NdpWorker:
             self._profile = settings.profile
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
-        self._open(store, verify)
+        view = ExpertStore(store, verify).describe()
+        self._full = open_views(view)
+        self._shape = view.manifest.experts
+        replicas = describe_replicas(store, verify)
+        self._group = replicas.manifest.group if replicas is not None else None
+        self._replicas = open_replicas(replicas) if replicas is not None else {}
+        self._packed_shapes = replicas.shapes if replicas is not None else {}
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
         self._batches = self._pairs = 0
@@ -72,27 +75,13 @@ class NdpWorker:
         self._server = ChannelServer(self.handle, options)
         directory.register(ndp_name(index), self._server.address)
 
-    def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
-        """Map the store and its replicas."""
-        view = ExpertStore(store, verify).describe()
-        self._full = open_views(view)
-        self._shape = view.manifest.experts
-        replicas = describe_replicas(store, verify)
-        self._group = replicas.manifest.group if replicas is not None else None
-        self._replicas = open_replicas(replicas) if replicas is not None else {}
-        self._packed_shapes = replicas.shapes if replicas is not None else {}
-
     @property
     def address(self) -> str:
-        """Where it listens, HOST:PORT."""
+        """HOST:PORT."""
         return self._server.address
 
     def handle(self, message: Message) -> Message:
-        """Answer one message of the channel.
-
-        Raises:
-            TierMoeError: the message asks for what is not here; the channel carries the error back.
-        """
+        """Answer one message of the channel; a raised TierMoeError is sent back."""
         if isinstance(message, ExpertBatch):
             return self._compute(message)
         if isinstance(message, HealthRequest):
@@ -100,7 +89,7 @@ class NdpWorker:
         raise ConfigError(f"the NDP worker does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """What it holds and has done."""
+        """Its configuration and counters."""
         return {
             "state": "serving",
             "index": self._index,
@@ -197,7 +186,7 @@ def _as_float32(hidden: np.ndarray) -> np.ndarray:
 
 
 def _wait_until(moment_s: float) -> None:
-    """Sleep, then spin: modelled times are shorter than a sleep is exact."""
+    """Sleep, then spin: a sleep is less exact than modelled times are short."""
     while (left_s := moment_s - time.perf_counter()) > 0:
         if left_s > _PACE_SPIN_S:
             time.sleep(left_s - _PACE_SPIN_S)

@@ -1,4 +1,4 @@
-"""What goes into a worker and what comes out: plain frozen records, picklable, without tensors."""
+"""Requests to a worker and its answers: frozen records, picklable, without tensors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-MAX_LOGPROBS = 20  # likeliest tokens that one place may report
+MAX_LOGPROBS = 20  # likeliest tokens that one position may report
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request picks its tokens.
+    """Sampling of one request.
 
     temperature 0 is greedy. With a seed, the tokens of a request do not depend on what else is in the batch.
-    min_tokens: as many are generated before a stop token may be. logprobs: report each token's log-probability, and
-    those of so many likeliest tokens at its place; prompt_logprobs: the same for the prompt's tokens but the first.
+    min_tokens: before the first stop token. logprobs: report each token's log-probability, and those of so many
+    likeliest tokens at its position; prompt_logprobs: the same for the prompt's tokens but the first.
     """
 
     max_tokens: int = 64
@@ -25,7 +25,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
-    logprobs: int | None = None  # None: none are reported
+    logprobs: int | None = None  # None: not reported
     prompt_logprobs: int | None = None
 
 
@@ -40,9 +40,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What the model thought of one token before temperature, top-k and top-p.
+    """One token's log-probability (natural, before temperature, top-k and top-p), and its position's likeliest tokens.
 
-    logprob: natural logarithm of its probability. top: (token id, logprob) of the likeliest at its place, best first.
+    top: (token id, logprob) of the likeliest, best first.
     """
 
     token_id: int
@@ -58,17 +58,17 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     error: str | None = None
-    error_type: str | None = None  # name of its class in `tiermoe.errors`, where it is one of those
+    error_type: str | None = None  # class name, if it is in `tiermoe.errors`
     ttft_s: float | None = None  # seconds from submit to the first token; on the last event
     tpot_s: float | None = None  # mean seconds between later tokens; on the last event, when there are two or more
     queue_s: float | None = None  # seconds from submit to the first forward that carried it; on the last event
-    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on; on the first event
 
 
 @dataclass
 class Generation:
-    """All events of one request, gathered."""
+    """All events of one request, merged."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)

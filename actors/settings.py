@@ -1,4 +1,4 @@
-"""What the actors need to know to start, frozen and validated; and how many bytes and slots a budget gives.
+"""Settings of the actors, frozen and validated; and the bytes and slots of a budget.
 
 `cluster.config` builds these from YAML files and command-line options.
 """
@@ -82,20 +82,16 @@ class NdpSettings(Settings):
 
     @property
     def profile(self) -> NdpProfile:
-        """The modelled device.
-
-        Raises:
-            ValueError: its figures are malformed, or only named.
-        """
+        """The modelled device. Raises ValueError: its figures are malformed, or only named."""
         if isinstance(self.hardware, str):
             raise ValueError(f"'{self.hardware}' is a name, and the figures are needed")
         return NdpProfile.from_dict(self.hardware)
 
     def cores_of(self, index: int) -> tuple[int, ...]:
-        """The cores of worker 0..N-1, one for each thread; none: any will do.
+        """The cores of worker 0..N-1, one for each thread; none: any.
 
         Raises:
-            ConfigError: some are named, but fewer than one worker has threads, or one twice.
+            ConfigError: fewer cores than threads of one worker, or one core twice.
         """
         threads = self.worker_threads
         count = len(self.cores) // threads
@@ -120,7 +116,7 @@ class ShardSettings(Settings):
 
 
 class StoreSettings(Settings):
-    """How experts are read whose files are on other nodes."""
+    """Reading experts whose files are on other nodes."""
 
     transport: Literal["auto", "ray", "grpc"] = Field(
         default="auto", description="grpc: our channel; ray: object refs; auto: the faster, see `engine.sources`"
@@ -131,20 +127,20 @@ class StoreSettings(Settings):
 
 
 class MatcherOptions(Settings):
-    """The matcher of expert maps (fMoE) and the channel to it, whatever the policy makes of them."""
+    """The matcher of expert maps (fMoE) and the channel to it."""
 
-    capacity: int = Field(default=1000, ge=1, le=1 << 20, description="expert maps that are kept")
+    capacity: int = Field(default=1000, ge=1, le=1 << 20, description="most expert maps to store")
     width: int = Field(default=512, ge=1, le=1 << 16, description="of a stored embedding; wider ones are sketched")
     learn: bool = Field(default=True, description="store the maps of the iterations that are served")
-    warm: str | None = Field(default=None, description="file of maps to begin with, where none were kept")
-    keep: str | None = Field(default=None, description="file in which maps outlive the runtime; none: they do not")
+    warm: str | None = Field(default=None, description="file of initial maps, if no snapshot exists")
+    keep: str | None = Field(default=None, description="file that stores maps beyond the runtime; none: not stored")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of the store, if it changed")
     transport: Literal["auto", "shm", "grpc"] = "auto"
     deadline_s: float = Field(default=1.0, gt=0, description="seconds after which an answer is worth nothing")
 
 
 class MatcherSettings(MatcherOptions):
-    """Everything that a matcher needs besides the model's shape: its options, and what the policy says.
+    """A matcher's options, and those of the policy.
 
     semantic and dynamic are off in the paper's ablations: T has neither, T+S has semantic.
     """
@@ -157,8 +153,8 @@ class MatcherSettings(MatcherOptions):
 class KvSettings(Settings):
     """The KV cache, always bounded, and how requests share it.
 
-    batching: continuous (transformers' paged cache), serial (one request after another), or auto: continuous
-    where the model's attention allows it.
+    batching: continuous (transformers' paged cache), serial (one request after another), or auto: continuous if the
+    model's attention allows it.
     """
 
     batching: Literal["auto", "continuous", "serial"] = "auto"
@@ -169,7 +165,7 @@ class KvSettings(Settings):
 
 
 class EngineOptions(Settings):
-    """What a configuration file says about the engine and the engine reads as it stands."""
+    """Options of a configuration file that the engine reads unchanged."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the worker runs: auto, cpu or cuda"
@@ -193,7 +189,7 @@ class EngineOptions(Settings):
 
 
 class EngineSettings(EngineOptions):
-    """Everything a `GpuWorker` lead needs besides the store."""
+    """The settings of a `GpuWorker` lead."""
 
     policy: PolicySettings
     budget: float | int = Field(
@@ -214,11 +210,11 @@ class EngineSettings(EngineOptions):
 
 
 def check_combination(settings: EngineSettings) -> None:
-    """Refuse settings that are valid each and not together.
+    """Refuse settings that are valid alone and not together.
 
     Raises:
-        ConfigError: several shards, and placement monde, split experts, pre-eviction, low-bit replicas or a stepped
-            link; a stepped link and NDP workers, which follow the wall clock; one shard, and a penalty of others.
+        ConfigError: several shards with placement monde, split experts, pre-eviction, low-bit replicas or a stepped
+            link; a stepped link with NDP workers, which follow wall-clock time; one shard with a penalty of others.
     """
     policy, gpus = settings.policy, settings.shards.count
     several = gpus > 1
@@ -262,11 +258,10 @@ def check_combination(settings: EngineSettings) -> None:
 
 
 def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
-    """The budget in bytes; never less than the slots that it buys (`budget_bytes // slot_bytes`).
+    """The budget in bytes; a share never loses a whole slot to rounding.
 
     Args:
         budget: a share of all `experts` slots' bytes (float) or bytes (int).
-        slot_bytes: bytes of one slot.
         experts: routed experts in all layers.
 
     Raises:
@@ -274,7 +269,7 @@ def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
     """
     nbytes = budget
     if isinstance(budget, float):
-        whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert, whatever the rounding
+        whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert
         nbytes = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
     if nbytes < slot_bytes:
         least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
@@ -286,11 +281,11 @@ def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
 
 
 def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
-    """Slots for experts in full and slots for low-bit replicas of them, together within the budget.
+    """Slots for full experts and slots for low-bit replicas, together within the budget.
 
     Args:
         nbytes: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
-        share: of the budget, for replicas. experts: routed experts in all layers; no more slots of either are made.
+        share: of the budget, for replicas. experts: routed experts in all layers, the most slots of either kind.
 
     Raises:
         BudgetError: it does not hold one of each.

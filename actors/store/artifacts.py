@@ -1,19 +1,18 @@
-"""What `tiermoe prepare` measures or trains, in files beside the store, and the expert maps of the matcher.
+"""Files that `tiermoe prepare` trains or measures for policies, beside the store, and the matcher's expert maps.
 
-Every artifact is a safetensors file that says which model it is of. `Artifact` declares one kind: what errors call it,
-their class, and the command that makes it. A file that is missing, malformed, not finite or of another model is
-refused with that command as the remedy.
+All are safetensors files that name their model. A missing, malformed, non-finite or foreign file is refused; the
+remedy is the command that makes it.
 
     gates.safetensors             I.weight [E, H], I.bias [E] of layers 0..L-2; float32
     predictors-STRIDE.safetensors I.mean, I.scale, I.b2 [E], I.w1 [E, D], I.b1 [D], I.w2 [D, E]; float32
     sensitivity.safetensors       sensitivity [L]; float64
-    profile.json                  what was profiled, and the arrays' file with its length and SHA-256
-    profile-DIGEST.safetensors    activations [L, E], binary, weighted [L, E, E], entropies [L, 5, 1024], and where
-                                  inputs were seen dots, norms [L, E, E]; float32
+    profile.json                  the source of the profile, and the arrays' file with its length and SHA-256
+    profile-DIGEST.safetensors    activations [L, E], binary, weighted [L, E, E], entropies [L, 5, 1024]; of text also
+                                  dots, norms [L, E, E]; float32
     expert maps                   embeddings [n, D], maps [L, n, J]; float32, written by the matcher
 
-A profile's arrays are named after their bytes, and `profile.json` is written last: a store has the old profile or the
-new one, never a mixture. NumPy and no torch: a lead and a simulator read all of this alike.
+`profile.json` is written last and the arrays' file is named after its bytes, so a profile is replaced atomically.
+NumPy without torch: a lead and a simulator read the same files.
 """
 
 from __future__ import annotations
@@ -50,28 +49,18 @@ SENSITIVITY_NAME = "sensitivity.safetensors"
 
 @dataclass(frozen=True)
 class Artifact:
-    """One kind of file beside a store.
-
-    Attributes:
-        what: plural name of the content, for messages.
-        remedy: the command that makes it.
-        error: class of the errors.
-    """
+    """One kind of file: `what` it holds (plural), the command that makes it (`remedy`), and its class of errors."""
 
     what: str
     remedy: str
     error: type[TierMoeError] = StoreError
 
     def encode(self, arrays: Mapping[str, NDArray[Any]], tag: Mapping[str, object]) -> bytes:
-        """What the file holds; `tag` is JSON that says what the arrays are of."""
+        """The file's bytes; `tag` is JSON that identifies the model."""
         return _encode(arrays, {"tiermoe": json.dumps(dict(tag))})
 
     def read(self, path: Path) -> tuple[dict[str, Any], Arrays]:
-        """The tag and the arrays of a file.
-
-        Raises:
-            TierMoeError: `error`, when the file is missing or malformed.
-        """
+        """The tag and the arrays of a file. Raises `error` when the file is missing or malformed."""
         try:
             metadata, arrays = _decode(path.read_bytes())
             return dict(json.loads(metadata["tiermoe"])), arrays
@@ -81,7 +70,7 @@ class Artifact:
             raise self.refused(f"'{path}' holds no {self.what}") from failure
 
     def read_of(self, path: Path, manifest: Manifest) -> Arrays:
-        """The arrays of a file that is of a store's model. Raises as `read`, also where it is of another model."""
+        """The arrays of a file of this store's model. Raises as `read`, and when the file is of another model."""
         tag, arrays = self.read(path)
         if tag.get("fingerprint") != model_fingerprint(manifest):
             raise self.refused(f"'{path}' is of another model")
@@ -95,7 +84,6 @@ class Artifact:
         return {name: arrays[f"{layer}.{name}"] for name in shapes}
 
     def refused(self, why: str) -> TierMoeError:
-        """The error to raise, with the command that makes the artifact."""
         return self.error(why, self.remedy)
 
 
@@ -109,11 +97,7 @@ def _encode(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | No
 
 
 def _decode(data: bytes) -> tuple[dict[str, str], Arrays]:
-    """Metadata and arrays of a safetensors file.
-
-    Raises:
-        SafetensorError, ValueError, AttributeError: the file is malformed.
-    """
+    """Metadata and arrays. Raises SafetensorError, ValueError or AttributeError when malformed."""
     arrays = load(data)
     size = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + size]).get("__metadata__", {}), arrays
@@ -128,18 +112,14 @@ def _layered(layers: Sequence[object], names: Sequence[str]) -> Arrays:
 
 
 def encode_gates(gates: Sequence[PreGate], manifest: Manifest, tokens: int) -> bytes:
-    """The file of the gates of layers 0..L-2; tokens: of the text that they were trained on."""
+    """The gates of layers 0..L-2 as a file; tokens: of the training text."""
     return _GATES.encode(
         _layered(gates, ("weight", "bias")), {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
     )
 
 
 def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
-    """The gates in a store's folder.
-
-    Raises:
-        StoreError: the file is missing, malformed, not finite, or of another model.
-    """
+    """The gates in a store's folder. Raises StoreError: missing, malformed, not finite, or of another model."""
     path, experts = store / GATES_NAME, manifest.experts
     arrays = _GATES.read_of(path, manifest)
     shapes: dict[str, Shape] = {"weight": (experts.num_experts, experts.hidden), "bias": (experts.num_experts,)}
@@ -147,13 +127,13 @@ def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
 
 
 def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int) -> bytes:
-    """The file of the sensitivity [L]; tokens: of the calibration text."""
+    """The sensitivities [L] as a file; tokens: of the calibration text."""
     tag = {"fingerprint": model_fingerprint(manifest), "tokens": tokens}
     return _SENSITIVITY.encode({"sensitivity": np.array(sensitivity, np.float64)}, tag)
 
 
 def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
-    """Each layer's sensitivity in a store's folder, in nats per squared dropped weight; see `AdaptiveGating`.
+    """Sensitivity of each layer, in nats per squared dropped weight; see `AdaptiveGating`.
 
     Raises:
         StoreError: the file is missing, malformed, not finite, negative, or of another model.
@@ -169,10 +149,7 @@ def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class PredictorsOf:
-    """The model and the stride that predictors are for.
-
-    fingerprint: of the checkpoint's files. layers, experts: L and E. stride: layers ahead.
-    """
+    """What predictors belong to: the checkpoint's fingerprint, L layers of E experts, and the stride in layers."""
 
     fingerprint: str
     layers: int
@@ -181,18 +158,17 @@ class PredictorsOf:
 
     @property
     def artifact(self) -> Artifact:
-        """The kind of file, whose remedy names the stride."""
         command = f"`tiermoe prepare MODEL --predictors TRACE --stride {self.stride}`"
         return Artifact("predictors", f"train them with {command}", TraceError)
 
 
 def predictors_file(stride: int) -> str:
-    """Name within a store's folder."""
+    """File name within a store's folder."""
     return f"predictors-{stride}.safetensors"
 
 
 def encode_predictors(predictors: Sequence[Predictor], of: PredictorsOf) -> bytes:
-    """The file of the predictors of layers 0..L-stride-1."""
+    """The predictors of layers 0..L-stride-1 as a file."""
     return of.artifact.encode(_layered(predictors, [field.name for field in fields(Predictor)]), asdict(of))
 
 
@@ -228,13 +204,7 @@ _MAPS_REMEDY = "give a file that `tiermoe` wrote for this model, or none: the ma
 
 @dataclass(frozen=True)
 class MapShape:
-    """The model that expert maps are of.
-
-    Attributes:
-        model: its name, as in the expert store's manifest.
-        layers, experts: L MoE layers of J experts.
-        hidden: H, width of its embeddings.
-    """
+    """The model of expert maps: its name in the store's manifest, L layers of J experts, embeddings of width H."""
 
     model: str
     layers: int
@@ -243,7 +213,7 @@ class MapShape:
 
 
 def map_shape(manifest: Manifest) -> MapShape:
-    """Of a store's model."""
+    """The shape of a store's model."""
     return MapShape(manifest.model, len(manifest.layers), manifest.experts.num_experts, manifest.experts.hidden)
 
 
@@ -253,7 +223,7 @@ def _map_header(shape: MapShape, width: int) -> dict[str, str]:
 
 
 def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapShape) -> None:
-    """Write expert maps as `ExpertMapStore.arrays` gives them; the file appears whole or not at all.
+    """Write the arrays of `ExpertMapStore.arrays` atomically.
 
     Raises:
         StoreError: it cannot be written.
@@ -271,13 +241,10 @@ def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapS
 
 
 def load_maps(path: Path, shape: MapShape, width: int) -> Arrays:
-    """The expert maps of a file, checked.
-
-    Args:
-        shape: of the model that they must be of. width: D, of the embeddings that the matcher stores.
+    """The expert maps of a file, checked against the model's shape and the width D of the matcher's embeddings.
 
     Raises:
-        StoreError: there is no file, it is none of this kind, of another model, version or width, or damaged.
+        StoreError: the file is missing, damaged, or of another format, model, version or width.
     """
     try:
         header, arrays = _decode(path.read_bytes())
@@ -300,13 +267,13 @@ PROFILE_FILE = re.compile(r"profile-[0-9a-f]{16}\.safetensors")  # names of the 
 
 
 class ProfileSource(Record):
-    """What was profiled.
+    """The source of a profile.
 
     Attributes:
-        kind: text that was run through the model, or a routing trace, which has no inputs of experts.
-        sha256: of the token ids that were run, or of the trace's header.
-        tokens: that were counted. output_tokens: of them, those on which all experts were run; 0 for a trace.
-        warmup_steps, warmup_weight: tokens before that place in their sequence count so much.
+        kind: text that the model ran, or a routing trace, which has no expert inputs.
+        sha256: of the token ids, or of the trace's header.
+        tokens, output_tokens: counted tokens; those of them that all experts ran on (0 for a trace).
+        warmup_steps, warmup_weight: the first tokens of a sequence, and how much each of them counts.
     """
 
     kind: Literal["text", "trace"]
@@ -318,12 +285,7 @@ class ProfileSource(Record):
 
 
 class ProfileManifest(ChecksummedManifest):
-    """`profile.json`.
-
-    Attributes:
-        fingerprint: of the checkpoint's files. layers, experts, top_k: L, E and K.
-        arrays: the file that holds them.
-    """
+    """`profile.json`. fingerprint: of the checkpoint's files. layers, experts, top_k: L, E, K. arrays: their file."""
 
     file_name = PROFILE_NAME
     version_field, version, version_name = "profile_version", PROFILE_VERSION, "profile version"
@@ -338,7 +300,7 @@ class ProfileManifest(ChecksummedManifest):
     arrays: FileRecord
 
     def shapes(self) -> dict[str, Shape]:
-        """Of the arrays, all float32."""
+        """Shapes of the arrays, all float32."""
         pairs = (self.layers, self.experts, self.experts)
         shapes: dict[str, Shape] = {"activations": pairs[:2], "binary": pairs, "weighted": pairs}
         shapes["entropies"] = (self.layers, len(TEMPERATURES), BINS)
@@ -346,7 +308,7 @@ class ProfileManifest(ChecksummedManifest):
 
 
 def encode_arrays(profile: ExpertProfile) -> tuple[bytes, FileRecord]:
-    """The bytes of the arrays' file and its record."""
+    """The arrays' file as bytes, and its record."""
     arrays = {name: getattr(profile, name) for name in ("activations", "binary", "weighted", "entropies")}
     if profile.outputs is not None:
         arrays |= {"dots": profile.outputs.dots, "norms": profile.outputs.norms}
@@ -356,11 +318,7 @@ def encode_arrays(profile: ExpertProfile) -> tuple[bytes, FileRecord]:
 
 
 def read_profile_manifest(store: Path, manifest: Manifest) -> ProfileManifest | None:
-    """The profile that a store has; None where it has none.
-
-    Raises:
-        StoreError: it is damaged, or of another model.
-    """
+    """The manifest of a store's profile; None without one. Raises StoreError: damaged, or of another model."""
     found = ProfileManifest.read(store)
     model = (model_fingerprint(manifest), len(manifest.layers), manifest.experts.num_experts)
     if found is not None and (found.fingerprint, found.layers, found.experts) != model:
@@ -369,10 +327,10 @@ def read_profile_manifest(store: Path, manifest: Manifest) -> ProfileManifest | 
 
 
 def read_profile(store: Path, manifest: Manifest) -> ExpertProfile:
-    """The profile in a store's folder, checked: digests, shapes, finite and not negative where counts are.
+    """The profile in a store's folder; digest, shapes and values are checked.
 
     Raises:
-        StoreError: there is none, it is damaged, or of another model.
+        StoreError: the profile is missing, damaged, or of another model.
     """
     found = read_profile_manifest(store, manifest)
     if found is None:
@@ -396,7 +354,6 @@ def read_profile(store: Path, manifest: Manifest) -> ExpertProfile:
 
 
 def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
-    """What is wrong with the arrays of a profile; None if nothing is."""
     if set(arrays) != set(shapes):
         return f"its arrays are {', '.join(sorted(arrays))}"
     for name, shape in shapes.items():
@@ -410,10 +367,10 @@ def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
 
 @dataclass(frozen=True)
 class PolicyArtifacts:
-    """What a policy needs of a store's artifacts; None: not needed.
+    """The artifacts that a policy reads; None: not needed.
 
-    sensitivity: of each MoE layer, see `AdaptiveGating`. gates: of layers 0..L-2, for `PreGatedPrefetch`.
-    profile: of the experts, for buddies and thresholds.
+    sensitivity: of each MoE layer (`AdaptiveGating`). gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for
+    buddies and thresholds.
     """
 
     sensitivity: tuple[float, ...] | None = None
@@ -422,11 +379,7 @@ class PolicyArtifacts:
 
 
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
-    """Read from a store's folder what a policy needs.
-
-    Raises:
-        StoreError: a file is missing, damaged or of another model; the remedy is the command that makes it.
-    """
+    """Read what a policy needs from a store's folder. Raises StoreError: a file is missing, damaged or foreign."""
     return PolicyArtifacts(
         sensitivity=sensitivity_of(store, manifest) if "sensitivity" in policy.needs else None,
         gates=gates_of(store, manifest) if "gates" in policy.needs else None,

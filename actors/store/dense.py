@@ -1,7 +1,7 @@
-"""The dense weights of a model, for a node without store files, and the other files of a store that are no experts.
+"""The dense weights and small files of a store, for a node without store files.
 
-Configuration, tokenizer, manifest, dense weights and the tables of its replicas come from a store over its channel, in
-bounded pieces, and are checked against the manifest's digests before anything reads them. NumPy only.
+Configuration, tokenizer, manifest, dense weights and replica tables come from another node's store over its channel, in
+bounded pieces, and are checked against the manifest's digests before use. Without NumPy and torch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def view_here(
     stores: Sequence[StoreLink],
     settings: StoreSettings,
 ) -> StoreView:
-    """The store of a node that holds these layers of it; one that holds none needs no folder, only other stores.
+    """The view of a node's layers of a store; a node without layers needs no folder, only other stores.
 
     Raises:
-        StoreError: the folder is of no use, or no other store answered.
+        StoreError: the folder is damaged, or no other store answered.
     """
     if not stores or layers is None or layers:
         return ExpertStore(store, verify, layers).describe()
@@ -51,9 +51,7 @@ def view_here(
 
 @contextlib.contextmanager
 def dense_folder(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Iterator[Path]:
-    """A folder of this node with the dense weights: the view's own, or one that is fetched and then removed.
-
-    A view without layers is that of a node without store files.
+    """A folder of this node with the dense weights: the view's own, or without layers a temporary copy.
 
     Raises:
         StoreError: as `fetch_dense`, or the stores hold another model than the view.
@@ -68,18 +66,16 @@ def dense_folder(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
 
 
 def fetch_dense(stores: Sequence[StoreLink], folder: Path, settings: StoreSettings) -> StoreView:
-    """Copy every file of a store but its experts into a folder of this node.
+    """Copy every file of a store but its experts into an existing folder of this process.
 
     Args:
-        stores: any that hold the model; where one fails in the middle the next goes on.
-        folder: exists and is this process's own.
+        stores: any that hold the model; when one fails, the next one continues.
 
     Returns:
         A view of the folder, without layers.
 
     Raises:
-        StoreError: no store gave a file within `settings.deadline_s` seconds, or its bytes are not those that the
-            manifest promises.
+        StoreError: no store gave a file within `settings.deadline_s` seconds, or its digest differs.
     """
     with contextlib.closing(_Files(stores, settings)) as source:
         data, manifest = source.manifest()
@@ -89,7 +85,7 @@ def fetch_dense(stores: Sequence[StoreLink], folder: Path, settings: StoreSettin
         with contextlib.suppress(_NotGiven):  # the stores have no replicas
             (folder / REPLICAS_NAME).write_bytes(source.read(REPLICAS_NAME))
         if (replicas := read_replicas(folder, manifest)) is not None:
-            source.copy(replicas.losses, folder)  # what calibration measured
+            source.copy(replicas.losses, folder)  # the calibration tables
     dense = folder / manifest.dense.file
     return StoreView(str(folder), manifest, (), FileView(str(dense), FileStamp.of(dense.stat()), {}))
 
@@ -107,12 +103,12 @@ class _Files:
         self.name = "no store"
 
     def manifest(self) -> tuple[bytes, Manifest]:
-        """The manifest, as bytes too, which carry their own digest."""
+        """The manifest, encoded and decoded."""
         data = self.read(MANIFEST_NAME)
         return data, Manifest.decode(data, f"the manifest of {self.name}")
 
     def read(self, name: str) -> bytes:
-        """A file that nothing says the size of but the store."""
+        """A file whose size no manifest gives."""
         first = self._piece(name, 0, PIECE_BYTES)
         if first.size > _MOST_MANIFEST_BYTES:
             raise StoreError(f"{name} of {self.name} has {first.size} bytes", "see whether it is a store")
@@ -131,11 +127,7 @@ class _Files:
             yield reply.data.data
 
     def copy(self, record: FileRecord, folder: Path) -> None:
-        """Write a file into a folder, checked against its digest.
-
-        Raises:
-            StoreError: it cannot be had or written, or its bytes are not those of the record.
-        """
+        """Write a file into a folder. Raises StoreError: not available, not writable, or its digest differs."""
         digest, path = hashlib.sha256(), folder / record.file
         try:
             with open(path, "wb") as file:
@@ -168,7 +160,7 @@ class _Files:
                     refused.add(store.name)
                 self.close()
                 if len(problems) == len(self._stores):
-                    time.sleep(min(_LOOK_S, left_s))  # none gives it now: one may come back
+                    time.sleep(min(_LOOK_S, left_s))  # until a store comes back
         kind = _NotGiven if len(refused) == len(self._stores) else StoreError
         raise kind(
             f"{name} was not had from a store ({'; '.join(f'{n}: {p}' for n, p in problems.items())})",

@@ -1,13 +1,12 @@
-"""Files that a manifest in their folder vouches for: verified once, then mapped read-only by any process of the node.
+"""Files listed in a manifest: verified once, then mapped read-only by any process of the node.
 
-`ExpertStore` verifies a store folder once, or a slice of its layers, and says where each array lies (`describe`);
-any other process of the node maps the files itself from that description (`open_views`). Read-only shared mappings of
-one file share the pages of the operating system's cache, so there is one copy, nothing is sent and nothing is copied.
-Other nodes read through a `StoreWorker`. A store's replicas are such files too.
+`ExpertStore` verifies a store folder, or some of its layers, and describes where each array lies; any process of the
+node maps the files from that description (`open_views`). All mappings share the pages of the operating system's cache,
+so a node has one copy. Other nodes read through a `StoreWorker`. A store's replicas are verified and mapped alike.
 
-What was verified is remembered as a stamp of each file (size, modification time, inode): it is written into the folder,
-so that the next opening need not read every byte again, and it goes with every description, so that no process maps a
-file that changed in the meantime. NumPy and mapped files only: it starts without torch.
+A verification leaves a stamp of each file (size, modification time, inode). The stamps are written into the folder, so
+the next opening may skip the hashing, and are part of every description, so no process maps a file that changed since.
+NumPy without torch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Enough to notice that a file was written or replaced since it was verified."""
+    """Detects that a file was written or replaced since it was verified."""
 
     nbytes: int
     mtime_ns: int
@@ -53,18 +52,12 @@ class FileStamp:
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
-        """The stamp of a file's status."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
 class ArrayView:
-    """Where an array lies in its file.
-
-    Attributes:
-        offset: bytes from the start of the file.
-        dtype: safetensors type code, such as "BF16".
-    """
+    """Position of an array in its file. offset: in bytes. dtype: safetensors type code, such as "BF16"."""
 
     offset: int
     shape: tuple[int, ...]
@@ -82,11 +75,8 @@ class FileView:
     def mapped(self, remedy: str) -> dict[str, NDArray[Any]]:
         """Map the arrays read-only into this process; the mapping lives as long as any of them.
 
-        Args:
-            remedy: where it cannot be mapped.
-
         Raises:
-            StoreError: the file is gone or changed since it was verified.
+            StoreError: the file changed since it was verified, or cannot be mapped (with `remedy`).
         """
         try:
             with open(self.path, "rb") as file:
@@ -101,11 +91,7 @@ class FileView:
         }
 
     def check_unchanged(self, remedy: str) -> None:
-        """Look whether the file is still the one that was verified; reads no data.
-
-        Raises:
-            StoreError: it is gone or changed.
-        """
+        """Compare the file's stamp; reads no data. Raises StoreError: the file is gone or changed."""
         try:
             now = FileStamp.of(os.stat(self.path))
         except OSError as error:
@@ -127,12 +113,9 @@ class LayerView(FileView):
 
 @dataclass(frozen=True)
 class StoreView:
-    """All that another process needs to map the store itself; picklable, holds no arrays.
+    """What another process needs to map the store: picklable, without arrays.
 
-    Attributes:
-        manifest: of the whole store.
-        layers: those that this node holds, by rising index; none where it has only the dense weights.
-        dense: the file of the dense weights, without its arrays.
+    manifest: of the whole store. layers: of this node, ascending; may be empty. dense: file of the dense weights.
     """
 
     path: str
@@ -143,15 +126,7 @@ class StoreView:
 
 @dataclass(frozen=True)
 class VerifiedFiles:
-    """The files of one manifest.
-
-    Attributes:
-        folder: where they lie.
-        what: how errors call the set, such as "store".
-        manifest_name: the manifest's file.
-        stamp_name: the file that remembers the last full verification.
-        remedy: of every error.
-    """
+    """The files of one manifest. what: their name in errors, such as "store". stamp_name: file of their stamps."""
 
     folder: Path
     what: str
@@ -160,15 +135,11 @@ class VerifiedFiles:
     remedy: str
 
     def error(self, what: str) -> StoreError:
-        """What is wrong, with the set's remedy."""
+        """A `StoreError` with the set's remedy."""
         return StoreError(what, self.remedy)
 
     def stamp(self, record: FileRecord) -> FileStamp:
-        """The file's stamp now; its length is checked, its bytes are not.
-
-        Raises:
-            StoreError: it is missing, not a regular file, or of another length.
-        """
+        """The file's stamp now. Raises StoreError: missing, not a regular file, or of another length."""
         path = self.folder / record.file
         try:
             status = path.stat()
@@ -181,13 +152,10 @@ class VerifiedFiles:
         return FileStamp.of(status)
 
     def arrays(self, name: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, ArrayView]:
-        """Where the arrays of a tensor file lie.
-
-        Args:
-            tensors: type code and shape of each tensor that it has to hold.
+        """Positions of the arrays of a tensor file, which must hold exactly `tensors` (type code and shape by name).
 
         Raises:
-            StoreError: its header is malformed, promises other tensors, or leaves the data misaligned.
+            StoreError: the header is malformed, lists other tensors, or leaves the data misaligned.
         """
         path = self.folder / name
         _, specs = read_header(path, self.error)
@@ -198,16 +166,12 @@ class VerifiedFiles:
         return {spec.name: ArrayView(spec.offset, spec.shape, spec.dtype) for spec in specs}
 
     def view(self, record: FileRecord, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> FileView:
-        """One of the files as it is now. Raises as `stamp`, and as `arrays` where it has to hold `tensors`."""
+        """One of the files now, with the arrays of `tensors`. Raises as `stamp` and `arrays`."""
         arrays = {} if tensors is None else self.arrays(record.file, tensors)
         return FileView(str(self.folder / record.file), self.stamp(record), arrays)
 
     def check_hashes(self, records: Sequence[FileRecord]) -> None:
-        """Read files whole and compare them with their digests.
-
-        Raises:
-            StoreError: a file cannot be read, or its bytes are others.
-        """
+        """Hash whole files. Raises StoreError: unreadable, or the digest differs."""
         try:
             digests = hash_files([self.folder / record.file for record in records])
         except OSError as error:
@@ -218,19 +182,19 @@ class VerifiedFiles:
                 raise self.error(f"{path} does not match its SHA-256: its bytes were altered")
 
     def read_stamps(self) -> dict[str, FileStamp]:
-        """Stamps of the last full verification; none when there was none for this very manifest."""
+        """Stamps of the last full verification under this manifest, if any."""
         try:
             record = json.loads((self.folder / self.stamp_name).read_bytes())
             if record["manifest_sha256"] != self._manifest_sha256():
                 return {}
             return {name: FileStamp(**stamp) for name, stamp in record["files"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return {}  # an absent or damaged record only means that everything is verified again
+            return {}  # absent or damaged: everything is verified again
 
     def write_stamps(self, stamps: Mapping[str, FileStamp]) -> None:
-        """Remember a full verification."""
+        """Record a full verification."""
         temporary = self.folder / f".{self.stamp_name}.{os.getpid()}"
-        with suppress(OSError):  # a store on read-only storage works, it is only verified each time
+        with suppress(OSError):  # on read-only storage, every opening verifies
             record = {
                 "manifest_sha256": self._manifest_sha256(),
                 "files": {name: asdict(stamp) for name, stamp in stamps.items()},
@@ -243,11 +207,7 @@ class VerifiedFiles:
 
 
 def hash_files(paths: Iterable[Path]) -> list[str]:
-    """SHA-256 of each file, in hexadecimal; a few at a time (hashing lets go of the interpreter lock).
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """SHA-256 of each file, in hexadecimal. In threads: hashing releases the GIL. Raises OSError: unreadable."""
 
     def digest(path: Path) -> str:
         with open(path, "rb") as file:
@@ -283,15 +243,13 @@ class LayerArrays:
 class ExpertStore:
     """A verified store folder.
 
-    Opening checks the manifest (format, checksum), each file's length, the header of each tensor
-    file (names, types, shapes, alignment) and the SHA-256 of every file.
+    Opening checks the manifest (format, checksum), each file's length and SHA-256, and the header of each tensor file
+    (names, types, shapes, alignment).
 
     Args:
-        path: the store folder.
-        verify: "full" reads and hashes every file; "stamp" skips files whose size, modification time
-            and inode are those of an earlier full verification, recorded in the folder.
-        layers: a slice: only the files of these layers need to be there, are verified and mapped, beside the dense
-            part and the small files; None: all.
+        verify: "full" hashes every file; "stamp" skips files whose stamp a full verification recorded in the folder.
+        layers: only the files of these layers, the dense weights and the small files must be present, are verified
+            and mapped; None: all layers.
 
     Raises:
         StoreError: not a store, of another format, incomplete, without such a layer, or its bytes do not match.
@@ -320,24 +278,20 @@ class ExpertStore:
             tuple(LayerView(v.path, v.stamp, v.arrays, f.index, f.module) for v, f in zip(views, chosen, strict=True)),
             FileView(str(self._path / manifest.dense.file), stamps[manifest.dense.file], {}),
         )
-        # Maps now, so that a file replaced between hashing and mapping is noticed here.
+        # mapped now: a file that was replaced after its hashing is refused here
         self._layers: tuple[LayerArrays, ...] | None = tuple(open_views(self._view))
         self._view.dense.check_unchanged(REBUILD)
-        if (all_known := noted | stamps) != noted:  # what another slice of the folder found stays
+        if (all_known := noted | stamps) != noted:  # stamps of other layers stay
             files.write_stamps(all_known)
 
     @property
     def manifest(self) -> Manifest:
-        """What the store holds."""
+        """The store's manifest."""
         return self._manifest
 
     @property
     def layers(self) -> tuple[LayerArrays, ...]:
-        """The mapped experts, one entry per MoE layer that is here, in the order of `describe().layers`.
-
-        Raises:
-            StoreError: the store was closed.
-        """
+        """The mapped experts, in the order of `describe().layers`. Raises StoreError: the store was closed."""
         if self._layers is None:
             raise StoreError(f"store {self._path} was closed", "open it again")
         return self._layers
@@ -352,7 +306,7 @@ class ExpertStore:
         return sum(record.nbytes for record in self._records)
 
     def problem(self) -> str | None:
-        """How a tensor file changed since it was verified; None when all is well. Reads no data."""
+        """How a tensor file changed since it was verified, or None. Reads no data."""
         try:
             for file in (*self._view.layers, self._view.dense):
                 file.check_unchanged(REBUILD)
@@ -361,7 +315,7 @@ class ExpertStore:
         return None
 
     def close(self) -> None:
-        """Drop the mappings; each is unmapped when the last array on it is gone."""
+        """Drop the mappings; each is unmapped with its last array."""
         self._layers = None
 
 
@@ -377,11 +331,7 @@ def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> list[int]:
 
 
 def open_views(view: StoreView) -> list[LayerArrays]:
-    """Map the layer files of a store read-only into this process.
-
-    Raises:
-        StoreError: a file is gone or changed since the store was verified.
-    """
+    """Map the layer files of a store read-only. Raises StoreError: a file is gone or changed since verified."""
     absent = {"gate_up_bias": None, "down_bias": None}
     return [
         LayerArrays(layer.index, layer.module, view.manifest.dtype, **(absent | layer.mapped(REBUILD)))  # type: ignore[arg-type]

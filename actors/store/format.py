@@ -1,12 +1,11 @@
-"""The expert store on disk: its files, and what its manifest says of them.
+"""The expert store on disk: manifests, and the safetensors headers of its files.
 
-A store is a folder (see `docs/store-format.md`): `manifest.json`, one safetensors file per MoE layer
-with every expert neuron-major (DESIGN.md section 1), one with the dense rest, and copies of the
-checkpoint's configuration and tokenizer. A manifest carries its own digest: one byte string for each manifest, so any
-altered byte is noticed. The data of a tensor file starts at a multiple of 64 bytes, so mapped arrays are aligned for
-vector loads.
+A store is a folder (see `docs/store-format.md`): `manifest.json`, one safetensors file per MoE layer with every expert
+neuron-major (DESIGN.md section 1), one with the dense weights, and copies of the checkpoint's configuration and
+tokenizer. A manifest has one valid byte string, which contains its digest, so any altered byte is noticed. The data of
+a tensor file starts at a multiple of 64 bytes, which aligns mapped arrays for vector loads.
 
-NumPy-free and torch-free on purpose: every process of a node may import it.
+Every process of a node may import this module: it needs neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ...errors import StoreError, TierMoeError
 
 
 class Record(BaseModel):
-    """Base of what manifests hold: frozen, strict, and unknown keys are refused."""
+    """Base of manifests and their parts: frozen and strict, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -44,9 +43,8 @@ class ChecksummedManifest(Record):
 
     Attributes:
         file_name: in the store's folder.
-        version_field, version: the field that tells the format's version, looked at before all others, and the only
-            version that is read.
-        version_name: how errors call it, such as "store format".
+        version_field, version: the field with the format's version, checked first, and the only version accepted.
+        version_name: in errors, such as "store format".
         remedy: of every error.
     """
 
@@ -57,17 +55,14 @@ class ChecksummedManifest(Record):
     remedy: ClassVar[str]
 
     def encode(self) -> bytes:
-        """The only byte string that `decode` takes for this manifest."""
+        """The only byte string that `decode` accepts for this manifest."""
         body = self.model_dump(mode="json")
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         return (json.dumps({**body, "checksum": digest}, indent=1) + "\n").encode()
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Self:
-        """Read a manifest and check it against its digest, byte for byte.
-
-        Args:
-            where: the path to name in errors.
+        """Check and parse a manifest; `where` is the path for errors.
 
         Raises:
             StoreError: not a manifest, of another version, or altered.
@@ -92,7 +87,7 @@ class ChecksummedManifest(Record):
 
     @classmethod
     def read(cls, store: Path) -> Self | None:
-        """The manifest in a store's folder; None where there is none. Raises as `decode`."""
+        """The manifest in a store's folder; None without one. Raises as `decode`."""
         path = store / cls.file_name
         try:
             data = path.read_bytes()
@@ -104,7 +99,7 @@ class ChecksummedManifest(Record):
 
 
 def first_problem(error: Exception) -> str:
-    """The first complaint of a validation error, on one line."""
+    """The first line of an error, of a validation error its first item."""
     if isinstance(error, ValidationError):
         item = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}".strip(": ")
@@ -139,13 +134,7 @@ Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
 
 
 class TensorSpec(Record):
-    """One tensor of a safetensors file.
-
-    Attributes:
-        dtype: safetensors type code, such as "BF16".
-        offset: of the first byte, from the start of the file.
-        nbytes: length of the data.
-    """
+    """One tensor of a safetensors file. dtype: type code, such as "BF16". offset: in bytes from the file's start."""
 
     name: str
     dtype: str
@@ -155,13 +144,10 @@ class TensorSpec(Record):
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, tuple[TensorSpec, ...]]:
-    """Lay tensors out in order and make the safetensors header for them.
-
-    Args:
-        tensors: type code and shape by name.
+    """The safetensors header for tensors in this order, given as type code and shape by name.
 
     Returns:
-        The first bytes of the file, a multiple of `DATA_ALIGNMENT` long, and where each tensor lies.
+        The header, a multiple of `DATA_ALIGNMENT` bytes long, and the position of each tensor.
     """
     entries: dict[str, dict[str, Any]] = {}
     begin = 0
@@ -188,14 +174,11 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
 def read_header(path: Path, error: Callable[[str], TierMoeError]) -> tuple[bytes, tuple[TensorSpec, ...]]:
     """Read and check the header of a safetensors file: types, shapes, and data without gap or overlap.
 
-    Args:
-        error: makes the error to raise from what is wrong.
-
     Returns:
-        The raw header, length field included, and the tensors in the order in which they lie.
+        The raw header, length field included, and the tensors in file order.
 
     Raises:
-        TierMoeError: what `error` makes, when the file is absent, truncated or malformed.
+        TierMoeError: `error(description)`, when the file is absent, truncated or malformed.
     """
     try:
         with open(path, "rb") as file:
@@ -231,10 +214,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor_spec(name: str, entry: Any, data_start: int) -> TensorSpec:
-    """One entry of a header, checked: shape x item size is the length of the data."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r} lacks dtype, shape or data_offsets")
-    if not (name.isascii() and name.isprintable()):  # it would end up in error messages and other files
+    if not (name.isascii() and name.isprintable()):  # names appear in error messages and other files
         raise ValueError("a tensor's name has unprintable characters")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -265,7 +247,7 @@ DTYPE_CODES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32
 
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-# One path component that cannot climb out of the folder.
+# one path component, so no file outside the folder
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
 
 
@@ -275,7 +257,7 @@ def layer_name(index: int) -> str:
 
 
 class FileRecord(Record):
-    """A file of the store, its length and its digest."""
+    """A file of the store."""
 
     file: FileName
     nbytes: Bytes
@@ -285,9 +267,7 @@ class FileRecord(Record):
 class LayerFile(FileRecord):
     """The experts of one MoE layer.
 
-    Attributes:
-        index: MoE layer number in order, 0..L-1 (dense layers are not counted).
-        module: path of the experts module in the model, such as `model.layers.3.mlp.experts`.
+    index: 0..L-1, dense layers not counted. module: path in the model, such as `model.layers.3.mlp.experts`.
     """
 
     index: Annotated[int, Field(ge=0, le=1 << 16)]
@@ -295,7 +275,7 @@ class LayerFile(FileRecord):
 
 
 class TiedWeight(Record):
-    """A parameter that shares the storage of another one, which is in the dense file."""
+    """A parameter that shares the storage of `source`, which is in the dense file."""
 
     name: str
     source: str
@@ -308,11 +288,8 @@ class DenseFile(FileRecord):
 
 
 class SourceFile(Record):
-    """A checkpoint file as it was when the store was made.
-
-    Attributes:
-        mtime_ns: modification time of a weight file; None for a small file, whose digest tells all.
-        sha256: of the header of a weight file, of all of a small file.
+    """A checkpoint file when the store was made. Of a weight file, `sha256` covers the header alone; of a small file,
+    it covers everything, and `mtime_ns` is None.
     """
 
     file: str
@@ -325,8 +302,8 @@ class ExpertShape(Record):
     """Shape of one expert; all experts of a store have the same.
 
     Attributes:
-        gates: 2 where a gate and an up projection feed the activation, 1 where there is only up.
-        has_bias: whether both projections have biases.
+        gates: 2 with a gate and an up projection, 1 with up alone.
+        has_bias: both projections have biases.
     """
 
     num_experts: Count
@@ -347,12 +324,12 @@ class ExpertShape(Record):
 
     @property
     def gate_up_bias(self) -> tuple[int, int] | None:
-        """[I, G], or None where the model has no biases."""
+        """[I, G]; None without biases."""
         return (self.intermediate, self.gates) if self.has_bias else None
 
     @property
     def down_bias(self) -> tuple[int] | None:
-        """[H], or None where the model has no biases."""
+        """[H]; None without biases."""
         return (self.hidden,) if self.has_bias else None
 
     def elements(self) -> int:
@@ -365,7 +342,7 @@ class ExpertShape(Record):
         return self.elements() * itemsize
 
     def stacked(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a layer file, in the order in which they lie: [E, ...]."""
+        """Names and shapes [E, ...] of the tensors of a layer file, in file order."""
         shapes: dict[str, tuple[int, ...] | None] = {
             "gate_up": self.gate_up,
             "down": self.down,
@@ -376,13 +353,12 @@ class ExpertShape(Record):
 
 
 class NeuronOrder(Record):
-    """In which order the neurons of each expert lie, where it is not the checkpoint's.
+    """Order of each expert's neurons, when it differs from the checkpoint's.
 
     Attributes:
-        by: "activation-norm": greatest mean |activation| * ||down row|| first, over the tokens of a calibration text
-            that the router sent to the expert; an expert that got none keeps its order.
-        sha256: of the token ids that were run, window by window.
-        tokens: how many.
+        by: "activation-norm": greatest mean |activation| * ||down row|| first, over the calibration tokens that the
+            router sent to the expert; an expert without any has the checkpoint's order.
+        sha256: of the token ids, window by window.
     """
 
     by: Literal["activation-norm"]
@@ -391,16 +367,16 @@ class NeuronOrder(Record):
 
 
 class Manifest(ChecksummedManifest):
-    """What a store holds. Written last, so a folder without one is not a store.
+    """The content of a store. Written last: a folder without a manifest is not a store.
 
     Attributes:
         model: the checkpoint's folder name.
         architecture: class of the transformers model, such as `MixtralForCausalLM`.
         dtype: of the experts, as in the checkpoint.
-        transformers_version: the one whose conversion gave the tensor names.
+        transformers_version: of the conversion that gave the tensor names.
         extras: configuration and tokenizer files.
-        source: the checkpoint's files, to notice that it changed.
-        neuron_order: None: the checkpoint's; it is then not written, so that older stores keep their digest.
+        source: the checkpoint's files, to detect a changed checkpoint.
+        neuron_order: None: the checkpoint's. None is not written, so older stores have the same digest.
     """
 
     file_name = MANIFEST_NAME
@@ -452,16 +428,12 @@ class Manifest(ChecksummedManifest):
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """SHA-256 of a manifest's only byte string: two stores with the same hold the same bytes."""
+    """SHA-256 of the encoded manifest: equal digests mean equal stores."""
     return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 def read_manifest(store: Path) -> Manifest:
-    """The manifest of a store folder.
-
-    Raises:
-        StoreError: the folder is not a store, or its manifest is of no use.
-    """
+    """The manifest of a store folder. Raises StoreError: not a store, or a malformed manifest."""
     path = store / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -474,6 +446,6 @@ def read_manifest(store: Path) -> Manifest:
 
 
 def model_fingerprint(manifest: Manifest) -> str:
-    """Of the files of the checkpoint that a store was made from."""
+    """SHA-256 that identifies the checkpoint of a store."""
     source = "\n".join(file.model_dump_json() for file in manifest.source)
     return hashlib.sha256(source.encode()).hexdigest()

@@ -1,10 +1,9 @@
-"""Reading another node's store: the two transports behind one question, "these experts of this layer, please".
+"""Reading another node's store.
 
     ChannelReader  our channel: shared memory on one host, gRPC between hosts
-    RefReader      Ray: the store puts experts into its node's object store, and Ray carries them to this one's
+    RefReader      Ray: from the store's object store to this node's
 
-NumPy only; Ray is imported where `cluster.store.transport` is ray. `engine.cache.sources` turns the answers into what
-the loader copies, and decides which store is asked.
+NumPy without torch; Ray is imported only for `cluster.store.transport: ray`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..settings import StoreSettings
 from .files import NUMPY_TYPES
 from .format import Manifest, manifest_digest
 
-# Of one message: a larger expert comes in several, in neurons, so that one part is written, one travels and one is read
-# at the same time. Measured from 1 to 16 MiB over gRPC: 1.45 GB/s at 2 MiB, 0.91 at 16.
+# A larger expert comes in several messages of neurons, so that one is written, one travels and one is read at the same
+# time. Measured from 1 to 16 MiB over gRPC: 1.45 GB/s at 2 MiB, 0.91 at 16.
 PART_BYTES = 2 << 20
 _CONNECT_S = 2.0
-# Bulk fills the way for longer than the messages of a layer do: give signs of life more time, and do not ask for an
-# answer that is on its way, for it would be sent twice.
+# Bulk data fills the link for longer than a layer's messages do: liveness gets more time, and nothing is resent before
+# the deadline.
 _LIVENESS_S = 2.0
 
 Expert = tuple[NDArray[Any], ...]  # in the order of `ExpertShape.stacked`
@@ -39,12 +38,7 @@ Answer = Callable[[], list[Expert]]
 
 
 class StoreReader(Protocol):
-    """A connection to one store.
-
-    Attributes:
-        transport: "shm", "grpc" or "ray".
-        closed_because: why it is of no more use; None while it is.
-    """
+    """A connection to one store. transport: "shm", "grpc" or "ray". closed_because: None while it is usable."""
 
     @property
     def transport(self) -> str: ...
@@ -55,7 +49,7 @@ class StoreReader(Protocol):
         """Ask for experts of a layer; returns at once. Calling the answer waits for them.
 
         Raises, then or when called:
-            RuntimeFailure: the store is lost, too slow, refused, or answered with something else.
+            RuntimeFailure: the store is lost, too slow, refuses, or answers with something else.
         """
         ...
 
@@ -107,7 +101,7 @@ class ChannelReader:
     def _arrays(
         self, reply: Message | None, layer: int, ids: NDArray[np.int32], first: int, last: int
     ) -> Mapping[str, NDArray[Any]]:
-        """The arrays of an answer, in their order, when they are those that were asked for."""
+        """The arrays of an answer in manifest order, once they are those that were asked for."""
         if (
             not isinstance(reply, StoreReply)
             or (reply.layer, reply.first) != (layer, first)
@@ -125,17 +119,14 @@ class ChannelReader:
 
 
 class RefReader:
-    """A `StoreReader` over Ray objects.
-
-    Args:
-        actor: the store's name in this process's Ray namespace.
+    """A `StoreReader` over Ray objects; `actor` is the store's name in this process's Ray namespace.
 
     Raises:
         RuntimeFailure: there is no such actor, or this process is not on Ray.
     """
 
     transport = "ray"
-    closed_because = None  # nobody tells: the next question does
+    closed_because = None  # a lost actor shows at the next `ask`
 
     def __init__(self, actor: str, manifest: Manifest) -> None:
         import ray
@@ -147,11 +138,7 @@ class RefReader:
         self._manifest = manifest
 
     def health(self, deadline_s: float) -> dict[str, Any]:
-        """What the store says of itself.
-
-        Raises:
-            PeerLost: it does not answer.
-        """
+        """The store's health. Raises PeerLost: no answer."""
         return self._get(self._handle.health.remote(), deadline_s)
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
@@ -188,10 +175,10 @@ def neurons_per_part(manifest: Manifest, experts: int) -> int:
 
 
 def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> StoreReader:
-    """A connection to a store that said that it is well and holds the same model.
+    """A connection to a store that reports itself well and holds the same model.
 
     Raises:
-        RuntimeFailure: it is not there, or not well. StoreError: it is another one.
+        RuntimeFailure: the store is absent or not well. StoreError: it is another one.
     """
     if settings.transport == "ray":
         if link.actor is None:
@@ -212,10 +199,10 @@ def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) 
 
 
 def open_store_channel(link: StoreLink, settings: StoreSettings) -> Channel:
-    """A channel to where the store says that it is now.
+    """A channel to the address that the store registered.
 
     Raises:
-        PeerLost: it has not said so. RuntimeFailure: it cannot be reached, or refuses.
+        PeerLost: no address is registered. RuntimeFailure: the store cannot be reached, or refuses.
     """
     address = link.link.address()
     if address is None:
@@ -246,11 +233,9 @@ def _foreign(what: str) -> MessageError:
 
 
 class RefBook:
-    """The experts that lie in Ray's object store, least recently used first.
+    """References to experts in Ray's object store, least recently used first.
 
-    Args:
-        most_bytes: of the objects that stay; the newest stays in any case. An object that a reader still uses lives on
-            until the reader drops it.
+    At most `most_bytes` of them, and at least the newest; Ray frees an object when its last reader drops it.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -261,11 +246,10 @@ class RefBook:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the objects."""
         return self._nbytes
 
     def get(self, key: tuple[int, int], nbytes: int, arrays: Callable[[], list[NDArray[Any]]]) -> Any:
-        """The ref of an expert, put now where it was not; room is made first."""
+        """The reference of an expert; a new object is put after older ones are dropped."""
         import ray
 
         with self._lock:
@@ -280,7 +264,7 @@ class RefBook:
             return ref
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Drop all references."""
         with self._lock:
             self._refs.clear()
             self._nbytes = 0

@@ -1,11 +1,10 @@
 """Quantized replicas of a store's experts: their manifest, and their files in host memory.
 
-Replicas lie in the store's own folder: one safetensors file per MoE layer and width (the packed arrays of
-`kernels/pack.py`, experts stacked in front), one with what calibration measured, and `replicas.json`, written last.
-A store without it has no replicas. See `docs/store-format.md`.
+They lie in the store's folder: one safetensors file per MoE layer and width (arrays of `kernels/pack.py`, stacked by
+expert), one with the calibration tables, and `replicas.json`, written last (`docs/store-format.md`).
 
-`describe_replicas` verifies and says where each array lies; any process maps the files itself from that
-description (`open_replicas`, `read_tables`). NumPy and mapped files only, as the expert store.
+`describe_replicas` verifies the files and returns where each array lies; any process maps them from that description
+(`open_replicas`, `read_tables`). NumPy without torch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def replica_name(bits: int, group: int, layer: int) -> str:
 
 
 def losses_name(widths: tuple[int, ...], group: int) -> str:
-    """File name of the tables for these widths: another set of widths never overwrites a table that is in use."""
+    """File name of the tables for these widths; each set of widths has its own file, so none in use is overwritten."""
     return f"losses-b{''.join(map(str, widths))}-g{group}.safetensors"
 
 
@@ -54,12 +53,7 @@ class ReplicaFile(FileRecord):
 
 
 class Calibration(Record):
-    """The text that the replicas were fitted to.
-
-    Attributes:
-        sha256: of the token ids that were run, window by window.
-        tokens: how many.
-    """
+    """The calibration text. sha256: of the token ids, window by window."""
 
     sha256: Sha256
     tokens: Count
@@ -72,7 +66,7 @@ class ReplicaManifest(ChecksummedManifest):
         store_sha256: of the store's `manifest.json` when they were made.
         group: consecutive inputs that share a scale and an offset.
         widths: bits a weight, ascending.
-        act_order: whether GPTQ took the inputs in the order of their Hessian diagonal.
+        act_order: GPTQ took the inputs in the order of their Hessian diagonal.
         files: by width, then by layer.
         losses: the file of `ReplicaTables`.
     """
@@ -114,12 +108,12 @@ class ReplicaManifest(ChecksummedManifest):
         return (*self.files, self.losses)
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of all files of one width."""
+        """Bytes of all layers' files of one width."""
         return sum(file.nbytes for file in self.files if file.bits == bits)
 
 
 def table_tensors(layers: int, experts: int, widths: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type code and shape of the tensors of the tables' file, in the order in which they lie."""
+    """Type code and shape of each tensor of the tables' file, in file order."""
     return {
         "counts": ("I64", (layers, experts)),
         "scores": ("F64", (layers, experts)),
@@ -130,22 +124,15 @@ def table_tensors(layers: int, experts: int, widths: int) -> dict[str, tuple[str
 
 
 def store_digest(store: Path) -> str:
-    """SHA-256 of a store's manifest, by which replicas know the store that they belong to.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """SHA-256 of a store's `manifest.json`, which ties replicas to their store. Raises OSError: unreadable."""
     return hashlib.sha256((store / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
 def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:
-    """The manifest of a store's replicas; None where it has none.
-
-    Args:
-        manifest: the store's own.
+    """The manifest of a store's replicas; None without any. `manifest` is the store's own.
 
     Raises:
-        StoreError: it is of no use, or of another store.
+        StoreError: it is malformed, or of another store.
     """
     if any(record.file == REPLICAS_NAME for record in manifest.files()):
         return None  # the checkpoint's own file of that name, copied
@@ -160,12 +147,9 @@ def read_replicas(store: Path, manifest: Manifest) -> ReplicaManifest | None:
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """All that another process needs to map the replicas itself; picklable, holds no arrays.
+    """What another process needs to map the replicas: picklable, without arrays.
 
-    Attributes:
-        shapes: of one expert, by width.
-        layers: by width, one entry per MoE layer.
-        tables: the file that `read_tables` reads.
+    shapes: of one expert, by width. layers: one file per MoE layer, by width. tables: the file of `read_tables`.
     """
 
     path: str
@@ -182,15 +166,15 @@ class ReplicaView:
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """What calibration measured. L MoE layers, E experts, B widths; read-only arrays.
+    """Calibration results of L MoE layers, E experts and B widths; read-only arrays.
 
     Attributes:
         widths: bits a weight, ascending: the last axis of the losses.
         losses: float32 [L, E, B], mean squared error of the expert's output against full precision, over its
-            calibration rows and the hidden size (all rows of the layer for an expert that got none).
+            calibration rows and the hidden size (all rows of the layer for an expert without any).
         rtn_losses: float32 [L, E, B], the same for round-to-nearest.
-        fallback: bool [L, E, B], round-to-nearest is what is stored: too few rows for GPTQ.
-        counts: int64 [L, E], calibration rows that the router sent to the expert (P).
+        fallback: bool [L, E, B], the replica is rounded to nearest: too few rows for GPTQ.
+        counts: int64 [L, E], calibration rows routed to the expert (P).
         scores: float64 [L, E], sum of their routing weights (W).
     """
 
@@ -208,12 +192,11 @@ def describe_replicas(
     """Verify the replicas of a store: manifest, lengths, headers, shapes, SHA-256, finite scales and tables.
 
     Args:
-        verify: "full" reads every file; "stamp" skips those whose size, modification time and inode are those of an
-            earlier full verification, recorded in the folder.
-        tables_only: look at the file of `read_tables` alone; the view has no layers. For a node without the others.
+        verify: as of `ExpertStore`.
+        tables_only: verify the tables alone, on a node without the other files; the view has no layers.
 
     Returns:
-        None where the store has no replicas.
+        None for a store without replicas.
 
     Raises:
         StoreError: not a store; the replicas are incomplete, altered, or another store's.
@@ -258,13 +241,10 @@ def describe_replicas(
 def open_replicas(
     view: ReplicaView, layers: Sequence[int] | None = None
 ) -> dict[int, list[dict[str, NDArray[Any]]]]:
-    """Map the replicas read-only into this process.
-
-    Args:
-        layers: the MoE layers wanted, in this order; None: all.
+    """Map the replicas of these MoE layers (None: all) read-only into this process.
 
     Returns:
-        By width, per layer, the arrays of `PackedShape.tensors()` with the experts in front: [E, ...].
+        By width and layer, the arrays of `PackedShape.tensors()`, stacked by expert: [E, ...].
 
     Raises:
         StoreError: a file is gone or changed since it was verified.
@@ -274,11 +254,7 @@ def open_replicas(
 
 
 def read_tables(view: ReplicaView) -> ReplicaTables:
-    """What calibration measured, in memory of its own.
-
-    Raises:
-        StoreError: the file is gone or changed since it was verified.
-    """
+    """The calibration tables, copied. Raises StoreError: the file is gone or changed since it was verified."""
     arrays = {name: array.copy() for name, array in view.tables.mapped(REQUANTIZE).items()}
     arrays["fallback"] = arrays["fallback"].astype(np.bool_)
     for array in arrays.values():
@@ -287,7 +263,7 @@ def read_tables(view: ReplicaView) -> ReplicaTables:
 
 
 def _check_values(view: ReplicaView, names: set[str]) -> None:
-    """Scales and tables that are not finite would pass every digest if they were written so."""
+    """Refuse what digests cannot: scales and tables that were written non-finite or negative."""
     for file in [*(f for files in view.layers.values() for f in files), view.tables]:
         if Path(file.path).name not in names:
             continue

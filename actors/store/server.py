@@ -3,9 +3,8 @@
     StoreRequest (a layer, experts)  -> StoreReply (their arrays, views of the mapped files)
     FileRequest (a piece of a file)  -> FileReply: the dense weights and the small files, for a node without store files
 
-A plain class without torch; `cluster.deploy` makes it an actor, and the processes of its own node map the files that
-`describe` names. It serves as soon as it is constructed, since that is all that Ray does when it restarts a killed one.
-Each connection has a thread of its own, and Ray's calls have others, so a large read does not delay `health`.
+A plain class without torch; `cluster.deploy` makes it an actor. It serves from construction on: a restart by Ray
+constructs it and calls nothing else. Each connection has its own thread, so a large read does not delay `health`.
 """
 
 from __future__ import annotations
@@ -31,25 +30,23 @@ from .format import MANIFEST_NAME, REBUILD, manifest_digest
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
 
-_ROOM = 64 * 1024  # of a message, for what is around the arrays
+_ROOM = 64 * 1024  # bytes of a message around its arrays
 
 
 class StoreWorker:
-    """Holds a store, or a slice of it, and gives experts to whoever asks.
+    """Holds a store, or some layers of it, and answers requests for experts.
 
     Args:
-        path: the store folder.
+        path, layers, verify: as of `ExpertStore`.
         index: number among the stores of the cluster.
-        layers: a slice, see `ExpertStore`; None: all.
-        verify: how thoroughly the files are verified, see `ExpertStore`.
-        directory: told the address; asked for the host to listen on. None: nothing listens, for a store that only the
-            processes of its own node map.
-        token: what a client must show; None: only this machine may connect.
+        directory: gives the host to listen on and takes the address; None: the store does not listen, and only
+            processes of its own node map it.
+        token: required of clients; None: only this machine may connect.
         options: of the channel server; its host and token are those above.
-        ref_bytes: most bytes that it keeps in Ray's object store, one expert in any case.
+        ref_bytes: limit of its objects in Ray's object store; one expert always fits.
 
     Raises:
-        StoreError: the store is of no use, or lacks one of the layers.
+        StoreError: the store is damaged, or lacks one of the layers.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class StoreWorker:
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
         self._files = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
-        with suppress(StoreError):  # replicas of no use are the NDP worker's to refuse
+        with suppress(StoreError):  # the NDP worker refuses damaged replicas
             replicas = read_replicas(Path(self._view.path), manifest)
             self._files |= set() if replicas is None else {REPLICAS_NAME, replicas.losses.file}
         self._lock = threading.Lock()
@@ -91,19 +88,15 @@ class StoreWorker:
 
     @property
     def address(self) -> str | None:
-        """Where it listens, HOST:PORT; None where it does not."""
+        """HOST:PORT; None when it does not listen."""
         return None if self._server is None else self._server.address
 
     def describe(self) -> StoreView:
-        """What another process of this node needs to map the same files."""
+        """What another process of this node needs to map the files."""
         return self._view
 
     def handle(self, message: Message) -> Message:
-        """Answer one message of the channel.
-
-        Raises:
-            TierMoeError: the message asks for what is not here; the channel carries the error back.
-        """
+        """Answer one message of the channel; a raised TierMoeError is sent back."""
         if isinstance(message, StoreRequest):
             return self._experts(message)
         if isinstance(message, FileRequest):
@@ -113,16 +106,15 @@ class StoreWorker:
         raise ConfigError(f"a store does not answer {type(message).__name__}", "ask it for experts or files")
 
     def expert_refs(self, layer: int, experts: Sequence[int]) -> list[Any]:
-        """A Ray object ref for each of these experts: its arrays in the order of `ExpertShape.stacked`.
+        """A Ray object reference for each of these experts: its arrays in the order of `ExpertShape.stacked`.
 
-        A list of refs, not of arrays: who called this on another node gets the arrays with `ray.get`, from object store
-        to object store. The newest `ref_bytes` of them stay, so a store never moves into Ray's memory as a whole.
+        References, not arrays: the caller's `ray.get` copies from object store to object store. Only the newest
+        `ref_bytes` stay, so a store is never in Ray's memory as a whole.
 
         Raises:
             StoreError: there is no such layer or expert here.
         """
-        arrays = self._layer(layer, np.asarray(experts, np.int64))
-        tensors = _by_name(arrays)
+        tensors = _by_name(self._layer(layer, np.asarray(experts, np.int64)))
         nbytes = self._view.manifest.expert_nbytes()
         self._count(len(experts), len(experts) * nbytes)
         return [
@@ -131,7 +123,7 @@ class StoreWorker:
         ]
 
     def health(self) -> dict[str, Any]:
-        """What it holds and has done; `state` is "damaged" and `problem` says why where files changed."""
+        """Layers, bytes and counters; `state` is "damaged" when files changed, and `problem` says how."""
         problem = self._store.problem()
         with self._lock:
             sent = {"experts_sent": self._experts_sent, "bytes_sent": self._bytes_sent}
@@ -153,7 +145,7 @@ class StoreWorker:
         self._store.close()
 
     def _experts(self, request: StoreRequest) -> StoreReply:
-        arrays = self._layer(request.layer, request.experts)
+        tensors = _by_name(self._layer(request.layer, request.experts))
         shape = self._view.manifest.experts
         last = request.first + request.neurons if request.neurons else shape.intermediate
         if not request.first < last <= shape.intermediate:
@@ -161,7 +153,6 @@ class StoreWorker:
                 f"neurons {request.first} to {last} are not within the {shape.intermediate} of an expert",
                 "use the lead's store",
             )
-        tensors = _by_name(arrays)
         if last - request.first < shape.intermediate:
             part = slice(request.first, last)
             tensors = {name: a if name == "down_bias" else a[:, part] for name, a in tensors.items()}
@@ -174,7 +165,7 @@ class StoreWorker:
         )
 
     def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays:
-        """The arrays of a layer, once it is sure that these experts of it may be given away."""
+        """The arrays of a layer that has all these experts, and whose file is unchanged."""
         found = self._layers.get(layer)
         if found is None:
             layers = ", ".join(map(str, self._layers)) or "none"
@@ -184,11 +175,11 @@ class StoreWorker:
         if not ids or len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < count:
             raise StoreError(f"experts {ids[:8]} are none, named twice, or not among {count}", "use the lead's store")
         view, arrays = found
-        view.check_unchanged(REBUILD)  # a few microseconds; what changed under the mapping stays here
+        view.check_unchanged(REBUILD)  # a few microseconds; altered data is not sent
         return arrays
 
     def _file(self, request: FileRequest) -> FileReply:
-        """A piece of a file; the reader checks its digest."""
+        """A piece of a file; the reader checks the digest of the whole."""
         if request.name not in self._files:
             raise StoreError(f"{self._name} gives no file '{request.name[:64]}'", "ask for what its manifest names")
         path = os.path.join(self._view.path, request.name)
@@ -218,7 +209,7 @@ def _by_name(layer: LayerArrays) -> dict[str, NDArray[Any]]:
 
 
 def _rows(array: NDArray[Any], experts: NDArray[np.int32]) -> NDArray[Any]:
-    """array[experts]; a view where they follow each other, as one alone does."""
+    """array[experts]; a view when the experts are consecutive."""
     first, last = int(experts[0]), int(experts[-1]) + 1
     if last - first == len(experts) and np.array_equal(experts, np.arange(first, last)):
         return array[first:last]

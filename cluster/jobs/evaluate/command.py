@@ -60,13 +60,12 @@ def evaluate(
     """Measure one policy: the flat record and the quality in it.
 
     Raises:
-        TierMoeError: an option, the model or its held-out text is refused, before anything is started;
-            RuntimeFailure: a worker failed.
+        TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
     """
     config = run_config(model, policy=policy, budget=budget, threads=threads)
     engine_settings(config)
     check_model_dir(config.model_dir)
-    from .scoring import Evaluation  # torch: seconds that refused options need not pay
+    from .scoring import Evaluation  # torch takes seconds: imported after the options are checked
 
     begin_s = time.perf_counter()
     evaluation = Evaluation(config.model_dir, options, config)
@@ -93,7 +92,6 @@ def evaluate(
 
 
 def quality_table(quality: Quality) -> Table:
-    """One row for each measure."""
     figures = quality.as_dict()
     title = f"{quality.policy} ({quality.executor}): {figures['tokens']} tokens, {figures['items']} choices, "
     table = Table("measure", "value", "95% low", "95% high", title=f"{title}{figures['documents']} documents")

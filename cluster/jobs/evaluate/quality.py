@@ -1,9 +1,8 @@
 """What a policy costs in quality: figures with 95% intervals, from sums over documents.
 
-The intervals are by bootstrap over documents. Tokens of one document are not independent draws, documents are: so whole
-documents are drawn with replacement, as often as there are documents, and the percentiles of the resampled figure bound
-it. Every figure is a ratio of two sums over documents, so all resamples are one matrix product. One seed draws the same
-resamples for every figure and every policy: differences between policies are paired.
+The intervals are percentiles of a bootstrap over documents, since tokens of one document are not independent. Every
+figure is a ratio of two sums over documents, so all resamples are one matrix product. All figures and policies have the
+same resamples: differences between policies are paired.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ....errors import ConfigError
 class EvaluationOptions:
     """Sizes of an evaluation.
 
-    documents: how many held-out documents, taking their kinds in turn; None: all.
+    documents: held-out documents, kinds in turn; None: all.
     windows, items: text windows and multiple-choice items of each document, at most.
-    prefix, continuation: tokens of a window that are prefill, and tokens after them that are scored.
-    rows: scored tokens of a window or choice in one forward at most; 1: as one request is served, which is what a
-        policy that goes by what is on the device must be measured with. None: as many as fit, which is fastest.
+    prefix, continuation: tokens of a window that are prefilled, and tokens after them that are scored.
+    rows: scored tokens of one forward at most. 1: as one request is served, which a policy that depends on the cache's
+        content needs. None: as many as fit, which is fastest.
     seed, resamples: of the bootstrap.
 
     Raises:
@@ -71,14 +70,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Sums over each document [D], and what is made of their ratio."""
+    """A figure: sums over each document [D], and a function of their ratio."""
 
     numerator: Array
     denominator: Array
     transform: Transform
 
     def over(self, counts: Array) -> Array:
-        """The figure of each resample in counts [R, D]; not a number where a resample's denominator is zero."""
+        """The figure of each resample in counts [R, D]; NaN for a denominator of zero."""
         numerator, denominator = counts @ self.numerator, counts @ self.denominator
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.transform(np.where(denominator > 0, numerator / denominator, np.nan))
@@ -89,7 +88,7 @@ class Ratio:
 
 
 def resample_counts(documents: int, resamples: int, seed: int) -> Array:
-    """How often each resample draws each document: [resamples, documents], rows sum to `documents`."""
+    """How often each resample draws each document: [resamples, documents]."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(documents, np.full(documents, 1 / documents), size=resamples).astype(np.float64)
 
@@ -100,12 +99,12 @@ def estimate(ratio: Ratio, counts: Array) -> Estimate:
 
 
 def difference(ratio: Ratio, other: Ratio, counts: Array) -> Estimate:
-    """`ratio` less `other`, both over the same documents, with the interval of the paired difference."""
+    """`ratio` less `other` over the same documents, with the interval of the paired difference."""
     return _interval(ratio.value - other.value, ratio.over(counts) - other.over(counts))
 
 
 def _interval(value: float, resampled: Array) -> Estimate:
-    """Resamples without a figure (they drew no document that has one) are left out."""
+    """The interval without NaN: resamples that drew no document of the figure."""
     resampled = resampled[~np.isnan(resampled)]
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(resampled, (tail, 1 - tail)) if len(resampled) else (value, value)
@@ -116,14 +115,13 @@ def _same(x: Array) -> Array:
     return x
 
 
-# The sums that are collected for each document; `reference_...` are of the lossless run, `loaded` the bytes that copies
-# to the device brought during its windows.
+# sums over each document; `reference_...`: of the lossless run, `loaded`: bytes copied to the device during its windows
 SUMS = (
     "tokens", "bytes", "nll", "extra_nll", "agree", "kl", "items", "correct", "same_choice",
     "reference_nll", "reference_correct", "loaded",
 )  # fmt: skip
 
-# name: (numerator, denominator, made of their ratio)
+# name: (numerator, denominator, function of their ratio)
 MEASURES: Mapping[str, tuple[str, str, Transform]] = {
     "perplexity": ("nll", "tokens", np.exp),
     "perplexity_ratio": ("extra_nll", "tokens", np.exp),  # over lossless, token by token: most of the text cancels
@@ -140,10 +138,9 @@ MEASURES: Mapping[str, tuple[str, str, Transform]] = {
 
 @dataclass(frozen=True)
 class Quality:
-    """The result for one policy.
+    """The result for one policy of the measured worker. sums: by name (`SUMS`), one value per document.
 
-    policy, lossless, executor: of the worker that was measured. sums: by name (`SUMS`), one value per document.
-    Nats are natural units of information; `kl_nats` is KL(lossless || policy), mean over scored tokens.
+    `kl_nats` is KL(lossless || policy) in natural units, mean over scored tokens.
     """
 
     policy: str
@@ -157,17 +154,13 @@ class Quality:
         return estimate(self._ratio(measure), self._counts())
 
     def minus(self, other: Quality, measure: str) -> Estimate:
-        """This less `other`, which was measured on the same windows and items, with the paired interval.
-
-        Raises:
-            ValueError: they were measured with different options.
-        """
+        """This less `other` with the paired interval. Raises ValueError: measured with different options."""
         if self.options != other.options or len(self.sums["tokens"]) != len(other.sums["tokens"]):
             raise ValueError(f"{self.policy} and {other.policy} were not measured on the same text")
         return difference(self._ratio(measure), other._ratio(measure), self._counts())
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat and plain: each measure under its name, its interval as `_low` and `_high`; and what was scored."""
+        """One flat record: each measure with its interval (`_low`, `_high`), and the numbers of scored items."""
         out: dict[str, Any] = {"policy": self.policy, "lossless": self.lossless, "executor": self.executor}
         for measure in MEASURES:
             found = self[measure]

@@ -1,14 +1,13 @@
 """An evaluation: the same windows and items, scored once without loss and then under any number of policies.
 
-The lossless run's distribution at every scored token and its choices are stored, and each policy's are compared with
-them.
+The lossless run's distribution at every scored token, and its choices, are the reference of every policy.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +28,7 @@ from .text import CONTEXT, TOKENS, Window, as_tokens, cut_windows, load_choices,
 
 @dataclass(frozen=True)
 class WindowScore:
-    """Of each scored token [N]: what the policy found and how it compares.
-
-    nll: -log p(token), nats. top1: the likeliest token. kl: KL(lossless || policy), nats.
-    """
+    """Scores of N tokens [N]. nll: -log p(token), nats. top1: likeliest token. kl: KL(lossless || policy)."""
 
     nll: torch.Tensor
     top1: torch.Tensor
@@ -40,11 +36,7 @@ class WindowScore:
 
 
 def token_nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log p(target), nats: log_probs [..., N, V], targets [..., N] -> [..., N].
-
-    Raises:
-        RuntimeFailure: a value is not finite.
-    """
+    """-log p(target), nats: log_probs [..., N, V], targets [..., N] -> [..., N]. Raises RuntimeFailure: not finite."""
     nll = -log_probs.gather(-1, targets[..., None])[..., 0]
     if not bool(torch.isfinite(nll).all()):
         raise RuntimeFailure("the model's probabilities are not finite", "check the store and its replicas")
@@ -54,8 +46,8 @@ def token_nll(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def kl_divergence(reference: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
     """KL(reference || policy) of log-probabilities [N, V] -> [N], nats.
 
-    `reference` may have been rounded: it is normalised again, so that the result is never negative but for the sum's
-    own rounding, which is cut off. Rounding to fp16 adds less than 1e-5.
+    A rounded `reference` is normalised again, so negative values are rounding errors and become 0. Rounding to fp16
+    adds less than 1e-5.
     """
     expected = torch.log_softmax(reference.float(), -1)
     p = expected.exp()
@@ -64,22 +56,16 @@ def kl_divergence(reference: torch.Tensor, log_probs: torch.Tensor) -> torch.Ten
 
 
 def compare(reference: torch.Tensor, log_probs: torch.Tensor, targets: Any) -> WindowScore:
-    """Score a window: log-probabilities [N, V] of lossless and of the policy, and the tokens [N] that stand there.
-
-    Raises:
-        RuntimeFailure: a value is not finite.
-    """
+    """Compare log-probabilities [N, V] of lossless and of the policy at tokens [N]. Raises as `token_nll`."""
     nll = token_nll(log_probs, torch.as_tensor(targets))
     return WindowScore(nll, log_probs.argmax(-1), kl_divergence(reference, log_probs))
 
 
 class Distributions:
-    """Log-probabilities [windows, tokens, V] in fp16, in an unnamed file that ends with the process.
-
-    In memory they would be 150000 entries x 2 bytes for every scored token of a large vocabulary.
+    """Log-probabilities [windows, tokens, V] in fp16, in an unnamed temporary file: large vocabularies exceed memory.
 
     Raises:
-        RuntimeFailure: the folder of temporary files has no room for them.
+        RuntimeFailure: the folder of temporary files has too little space.
     """
 
     def __init__(self, windows: int, tokens: int, vocabulary: int) -> None:
@@ -88,11 +74,11 @@ class Distributions:
         with tempfile.TemporaryFile() as file:
             try:
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, nbytes)  # now, for a full disk would kill the process later
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a disk that fills up later kills the process
             except OSError as error:
                 what = f"no room for {nbytes} bytes of log-probabilities in '{tempfile.gettempdir()}': {error.strerror}"
                 raise RuntimeFailure(what, "score fewer windows, or set TMPDIR to a larger disk") from error
-            self._values: Any = np.memmap(file, np.float16, "r+", shape=shape)  # it stays after the file is closed
+            self._values: Any = np.memmap(file, np.float16, "r+", shape=shape)  # outlives the file object
 
     def put(self, window: int, log_probs: torch.Tensor) -> None:
         """log_probs [tokens, V]."""
@@ -105,10 +91,7 @@ class Distributions:
 
 @dataclass
 class Reference:
-    """What the lossless policy found.
-
-    nll, top1: of each window, [tokens]. choices: of each item, the candidate that it picks.
-    """
+    """The lossless result. nll, top1: of each window, [tokens]. choices: of each item, the chosen candidate."""
 
     distributions: Distributions
     nll: list[torch.Tensor] = field(default_factory=list)
@@ -117,7 +100,7 @@ class Reference:
 
 
 _T = TypeVar("_T")
-LOSSLESS = "on-demand"  # runs at any budget, and gives the unmodified model's tokens
+LOSSLESS = "on-demand"  # runs at any budget with the unmodified model's tokens
 
 
 class Evaluation:
@@ -131,9 +114,9 @@ class Evaluation:
 
     Args:
         model_dir: a checkpoint with held-out text.
-        options: how much is scored.
-        config: how the reference runs: its device, dtype, threads and budget are used, its policy and link are not.
-            None: one thread, room for all experts.
+        options: sizes.
+        config: gives the reference's device, dtype, threads and budget, not its policy and link. None: one thread,
+            room for all experts.
 
     Raises:
         CheckpointError: no model, no held-out text, or too little of it.
@@ -156,10 +139,10 @@ class Evaluation:
         self._reference: Reference | None = None
 
     def reference(self, progress: Progress | None = None) -> Reference:
-        """Score everything without loss, the first time that it is called.
+        """Score everything without loss, on the first call.
 
         Raises:
-            RuntimeFailure: no room for the distributions, or the model fails.
+            RuntimeFailure: no space for the distributions, or the model fails.
         """
         if self._reference is None:
             with closing(start_worker(self._config)) as worker:
@@ -167,10 +150,10 @@ class Evaluation:
         return self._reference
 
     def measure(self, worker: Any, progress: Progress | None = None) -> Quality:
-        """Score a started `GpuWorker` of the same model, no request in flight, against the reference.
+        """Score a started, idle `GpuWorker` of the same model against the reference.
 
         Raises:
-            RuntimeFailure: the worker serves a request, fails, or did without its NDP worker for a while.
+            RuntimeFailure: the worker serves a request, fails, or lost its NDP worker for a while.
         """
         reference = self.reference(progress)
         failures, policy = _ndp_failures(worker), worker.settings.policy
@@ -198,7 +181,7 @@ class Evaluation:
             sums["correct"][item.document] += choice == item.answer
             sums["same_choice"][item.document] += choice == expected
             sums["reference_correct"][item.document] += expected == item.answer
-        if _ndp_failures(worker) != failures:  # its part was computed here in full precision: that flatters the policy
+        if _ndp_failures(worker) != failures:  # full precision replaced it, which flatters the policy
             raise RuntimeFailure("the NDP worker was lost or late during the measurement", "run it again")
         return Quality(policy.name, policy.lossless, worker.stats().executor, sums, self.options)
 
@@ -210,7 +193,7 @@ class Evaluation:
             reference.distributions.put(i, log_probs)
             reference.nll.append(token_nll(log_probs, targets))
             reference.top1.append(log_probs.argmax(-1))
-        assert reference is not None  # there is at least one window
+        assert reference is not None  # `cut_windows` gives at least one
         reference.choices += self._choices(worker, "lossless", None, progress)
         return reference
 
@@ -223,7 +206,7 @@ class Evaluation:
             yield window, torch.tensor(window.ids[prefix:]), score_with(worker, window.ids, prefix, rows)
 
     def _choices(self, worker: Any, name: str, rows: int | None, progress: Progress | None) -> list[int]:
-        """Of each item the candidate with the greatest likelihood; they have the same number of tokens."""
+        """The likeliest candidate of each item; all have the same number of tokens."""
         found = []
         for item in _shown(self.items, f"{name}: choices", progress):
             log_probs = score_continuations_with(worker, item.context, item.candidates, rows)
@@ -232,17 +215,13 @@ class Evaluation:
 
 
 def _ndp_failures(worker: Any) -> int:
-    """How often the NDP worker was lost, and what was computed without it because it was late."""
+    """Losses of the NDP worker, and experts computed without it because it was late."""
     stats = worker.stats()
     return int(stats.ndp_losses + stats.total().ndp_recomputed)
 
 
-def _shown(things: Sequence[_T], what: str, progress: Progress | None) -> Iterator[_T]:
-    """Each thing; the bar moves when the next one is asked for."""
-    if progress is None:
-        yield from things
-        return
-    yield from progress.track(things, description=what)
+def _shown(things: Sequence[_T], what: str, progress: Progress | None) -> Iterable[_T]:
+    return things if progress is None else progress.track(things, description=what)
 
 
 def _check_positions(model_dir: Path, options: EvaluationOptions) -> None:

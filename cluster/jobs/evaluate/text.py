@@ -1,10 +1,10 @@
-"""The held-out text of a model folder, and what is scored of it: windows, and four-way multiple choice.
+"""The held-out text of a model folder, and what is scored: windows, and four-way multiple choice.
 
 A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
-texts goes on where a passage stops: one is the true continuation, three are taken from passages of the same kind and
-other documents. All four have the same number of tokens and begin where a line begins, so neither length nor a word cut
-in half gives the answer away. Everything is drawn by hashes of names: the same text and tokenizer give the same set on
-every machine. The set ships as a file: passages by id and token position, no text.
+texts continues a passage: the true continuation, or one of three from passages of the same kind and other documents.
+All four have the same number of tokens and begin at a line's start, so neither length nor a split word gives the answer
+away. All draws are hashes of names, so the same text and tokenizer give the same set everywhere. The set ships as a
+file of passage ids and token positions, without text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REMEDY = "use the default model, or add heldout/KIND.jsonl with a text field on
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of a held-out document, in tokens without special ones.
+    """A part of the held-out document `source`, in tokens without special ones.
 
-    ids, spans: each token and its characters [begin, end) in `text`. source: the document that it is a piece of.
+    ids, spans: each token and its characters [begin, end) in `text`.
     """
 
     id: str
@@ -41,10 +41,7 @@ class Passage:
     spans: tuple[tuple[int, int], ...]
 
     def nbytes(self, start: int, stop: int) -> int:
-        """UTF-8 bytes of the text behind tokens [start, stop), from where the token before them ends.
-
-        A character whose bytes are cut in two counts for the first part.
-        """
+        """UTF-8 bytes of tokens [start, stop) of the text; a character split between tokens counts for the first."""
         begin = self.spans[start - 1][1] if start else 0
         return len(self.text[begin : self.spans[stop - 1][1]].encode())
 
@@ -53,8 +50,8 @@ class Passage:
 class HeldOut:
     """All held-out text of a model.
 
-    documents: the passages of each document, kinds in turn. leading: special tokens that the tokenizer puts before
-    a text. fingerprint: of tokenizer and texts, so that token positions which were stored can be trusted.
+    documents: the passages of each document, kinds in turn. leading: special tokens before a text. fingerprint: of
+    tokenizer and texts, to validate stored token positions.
     """
 
     documents: tuple[tuple[Passage, ...], ...]
@@ -67,10 +64,10 @@ class HeldOut:
 
 
 def load_heldout(model_dir: Path) -> HeldOut:
-    """Read `heldout/*.jsonl` of a model folder; each line has `text`, and may have `id`, `kind` and `source`.
+    """Read `heldout/*.jsonl` of a model folder; each line has `text`, and optionally `id`, `kind` and `source`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no such text, or it cannot be read.
     """
     tokenizer, digest = load_tokenizer(model_dir), hashlib.sha256()
     digest.update((model_dir / "tokenizer.json").read_bytes())
@@ -122,7 +119,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of one passage; `nbytes` counts the UTF-8 bytes of the scored ones. `document` is an index."""
+    """Tokens of one passage of document number `document`; `nbytes` counts the UTF-8 bytes of the scored ones."""
 
     document: int
     passage: str
@@ -130,15 +127,11 @@ class Window:
     nbytes: int
 
 
-def chosen_documents(heldout: HeldOut, options: EvaluationOptions) -> tuple[tuple[Passage, ...], ...]:
-    """The first `options.documents`; their order takes the kinds in turn."""
-    return heldout.documents[: options.documents]
-
 
 def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
-    """At most `options.windows` of each document, spread over it; continuations do not overlap.
+    """At most `options.windows` of each document, evenly spread; continuations do not overlap.
 
-    Special tokens that the tokenizer puts before a text stand first in every window and count as prefix.
+    The tokenizer's leading special tokens are part of every prefix.
 
     Raises:
         ConfigError: the prefix has no room for them. CheckpointError: no passage is long enough.
@@ -148,7 +141,7 @@ def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
         raise ConfigError(f"a prefix of {options.prefix} tokens holds only special ones", "raise --prefix")
     head = options.prefix - len(lead)  # tokens of text in the prefix
     windows = []
-    for index, passages in enumerate(chosen_documents(heldout, options)):
+    for index, passages in enumerate(heldout.documents[: options.documents]):
         places = [
             (passage, start)
             for passage in passages
@@ -165,7 +158,7 @@ def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
 
 
 def spread(candidates: Sequence[_T], count: int) -> list[_T]:
-    """At most `count` of them, evenly from beginning to end."""
+    """At most `count` of the candidates, evenly spaced."""
     total = len(candidates)
     count = min(count, total)
     return [candidates[(2 * i + 1) * total // (2 * count)] for i in range(count)]
@@ -186,7 +179,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Item:
-    """The context ends at `true`; `wrong` are three other places, and `answer` is where `true` stands among them."""
+    """The context ends at `true`; `wrong` are three other places, and `answer` is the index of `true` in all four."""
 
     true: Place
     wrong: tuple[Place, ...]
@@ -199,7 +192,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """An item in tokens. document: index of the true passage's document."""
+    """An item in tokens. document: number of the true passage's document."""
 
     document: int
     context: tuple[int, ...]
@@ -208,7 +201,7 @@ class ChoiceTokens:
 
 
 def build_choices(heldout: HeldOut) -> list[Item]:
-    """At most `PER_PASSAGE` items of each passage, in the passages' order.
+    """At most `PER_PASSAGE` items of each passage, in order.
 
     Raises:
         CheckpointError: no kind has passages of four documents that are long enough.
@@ -233,10 +226,10 @@ def build_choices(heldout: HeldOut) -> list[Item]:
 
 
 def as_tokens(items: Sequence[Item], heldout: HeldOut, documents: int | None, per_document: int) -> list[ChoiceTokens]:
-    """The items of the first `documents` documents, at most `per_document` of each, spread over it.
+    """The items of the first `documents` documents, at most `per_document` of each, evenly spread.
 
     Raises:
-        CheckpointError: they have none.
+        CheckpointError: there are none.
     """
     by_id = {passage.id: passage for passage in heldout.passages}
     out = []
@@ -253,7 +246,7 @@ def as_tokens(items: Sequence[Item], heldout: HeldOut, documents: int | None, pe
 
 
 def line_starts(passage: Passage) -> list[int]:
-    """Tokens that begin a line, with `TOKENS` tokens from there on."""
+    """Tokens at the start of a line that are followed by `TOKENS - 1` more."""
     ends = [end for _, end in passage.spans]
     last = len(passage.ids) - TOKENS
     return [k for k in range(1, last + 1) if passage.text[ends[k - 1] - 1 : ends[k - 1]] == "\n"]
@@ -262,7 +255,7 @@ def line_starts(passage: Passage) -> list[int]:
 def _distractors(
     passage: Passage, start: int, others: Sequence[Passage], begins: Mapping[str, list[int]]
 ) -> tuple[Place, ...]:
-    """Three places of three documents, each with other tokens than the rest; fewer where there are none."""
+    """Up to three places of different documents, all with different tokens."""
     name = f"{passage.id}/{start}"
     sources, texts, places = {passage.source}, {passage.ids[start : start + TOKENS]}, list[Place]()
     for other in sorted(others, key=lambda p: _draw(f"{name}/{p.id}")):
@@ -292,7 +285,7 @@ def choices_text(items: Sequence[Item], heldout: HeldOut) -> str:
 
 
 def load_choices(model_dir: Path, heldout: HeldOut) -> list[Item]:
-    """The set that ships with a model; where none does, the one that would be built.
+    """The items that ship with a model, or else those of `build_choices`.
 
     Raises:
         CheckpointError: the file cannot be read, or was built for other text, another tokenizer or other sizes.

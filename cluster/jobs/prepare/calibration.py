@@ -17,15 +17,15 @@ from ....errors import CheckpointError, ConfigError
 from ...prompt import load_model_config, load_tokenizer
 
 WINDOW_TOKENS = 512
-MAX_TOKENS = 1 << 16  # what is used at most: expert inputs of every token and layer go through the disk
+MAX_TOKENS = 1 << 16  # more are not used: the expert inputs of every token and layer are written to disk
 LEAST_TOKENS = 64
-_FOLDER = "calibration"  # of a model that ships its text
+_FOLDER = "calibration"  # in the folder of a model that ships text
 _REMEDY = "give UTF-8 text: a .txt file, a .jsonl file with a \"text\" in each line, or a folder of such"
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids int64 [N, window]; windows of one stream of all texts."""
+    """Token ids int64 [N, window] of one stream of all texts."""
 
     ids: NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class Windows:
         return self.ids.size
 
     def record(self) -> Calibration:
-        """The digest by which replicas know their calibration."""
+        """The digest that identifies the text in manifests."""
         shape = f"{self.ids.shape}".encode()
         return Calibration(
             sha256=hashlib.sha256(shape + np.ascontiguousarray(self.ids, dtype="<i8").tobytes()).hexdigest(),
@@ -43,7 +43,7 @@ class Windows:
 
 
 def shipped_calibration(model_dir: Path) -> Path | None:
-    """The calibration text that a model brings along, if any."""
+    """The calibration text that ships with a model, if any."""
     folder = model_dir / _FOLDER
     return folder if folder.is_dir() else None
 
@@ -51,8 +51,8 @@ def shipped_calibration(model_dir: Path) -> Path | None:
 def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
     """The windows of a calibration text for a model's tokenizer.
 
-    Texts are tokenised one by one, with the marks that the tokenizer puts around a text, joined, and cut; a rest
-    shorter than a window is dropped. Beyond `MAX_TOKENS` the end is dropped, and the console says so.
+    Texts are tokenised one by one with special tokens, joined and split; a rest shorter than a window is dropped. The
+    console tells when tokens beyond `MAX_TOKENS` are dropped.
 
     Raises:
         ConfigError: no such file, not text, or less than `LEAST_TOKENS` tokens.
@@ -82,11 +82,7 @@ def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of a file, or of all .txt and .jsonl files of a folder in the order of their names.
-
-    Raises:
-        ConfigError: nothing there, or not text.
-    """
+    """The texts of a file, or of a folder's .txt and .jsonl files by name. Raises ConfigError: none, or not text."""
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
         if not files:

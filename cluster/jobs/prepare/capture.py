@@ -1,8 +1,7 @@
-"""Runs calibration text through a store's model in full precision, and looks on at what the router sends to experts.
+"""Runs calibration text through a store's model in full precision, with a `Watcher` as each layer's experts.
 
-In place of each MoE layer's experts stands a `Watcher`. It computes them in float32, one at a time from the store's
-mapped files, so there is no second copy, and the job's own watcher sums or writes what it needs. Dense layers are in
-memory in float32.
+A watcher computes the experts in float32, one at a time from the store's mapped files, and sums or writes what its job
+needs. Dense weights are in memory in float32.
 """
 
 from __future__ import annotations
@@ -31,13 +30,9 @@ ROWS_PER_FORWARD = 2048
 
 
 class Watcher:
-    """In place of one MoE layer's experts. Its outputs pass gradients.
+    """The experts of one MoE layer, in the store's type. Outputs pass gradients.
 
-    A subclass overrides `see` for the layer's input, `activations` for those of one expert, or `combine` for the
-    outputs.
-
-    Args:
-        weights: of the layer's experts, in the store's type.
+    A subclass overrides `see` for the layer's input, `activations` for one expert's, or `combine` for the outputs.
     """
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
@@ -69,11 +64,11 @@ class Watcher:
         return out + self._biases[1][expert].float() if self._biases else out
 
     def activations(self, expert: int, pre: torch.Tensor) -> torch.Tensor:
-        """Of one expert's neurons: [n, I * G] -> [n, I]."""
+        """One expert's neurons: [n, I * G] -> [n, I]."""
         return self.block.gate(pre)
 
     def post(self, y: torch.Tensor) -> torch.Tensor:
-        """What the module does to each expert's output: [n, H] -> [n, H]."""
+        """The module's own step after each expert: [n, H] -> [n, H]."""
         out: torch.Tensor = y if self.block.post is None else self.block.post(y)
         return out
 
@@ -90,7 +85,7 @@ def _watched_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weigh
 
 @contextmanager
 def watching(model: Any, blocks: Sequence[MoeBlock], watchers: Sequence[Watcher]) -> Iterator[None]:
-    """Let the model's MoE layers run through watchers while the context lasts."""
+    """The model's MoE layers run through watchers while the context lasts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _watched_forward)
@@ -107,7 +102,7 @@ def watching(model: Any, blocks: Sequence[MoeBlock], watchers: Sequence[Watcher]
 
 
 def batches(windows: Windows, first: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The windows from `first` on, about `ROWS_PER_FORWARD` tokens at a time: number of the first one, ids [n, W]."""
+    """(number of the first, ids [n, W]) of windows from `first` on, about `ROWS_PER_FORWARD` tokens at a time."""
     step = max(1, ROWS_PER_FORWARD // windows.ids.shape[1])
     for start in range(first, len(windows.ids), step):
         yield start, windows.ids[start : start + step]
@@ -120,10 +115,10 @@ def run_batch(model: Any, ids: NDArray[np.int64]) -> None:
 
 
 def load_model(store: Path, manifest: Manifest, what: str | None = "replicas") -> tuple[Any, list[MoeBlock]]:
-    """The store's model with its dense part in float32, and its MoE layers.
+    """The store's model with its dense weights in float32, and its MoE layers.
 
     Args:
-        what: is to be made of experts that are plain act(gate) * up, for messages; None: any experts will do.
+        what: made of plain act(gate) * up experts, for messages; None: any experts.
 
     Raises:
         UnsupportedModelError, StoreError: as `checked_blocks` and `build_model`.
@@ -133,12 +128,7 @@ def load_model(store: Path, manifest: Manifest, what: str | None = "replicas") -
 
 
 def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> list[MoeBlock]:
-    """The model's MoE layers.
-
-    Raises:
-        UnsupportedModelError: its experts are not plain act(gate) * up without biases: there are no kernels on
-            replicas of others.
-    """
+    """The model's MoE layers. Raises UnsupportedModelError: experts are not plain act(gate) * up without biases."""
     blocks = find_blocks(model, manifest)
     if any(block.activation is None or block.post is not None for block in blocks):
         raise UnsupportedModelError(
@@ -149,13 +139,7 @@ def checked_blocks(model: Any, manifest: Manifest, what: str = "replicas") -> li
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one MoE layer got: T tokens, K experts each. Mapped arrays.
-
-    Attributes:
-        hidden: float32 [T, H].
-        ids: int32 [T, K].
-        weights: float32 [T, K], the routing weights.
-    """
+    """Inputs of one MoE layer, mapped: hidden float32 [T, H], ids int32 [T, K], routing weights float32 [T, K]."""
 
     hidden: np.ndarray
     ids: np.ndarray
@@ -163,7 +147,7 @@ class LayerInputs:
 
 
 def inputs_name(layer: int) -> str:
-    """Name of the file of one layer's inputs in the work folder."""
+    """File name of one layer's inputs in the work folder."""
     return f"inputs-{layer:03d}.safetensors"
 
 
@@ -175,11 +159,7 @@ def capture(
     folder: Path,
     advance: Callable[[int], None],
 ) -> list[FileRecord]:
-    """Run all windows and write the inputs, ids and weights of every MoE layer to one file each.
-
-    Args:
-        folder: where the files of `open_inputs` go.
-        advance: called with the tokens just run.
+    """Run all windows and write the `LayerInputs` of every layer into `folder`; `advance` gets each forward's tokens.
 
     Raises:
         StoreError: the disk is full.
@@ -203,7 +183,7 @@ def capture(
 
 
 def open_inputs(folder: Path, layer: int) -> LayerInputs:
-    """Map what `capture` wrote for one layer."""
+    """Map one layer's file of `capture`."""
     path = folder / inputs_name(layer)
     _, specs = read_header(path, lambda what: StoreError(what, "run the same command again"))
     return LayerInputs(**_mapped(path, specs, "r"))
@@ -215,7 +195,7 @@ def _mapped(path: Path, specs: Sequence[TensorSpec], mode: Literal["r", "r+"]) -
 
 
 class _Recorder(Watcher):
-    """Writes the layer's inputs in order; the number of experts a token uses is known with the first rows."""
+    """Writes the layer's inputs in order; the first rows give K, and so the file's size."""
 
     def __init__(self, block: MoeBlock, weights: LayerWeights, path: Path, tokens: int, hidden: int) -> None:
         super().__init__(block, weights)

@@ -33,7 +33,7 @@ REFETCH = "download the checkpoint again"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the checkpoint: its file, and its type, shape and place in it."""
+    """A tensor of the checkpoint: its file and its position there."""
 
     path: Path
     spec: TensorSpec
@@ -51,13 +51,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint folder.
-
-    Attributes:
-        config: the parsed `config.json`.
-        tensors: by name.
-        source: its files as they are now; two openings of an unchanged checkpoint give the same.
-    """
+    """An opened checkpoint folder. config: the parsed `config.json`. source: its files, equal while unchanged."""
 
     path: Path
     config: dict[str, Any] = field(repr=False)
@@ -66,7 +60,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's name, or the model's in a Hugging Face cache (`models--ORG--NAME/snapshots/HASH`)."""
+        """The folder's name; in a Hugging Face cache (`models--ORG--NAME/snapshots/HASH`) the model's."""
         parents = [parent.name for parent in self.path.parents]
         if len(parents) > 1 and parents[0] == "snapshots" and parents[1].startswith("models--"):
             return parents[1].rpartition("--")[2]
@@ -78,11 +72,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Open a folder of safetensors files and check that it is whole.
+    """Open and check a folder of safetensors files.
 
     Raises:
-        CheckpointError: the folder or a file is missing, truncated or malformed, or two files hold
-            one tensor.
+        CheckpointError: the folder or a file is missing, truncated or malformed, or two files hold one tensor.
     """
     path = model_dir.resolve()
     if not path.is_dir():
@@ -105,11 +98,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 
 def read_source(model_dir: Path) -> tuple[SourceFile, ...]:
-    """The files of a checkpoint as they are now; compare with `Manifest.source`.
-
-    Raises:
-        CheckpointError: as `open_checkpoint`.
-    """
+    """The files of a checkpoint now; compare with `Manifest.source`. Raises as `open_checkpoint`."""
     return open_checkpoint(model_dir).source
 
 

@@ -14,7 +14,7 @@ from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
 from .replicas import ReplicaOptions, add_replicas, parse_bits
 
-_STRIDE = 3  # layers ahead that predictors look where nothing else is said
+_STRIDE = 3  # default layers ahead of predictors
 
 
 def prepare_command(
@@ -85,7 +85,7 @@ def prepare_command(
 
     def additions() -> Iterator[Callable[[Path], object]]:
         if neuron_order is not None:  # before replicas, which are fitted to the order
-            from .neuron_order import order_neurons  # torch: seconds that refused options need not pay
+            from .neuron_order import order_neurons  # torch takes seconds: imported after the options are checked
 
             yield lambda store: order_neurons(store, model, neuron_order)
         if options is not None and text is not None:
@@ -119,11 +119,7 @@ def prepare_command(
 def replica_options(
     bits: str | None, group_size: int | None, act_order: bool, calibration: Path | None
 ) -> ReplicaOptions | None:
-    """What replicas the command line asks for.
-
-    Raises:
-        ConfigError: an unknown width or group, or options of replicas without --bits.
-    """
+    """The replicas of the command line. Raises ConfigError: unknown width or group, or options without --bits."""
     if bits is not None:
         return ReplicaOptions(parse_bits(bits), 64 if group_size is None else group_size, act_order)
     given = {"--group-size": group_size is not None, "--act-order": act_order, "--calibration": calibration is not None}
@@ -134,11 +130,7 @@ def replica_options(
 
 
 def calibration_text(model: Path, given: Path | None) -> Path:
-    """The text that replicas are fitted to.
-
-    Raises:
-        ConfigError: none is given and the model ships none, or it cannot be read.
-    """
+    """The text for replicas. Raises ConfigError: none is given and the model ships none, or it is unreadable."""
     text = given if given is not None else shipped_calibration(model)
     if text is None:
         raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")

@@ -38,17 +38,14 @@ from .plan import (
 )
 from .writer import Journal, write_file, write_tensors
 
-Advance = Callable[[int], None]  # called with the bytes just written
+Advance = Callable[[int], None]  # called with newly written bytes
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion: everything is checked that can be without reading weights.
+    """A planned conversion, checked as far as possible without weights.
 
-    Attributes:
-        dtype: of the experts.
-        dense: parameters of the dense file, in the order in which they are written.
-        tied: parameters that share another one's storage.
+    dtype: of the experts. dense: parameters of the dense file, in file order. tied: parameters that share storage.
     """
 
     checkpoint: Checkpoint
@@ -98,12 +95,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
 
 
 def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
-    """Write the files of a store into a work-in-progress folder, the manifest last.
-
-    Files that an earlier, interrupted run finished there stay.
-
-    Args:
-        advance: called with the number of bytes done, to show progress.
+    """Write the files of a store into a work folder, the manifest last. Finished files of an earlier run count.
 
     Raises:
         CheckpointError: a tensor is not finite, or a file changed or ended early.
@@ -111,9 +103,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
     """
     checkpoint = conversion.checkpoint
     journal = Journal(folder, checkpoint.source, transformers.__version__)
-    layers = []
-    for index in range(len(conversion.experts)):
-        layers.append(_write_layer(conversion, index, folder, journal, advance))
+    layers = [_write_layer(conversion, i, folder, journal, advance) for i in range(len(conversion.experts))]
     dense = _write_dense(conversion, folder, journal, advance)
     extras = [write_file(folder / path.name, path.read_bytes()) for path in checkpoint.extras()]
     if read_source(checkpoint.path) != checkpoint.source:
@@ -185,9 +175,9 @@ def _checked_bytes(name: str, block: torch.Tensor) -> memoryview:
 
 
 def _aliases(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
-    """Parameters that need no storage of their own, and whose they share.
+    """Parameters without storage of their own, and whose they share.
 
-    Like transformers, tied weights that the checkpoint holds twice with different values stay apart.
+    As in transformers, tied weights that the checkpoint holds twice with different values stay separate.
     """
     families: dict[str, list[str]] = {}
     for name, source in model.all_tied_weights_keys.items():

@@ -1,4 +1,4 @@
-"""Makes a store from a checkpoint, whole or not at all, once however many ask for it."""
+"""Makes a store from a checkpoint: atomically, resumably, and once for all concurrent callers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, Manifest, SourceFile, layer_name, read_manifest
+from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from .checkpoint import Checkpoint, open_checkpoint
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
@@ -19,17 +19,13 @@ from .writer import beside, discard, disk_errors, locked, require_space, sync_fo
 _PARTIAL = ".partial"
 _OLD = ".old"
 REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
-ORDER_WORK = ".order"  # beside a store: its layers with their neurons in another order, unfinished
+ORDER_WORK = ".order"  # beside a store: unfinished layers in another neuron order
 
 
 def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
-    """Where the store of a checkpoint goes when the user names no folder.
+    """The store folder of a checkpoint in the user's cache folder, or in `cache_dir`.
 
-    The name holds a digest of the checkpoint's path and of its files as they are now, so a changed
-    checkpoint gets another folder.
-
-    Args:
-        cache_dir: parent folder; by default the user's cache folder.
+    The name has a digest of the checkpoint's path and files, so a changed checkpoint gets another folder.
 
     Raises:
         CheckpointError: the checkpoint is missing or malformed.
@@ -38,17 +34,13 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
 
 
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
-    """Make the store `out_dir` from the checkpoint `model_dir`.
+    """Make the store `out_dir` from the checkpoint `model_dir`; the store folder.
 
-    A store of the same checkpoint that is already there stays. An interrupted preparation is
-    resumed. `out_dir` appears under its name only when it is whole.
+    A current store stays as it is, and an interrupted preparation resumes. `out_dir` appears atomically.
 
     Args:
         progress: show a progress bar on stderr.
-        force: make it anew even if it is there.
-
-    Returns:
-        The store folder.
+        force: replace a current store, too.
 
     Raises:
         CheckpointError: the checkpoint is missing, malformed, not finite or not supported.
@@ -60,17 +52,14 @@ def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: boo
 def ensure_prepared(
     model_dir: Path, out_dir: Path | None = None, *, cache_dir: Path | None = None, progress: bool = True
 ) -> Path:
-    """The store of a checkpoint, made now if there is none or the checkpoint changed.
-
-    Several processes may ask at once: one makes it, the others wait and use it.
+    """The store of a checkpoint, made now if it is missing or the checkpoint changed. One of several callers makes it.
 
     Args:
-        model_dir: a checkpoint, or a store, which is returned as it is.
+        model_dir: a checkpoint, or a store, which is returned.
         out_dir: the store folder; by default one in the cache folder.
 
     Raises:
-        CheckpointError: as `prepare`.
-        StoreError: as `prepare`.
+        CheckpointError, StoreError: as `prepare`.
     """
     model_dir = Path(model_dir)
     if is_store(model_dir):
@@ -82,7 +71,7 @@ def ensure_prepared(
 
 
 def is_store(path: Path) -> bool:
-    """Whether a folder is an expert store rather than a checkpoint; its bytes are not verified."""
+    """Whether a folder is an expert store, not a checkpoint; bytes are not verified."""
     return (path / MANIFEST_NAME).is_file() and (path / DENSE_NAME).is_file()
 
 
@@ -94,7 +83,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
         out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, quiet=not progress)
     with locked(out, console) as waited:
-        # Whoever held the lock may have made this very store, even where `force` asked for a new one.
+        # the last holder of the lock may have made this store, even if `force` asked for a new one
         if (not force or waited) and _is_current(out, checkpoint.source):
             return out
         _make(checkpoint, out.resolve(), console)  # a link stays one
@@ -102,7 +91,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
 
 
 def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
-    """Convert into a folder beside `out`, then put it in place. The caller holds the lock."""
+    """Convert into a folder beside `out`, then rename it. The caller holds the lock."""
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
 
     partial, old = beside(out, _PARTIAL), beside(out, _OLD)
@@ -120,31 +109,22 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
         partial.rename(out)
         sync_folder(out.parent)
         discard(old)
-        for work in (REPLICA_WORK, ORDER_WORK):  # of the store that was there
+        for work in (REPLICA_WORK, ORDER_WORK):  # of the replaced store
             discard(beside(out, work))
 
 
 def _is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
-    """Whether `out` is a complete store of this very checkpoint."""
+    """Whether `out` is a complete store of this checkpoint."""
     try:
         manifest = read_manifest(out)
     except StoreError:
         return False
-    return manifest.source == source and all(_has_length(out, manifest))
-
-
-def _has_length(out: Path, manifest: Manifest) -> Iterator[bool]:
-    for record in manifest.files():
-        path = out / record.file
-        yield path.is_file() and path.stat().st_size == record.nbytes
+    paths = {out / record.file: record.nbytes for record in manifest.files()}
+    return manifest.source == source and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
 
 
 def _refuse_foreign(out: Path) -> None:
-    """Never replace a folder that is not a store, damaged perhaps: it may be the user's.
-
-    Raises:
-        StoreError: `out` is such a folder, or a file.
-    """
+    """Refuse to replace a folder that is not a store (a damaged one counts): it may be the user's."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     first = layer_name(0).removesuffix(".safetensors")  # a store with ordered neurons adds to the name
@@ -170,11 +150,7 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], N
 def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
     text = "\n".join([str(checkpoint.path), *(file.model_dump_json() for file in checkpoint.source)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    root = cache_dir if cache_dir is not None else _user_cache() / "tiermoe" / "stores"
-    return root / f"{checkpoint.name}-{digest}"
-
-
-def _user_cache() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path.home() / ".cache"
+    if cache_dir is None:
+        user_cache = Path("Library", "Caches") if sys.platform == "darwin" else ".cache"
+        cache_dir = Path.home() / user_cache / "tiermoe" / "stores"
+    return cache_dir / f"{checkpoint.name}-{digest}"

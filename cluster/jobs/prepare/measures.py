@@ -1,17 +1,17 @@
-"""What `tiermoe prepare` trains and measures for policies: gates, predictors, sensitivities, each a file in the store.
+"""Trains and measures files for policies in a store: gates, predictors, sensitivities.
 
-Gates name the next layer's experts for pre-gated prefetch, predictors those of some layers ahead for the stride policy.
-Sensitivity says how much the loss moves when a layer's output does, for adaptive gating. For layer l with output y_l
-(of its routed experts) and the loss L of a text, the sum over its tokens:
+Gates predict the next layer's experts for pre-gated prefetch, predictors those of some layers ahead for the stride
+policy. Sensitivity is the effect of a layer's output on the loss, for adaptive gating. For layer l with output y_l of
+its routed experts, and the loss L of a text (the sum over its tokens):
 
     F_i = mean over tokens of (dL / dy_{l,i})^2      diagonal of the (empirical) Fisher information
     u   = mean output of a token's more important experts - that of the others, by weight: half of the K each
     s_l = 1/2 * sum over i of F_i * mean over tokens of u_i^2
 
-Experts that carry d of a token's weight change y by about d * u when they are dropped, so L by d^2 * s_l to second
-order, for the expected gradient vanishes at a trained model. With top-2 this is AdapMoE's estimate (arXiv 2408.10284):
-the Hessian is replaced by the Fisher information's diagonal, from one backward pass over the text; no finite
-differences. Where the model does not normalise its weights u is the mean output of the less important experts.
+Dropped experts with share d of a token's weight change y by about d * u, so L by d^2 * s_l to second order: the
+expected gradient of a trained model vanishes. With top-2 this is AdapMoE's estimate (arXiv 2408.10284), with the Fisher
+information's diagonal for the Hessian, from one backward pass over the text. For a model that does not normalise its
+weights, u is the mean output of the less important experts.
 """
 
 from __future__ import annotations
@@ -54,23 +54,22 @@ from .capture import Watcher, capture, load_model, open_inputs, watching
 from .writer import disk_errors, write_artifact
 
 MAX_TOKENS = 1 << 14  # of the text that sensitivity is measured on
-_BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is not trained on: recall is measured there
+_BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is held out to measure recall
 _EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
 
 
 def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
-    """Train and write `gates.safetensors`, in place of one that is there; the console gets their recall.
+    """Train and write (or replace) `gates.safetensors`; print the recall on a held-out tenth of the rows.
 
-    The model runs the text in full precision, with the inputs of its layers in a temporary folder beside the store;
-    a tenth of the rows is not trained on.
+    The model runs the text in full precision, with the inputs of its layers in a temporary folder beside the store.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
         text: see `read_texts`.
 
     Raises:
-        ConfigError: the text is none or too short, or the model has one MoE layer.
-        StoreError: the store is not one, or the disk is full. UnsupportedModelError: experts of unusual gating.
+        ConfigError: the text is missing or too short, or the model has one MoE layer.
+        StoreError: not a store, or the disk is full. UnsupportedModelError: experts of unusual gating.
     """
     console = Console(stderr=True) if console is None else console
     opened = ExpertStore(store, verify="stamp")
@@ -97,10 +96,7 @@ def add_gates(store: Path, model_dir: Path, text: Path, console: Console | None 
 
 @dataclass(frozen=True)
 class Trained:
-    """A layer's gate, and of the next layer's true experts the share that it and next-gate name on held-out rows.
-
-    next_gate: NaN where the router cannot be asked.
-    """
+    """A layer's gate, and the recall of it and of next-gate on held-out rows; next_gate: NaN without router logits."""
 
     gate: PreGate
     recall: float
@@ -109,7 +105,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Following:
-    """Layer l + 1 where its router can be asked: the router, and its inputs [N, H]."""
+    """The router of layer l + 1, and its inputs [N, H]."""
 
     router: RouterProbe
     hidden: NDArray[np.float32]
@@ -124,18 +120,17 @@ def train_gate(
 ) -> Trained:
     """Fit one gate; the same rows and seed give the same weights.
 
-    Loss: cross-entropy of the scores' softmax with the probabilities that layer l + 1's router gives its own input, and
-    the gate begins with that router's weights, so at next-gate's recall. (For layers 2 and 6 of the default model
-    this names 0.86 and 0.87 of the true experts; targets of 1/K for each picked expert give 0.78 and 0.82, next-gate
-    0.80 and 0.84.) Where the router cannot be
-    asked: those targets, and zeros to begin with. torch's Adam.
+    The loss is the cross-entropy of the scores' softmax with the router's probabilities in layer l + 1. Training starts
+    from that router's weights, so at next-gate's recall. (Recall in layers 2 and 6 of the default model: 0.86 and 0.87;
+    with targets of 1/K for each picked expert 0.78 and 0.82; next-gate 0.80 and 0.84.) Without router logits: targets
+    of 1/K, and initial weights of zero.
 
     Args:
         hidden: inputs of layer l [N, H]. ids: the experts that layer l + 1's router picked [N, K].
         seed: of the order of rows.
 
     Raises:
-        ValueError: fewer than two rows, or as many ids rows as there are not.
+        ValueError: fewer than two rows, or another number of rows in `ids`.
     """
     rows, width = hidden.shape
     if rows < 2 or len(ids) != rows:
@@ -157,7 +152,7 @@ def train_gate(
     for _ in range(_EPOCHS):
         order = rng.permutation(learned)
         for start in range(0, len(order), _BATCH):
-            at = np.sort(order[start : start + _BATCH])  # rows are in a mapped file
+            at = np.sort(order[start : start + _BATCH])  # ascending, as rows are in a mapped file
             target = _target(ids[at], experts, following, at)
             with torch.enable_grad():
                 scores = torch.log_softmax(gate(torch.from_numpy(hidden[at])), dim=-1)
@@ -178,7 +173,7 @@ def train_gate(
 def _target(
     ids: NDArray[np.integer], experts: int, following: Following | None, at: NDArray[np.int64]
 ) -> torch.Tensor:
-    """The distribution over experts that the scores of these rows are to have [n, E]."""
+    """The target distribution over experts of rows `at` [n, E]."""
     if following is not None:
         return torch.softmax(following.router(torch.from_numpy(following.hidden[at])).float(), dim=-1)
     picked = torch.from_numpy(ids.astype(np.int64))
@@ -186,9 +181,9 @@ def _target(
 
 
 def recall(scores: NDArray[np.floating], ids: NDArray[np.integer]) -> float:
-    """Of the experts picked [N, K] the share among the K highest scores [N, E] of their row."""
-    named = picks(scores, ids.shape[1])
-    return float(np.take_along_axis(named, ids.astype(np.int64), axis=1).mean())
+    """Share of the picked experts [N, K] that are among the K highest scores [N, E] of their row."""
+    predicted = picks(scores, ids.shape[1])
+    return float(np.take_along_axis(predicted, ids.astype(np.int64), axis=1).mean())
 
 
 def _recalls(trained: list[Trained]) -> Table:
@@ -201,14 +196,11 @@ def _recalls(trained: list[Trained]) -> Table:
 
 
 def add_predictors(store: Path, trace: Path, stride: int, requests: int | None = None) -> Path:
-    """Train and write `predictors-STRIDE.safetensors`, in place of one that is there.
-
-    Args:
-        requests: to learn from, the trace's first ones; None: all.
+    """Train and write (or replace) `predictors-STRIDE.safetensors` on the trace's first `requests`; None: all.
 
     Raises:
         TraceError: the trace is corrupt, of another model, or no layer is that far ahead.
-        StoreError: the store is not one, or the disk is full.
+        StoreError: not a store, or the disk is full.
     """
     found = Trace(trace)
     header = found.header
@@ -224,14 +216,14 @@ def add_predictors(store: Path, trace: Path, stride: int, requests: int | None =
 
 
 def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
-    """Measure and write `sensitivity.safetensors`, in place of one that is there.
+    """Measure and write (or replace) `sensitivity.safetensors`, on the first `MAX_TOKENS` tokens of a text.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
-        text: see `read_texts`; the first `MAX_TOKENS` tokens are used.
+        text: see `read_texts`.
 
     Raises:
-        ConfigError: the text is none or too short. StoreError: the store is not one, the disk is full, or the model's
+        ConfigError: the text is missing or too short. StoreError: not a store, the disk is full, or the model's
             gradients are not finite.
     """
     console = Console(stderr=True) if console is None else console
@@ -261,7 +253,7 @@ def measure(
 
     Args:
         model: in float32, its experts on meta. experts: of each layer, in the store's type.
-        advance: called with the tokens just run.
+        advance: called with the tokens of each window.
     """
     layers = [_Fisher(block, weights) for block, weights in zip(blocks, experts, strict=True)]
     with watching(model, blocks, layers), torch.enable_grad():
@@ -276,7 +268,7 @@ def measure(
 
 
 class _Fisher(Watcher):
-    """Sums what s_l needs. Experts are computed again in the backward pass, which frees their float32 weights."""
+    """Sums for s_l. Checkpointing recomputes experts in the backward pass and frees their float32 weights."""
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
         super().__init__(block, weights)
@@ -293,13 +285,13 @@ class _Fisher(Watcher):
         self._add_change(y.detach(), weights.detach().float())
         out = super().combine(y, weights)
         if not out.requires_grad:
-            out.requires_grad_(True)  # the first layer: all that comes before is fixed
+            out.requires_grad_(True)  # the first MoE layer has no trained parameter before it
         out.retain_grad()
         self._output = out
         return out
 
     def collect(self) -> None:
-        """A backward pass has ended."""
+        """Add the gradients of a finished backward pass."""
         if self._output is not None and self._output.grad is not None:
             self._gradient = self._gradient + self._output.grad.double().square().sum(dim=0)
             self._rows += len(self._output)
@@ -307,7 +299,7 @@ class _Fisher(Watcher):
 
     @property
     def sensitivity(self) -> float:
-        """s_l so far; 0 where nothing ran."""
+        """s_l so far; 0 before any token."""
         if not self._rows:
             return 0.0
         product = torch.as_tensor(self._gradient) * torch.as_tensor(self._change)
@@ -326,8 +318,8 @@ class _Fisher(Watcher):
         self._change = self._change + change.double().square().sum(dim=0)
 
 
-def _mean(y: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The weighted mean of some of each token's experts' outputs [T, H]; places [T, k]."""
-    chosen = weights.gather(1, places).clamp_min(1e-12)  # [T, k]
-    rows = y.gather(1, places.unsqueeze(2).expand(-1, -1, y.shape[2]))
+def _mean(y: torch.Tensor, weights: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The weighted mean [T, H] of each token's outputs in `columns` [T, k] of y [T, K, H]."""
+    chosen = weights.gather(1, columns).clamp_min(1e-12)  # [T, k]
+    rows = y.gather(1, columns.unsqueeze(2).expand(-1, -1, y.shape[2]))
     return (rows * chosen.unsqueeze(2)).sum(dim=1) / chosen.sum(dim=1, keepdim=True)

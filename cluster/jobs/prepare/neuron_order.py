@@ -1,13 +1,12 @@
-"""Puts those neurons of each expert first that contribute most on calibration text, in a store that is there.
+"""Puts the neurons of each expert first that contribute most on calibration text.
 
-    measure every neuron -> write the layers anew under other names -> replace `manifest.json` -> drop the old ones
+    measure every neuron -> write the layers under other names -> replace `manifest.json` -> remove the old layers
 
-Neuron j of an expert adds act_j * down_j to the expert's output, so on a token the vector that it adds has length
-|act_j| * ||down_j||. Its mass is the sum of that over the tokens that the router sent to the expert, not weighted by
-the routing weights. Within an expert this ranks neurons as the mean over those tokens does.
+Neuron j of an expert adds act_j * down_j to the expert's output, a vector of length |act_j| * ||down_j||. Its mass is
+the sum of that length over the tokens that the router sent to the expert, without routing weights.
 
-An expert's output is a sum over its neurons, so their order is free: outputs change by rounding only. What is
-unfinished lies in `OUT.order` with a journal (`writer.py`).
+The output is a sum over neurons, so another order changes it by rounding only. Unfinished files are in `OUT.order` with
+a journal (`writer.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from .capture import Watcher, batches, load_model, run_batch, watching
 from .job import ORDER_WORK
 from .writer import Journal, beside, locked, publish, require_space, sweep, write_file, write_tensors
 
-_ALGORITHM = "1"  # another number where the same text gives another order: an unfinished run then starts over
+_ALGORITHM = "1"  # changed when the same text gives another order: an unfinished run then starts over
 _MASS = "neuron-mass.f64"
 _LAYER_FILE = re.compile(r"layer-\d{3,}(-o[0-9a-f]{8})?\.safetensors")
 
@@ -51,24 +50,21 @@ _LAYER_FILE = re.compile(r"layer-\d{3,}(-o[0-9a-f]{8})?\.safetensors")
 def order_neurons(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
     """Order the neurons of each expert by their mean |activation| * ||down row|| on a text, greatest first.
 
-    Neurons that tie keep their order, and so do all of an expert that no token of the text reached. A store that is
-    ordered by this very text stays as it is. An interrupted run resumes.
+    Ties, and experts that no token reached, stay in their order. A store ordered by this text stays as it is. An
+    interrupted run resumes.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
         text: see `read_texts`.
 
-    Returns:
-        The store folder.
-
     Raises:
-        ConfigError: the text is none or too short; the store is ordered by another text, or has replicas, which are
-            fitted to the order that it has.
-        UnsupportedModelError: experts whose neurons may not change places.
+        ConfigError: the text is missing or too short; the store is ordered by another text, or has replicas, which
+            are fitted to its order.
+        UnsupportedModelError: an activation depends on a neuron's position.
         StoreError: the store is damaged, or the disk is full.
     """
     console = Console(stderr=True) if console is None else console
-    read_manifest(store)  # is one: said before the text is read
+    read_manifest(store)  # refused before the text is read
     windows = read_windows(text, model_dir, console)
     calibration = windows.record()
     wanted = NeuronOrder(by="activation-norm", sha256=calibration.sha256, tokens=calibration.tokens)
@@ -88,7 +84,7 @@ def _order(store: Path, wanted: NeuronOrder, windows: Windows, console: Console)
     manifest = opened.manifest
     digests = {MANIFEST_NAME: store_digest(store), "calibration": wanted.sha256}
     journal = Journal(folder, digests, _ALGORITHM)
-    # an earlier run may have left it: then all layers follow one measurement
+    # the measurement of an interrupted run counts, so all layers have one order
     journal.once(_MASS, lambda: write_file(folder / _MASS, _measured(opened, store, windows, console)))
     shape = (len(manifest.layers), manifest.experts.num_experts, manifest.experts.intermediate)
     mass = np.frombuffer((folder / _MASS).read_bytes(), dtype="<f8").reshape(shape)
@@ -112,11 +108,7 @@ def _order(store: Path, wanted: NeuronOrder, windows: Windows, console: Console)
 
 
 def _measured(opened: ExpertStore, store: Path, windows: Windows, console: Console) -> bytes:
-    """`neuron_mass` of the text.
-
-    Raises:
-        StoreError: it is not finite.
-    """
+    """`neuron_mass` of the text. Raises StoreError: it is not finite."""
     model, blocks = load_model(store, opened.manifest, None)
     refuse_mixing(blocks, opened.manifest.experts)
     with progress_on(console) as progress:
@@ -130,11 +122,7 @@ def _measured(opened: ExpertStore, store: Path, windows: Windows, console: Conso
 
 
 def _refuse(store: Path, manifest: Manifest) -> None:
-    """What an order would break.
-
-    Raises:
-        ConfigError: see `order_neurons`.
-    """
+    """Refuse a store that a new order would break."""
     if manifest.neuron_order is not None:
         raise ConfigError(
             f"the neurons of {store} are ordered by another text already",
@@ -149,21 +137,21 @@ def _refuse(store: Path, manifest: Manifest) -> None:
 
 
 def neuron_orders(mass: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Which neuron comes at each place: [..., I] -> [..., I], greatest mass first, ties as they were."""
+    """Indices of the neurons by mass [..., I], greatest first; ties in their order."""
     return np.argsort(-mass, axis=-1, kind="stable")
 
 
 def first_half(mass: NDArray[np.float64]) -> float:
-    """The share of all mass [..., I] in the first I // 2 neurons; 0 where there is none."""
+    """The share of all mass [..., I] in the first I // 2 neurons; 0 without any mass."""
     total = float(mass.sum())
     return float(mass[..., : mass.shape[-1] // 2].sum()) / total if total else 0.0
 
 
 def reordered(layer: LayerArrays, names: tuple[str, ...], orders: NDArray[np.int64]) -> Iterator[bytes]:
-    """The data of a layer file with its neurons in another order, an expert at a time.
+    """The data of a layer file in another neuron order, an expert at a time.
 
     Args:
-        names: of the file's tensors, as they lie. orders: [E, I] of `neuron_orders`.
+        names: of the file's tensors, in file order. orders: [E, I] of `neuron_orders`.
     """
     for name in names:
         experts: NDArray[np.generic] = getattr(layer, name)
@@ -178,11 +166,11 @@ def neuron_mass(
     windows: Windows,
     advance: Callable[[int], None],
 ) -> NDArray[np.float64]:
-    """Sum of |activation| * ||down row|| of each neuron: float64 [L, E, I]; zeros for experts that got no token.
+    """Sum of |activation| * ||down row|| of each neuron: float64 [L, E, I]; zeros for experts without tokens.
 
     Args:
         model: in float32, its experts on meta. experts: of each layer, in the store's type.
-        advance: called with the tokens just run.
+        advance: called with the tokens of each forward.
     """
     meters = [_Meter(block, weights) for block, weights in zip(blocks, experts, strict=True)]
     with watching(model, blocks, meters):
@@ -193,7 +181,6 @@ def neuron_mass(
 
 
 class _Meter(Watcher):
-    """Sums activations."""
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
         super().__init__(block, weights)
@@ -211,10 +198,10 @@ class _Meter(Watcher):
 
 
 def refuse_mixing(blocks: Sequence[MoeBlock], shape: ExpertShape) -> None:
-    """Tried out on random pre-activations: may an expert's neurons change places?
+    """Try a reversed neuron order on random pre-activations.
 
     Raises:
-        UnsupportedModelError: an activation depends on the place of a neuron, or on other neurons.
+        UnsupportedModelError: an activation depends on a neuron's position, or on other neurons.
     """
     size, gates = shape.intermediate, shape.gates
     pre = torch.randn(4, size, gates, generator=torch.Generator().manual_seed(0))

@@ -1,13 +1,12 @@
-"""Which checkpoint tensors make which parameters, worked out before any weight is read; and how tensors are read.
+"""Plans which checkpoint tensors make which parameters before any weight is read, and reads tensors.
 
-The model is built on the meta device, and its experts modules and their layout are found there. transformers knows each
-architecture's checkpoint layout as a list of renamings and converters. The plan applies them to the names of the
-checkpoint, groups the tensors that one conversion takes together, and runs every conversion once on the meta device. So
-a missing or mis-shaped tensor, or a surplus expert, is found in seconds, and each group can later be converted alone:
-one group at a time is what bounds memory.
+The model and its experts modules are built on the meta device. transformers describes each architecture's checkpoint
+layout by renamings and converters. The plan applies them to the checkpoint's names, groups the tensors of each
+conversion, and runs every conversion once on the meta device. So a missing or mis-shaped tensor, or a surplus expert,
+is found in seconds. Later each group is converted alone, which bounds memory.
 
-Tensors are read into ordinary memory: mapped files would leave every page that was touched on this process's account,
-and the peak memory of a conversion would grow with the checkpoint.
+Tensors are read into ordinary memory: the touched pages of mapped files count as this process's memory, so its peak
+would grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
 from .checkpoint import REFETCH, Checkpoint, TensorEntry
 
-BLOCK_BYTES = 16 << 20  # tensors are looked at and written in runs of this length
+BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 
 _TORCH_TYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -63,28 +62,20 @@ _TYPE_CODES = {dtype: code for code, dtype in _TORCH_TYPES.items()}
 
 
 def type_code(dtype: torch.dtype) -> str:
-    """The safetensors type code of a torch type.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The safetensors type code of a torch type. Raises CheckpointError: there is none."""
     if dtype not in _TYPE_CODES:
         raise CheckpointError(f"tensors of type {dtype} cannot be stored", "convert the checkpoint to bfloat16")
     return _TYPE_CODES[dtype]
 
 
 def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-    """Entries start..stop-1 of a tensor's first dimension, in memory of their own.
-
-    Raises:
-        CheckpointError: the file ends before the tensor does, or cannot be read.
-    """
+    """Entries start..stop-1 of a tensor's first dimension. Raises CheckpointError: unreadable or truncated."""
     shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
     dtype = _TORCH_TYPES[entry.spec.dtype]
     nbytes = (stop - start) * entry.row_nbytes
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    # Pages of its own: the allocator keeps freed megabytes, and a layer is hundreds of such tensors.
+    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
     pages = mmap.mmap(-1, nbytes)
     buffer = memoryview(pages)
     done = 0
@@ -102,11 +93,7 @@ def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[torch.Tensor]:
-    """A tensor in runs of rows of at most 16 MiB (or one row), in order.
-
-    Raises:
-        CheckpointError: as `read_rows`.
-    """
+    """A tensor in runs of rows of at most `BLOCK_BYTES` (or one row), in order. Raises as `read_rows`."""
     step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
     for start in range(0, entry.rows, step):
         yield read_rows(entry, start, min(start + step, entry.rows))
@@ -123,7 +110,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether a contiguous tensor holds no NaN and no infinity; integers always pass."""
     if not tensor.is_floating_point():
         return True
-    # A finite sum proves it, and is many times faster; the sum of finite numbers may still overflow.
+    # A finite sum proves it many times faster; only a sum that overflows needs the second test.
     return all(
         bool(torch.isfinite(chunk.sum())) or bool(torch.isfinite(chunk).all())
         for chunk in tensor.view(-1).split(BLOCK_BYTES // 2)
@@ -140,8 +127,8 @@ class ExpertsModule:
 
     Attributes:
         path: in the model, such as `model.layers.3.mlp.experts`.
-        transposed: weights are [in, out] rather than [out, in].
-        concatenated: gate rows, then up rows, rather than gate and up in turns.
+        transposed: weights are [in, out], not [out, in].
+        concatenated: all gate rows, then all up rows; not interleaved.
         params: parameter path by stored name (`gate_up`, `down`, `gate_up_bias`, `down_bias`).
     """
 
@@ -152,14 +139,10 @@ class ExpertsModule:
     params: dict[str, str]
 
     def neuron_major(self, name: str, block: torch.Tensor) -> torch.Tensor:
-        """Lay out some experts' weights as the store does.
-
-        Args:
-            name: the stored name.
-            block: [n, ...] of the module's parameter, n experts.
+        """Some experts' weights [n, ...] of the module's parameter in the store's layout.
 
         Returns:
-            [n, I, G, H], [n, I, H], [n, I, G] or [n, H]: contiguous.
+            By stored `name`, contiguous: [n, I, G, H], [n, I, H], [n, I, G] or [n, H].
         """
         if name.startswith("gate_up"):
             if name == "gate_up" and self.transposed:
@@ -184,9 +167,9 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     _refuse_quantized(checkpoint.config)
     config, dtype = _load_config(checkpoint)
     try:
-        with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # it is only looked at
+        with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # no weight is used
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises many kinds
         raise UnsupportedModelError(
             f"{checkpoint.path}: transformers cannot build a causal language model from config.json "
             f"({first_problem(error)})",
@@ -195,11 +178,7 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
-    """The experts modules in layer order.
-
-    Raises:
-        UnsupportedModelError: there are none, or their shapes or types differ.
-    """
+    """The experts modules in layer order. Raises UnsupportedModelError: none, or of different shapes."""
     found = [
         _describe(path, module)
         for path, module in model.named_modules()
@@ -218,11 +197,7 @@ def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
 
 
 def expert_dtype(model: PreTrainedModel, experts: list[ExpertsModule]) -> str:
-    """Name of the type that all experts have.
-
-    Raises:
-        UnsupportedModelError: it is none of bfloat16, float16 and float32, or there are several.
-    """
+    """Name of the experts' type. Raises UnsupportedModelError: not one of bfloat16, float16 and float32."""
     dtypes = {model.get_parameter(path).dtype for module in experts for path in module.params.values()}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if len(names) != 1 or names[0] not in DTYPE_CODES:
@@ -254,11 +229,7 @@ def _describe(path: str, module: Any) -> ExpertsModule:
 
 
 def _expert_shape(module: Any, params: dict[str, Any]) -> ExpertShape:
-    """The shape of one expert, from parameters that must agree on it.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """The shape of one expert. Raises ValueError: the parameters disagree."""
     order = -1 if module.is_transposed else 1
     count, rows, hidden = params["gate_up"].shape[:1] + params["gate_up"].shape[1:][::order]
     gates: Literal[1, 2] = 2 if module.has_gate else 1
@@ -293,7 +264,7 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
         depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
-        # More layers than tensors would take long to build, only to be found wrong.
+        # more layers than tensors are wrong, and would take long to build
         if not isinstance(depth, int) or not 1 <= depth <= len(checkpoint.tensors):
             raise ValueError(f"{depth} layers, but the files have {len(checkpoint.tensors)} tensors")
         return config, _checkpoint_dtype(config, checkpoint)
@@ -321,18 +292,15 @@ def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch
     return dtype
 
 
-_SHOWN = 3
-
-
 @dataclass(frozen=True)
 class Group:
-    """Checkpoint tensors that one conversion takes together.
+    """The checkpoint tensors of one conversion.
 
     Attributes:
         key: the first parameter that it makes.
-        converter: what makes the parameters; None where the tensor is only renamed.
+        converter: None for a renamed tensor.
         dtype: that the tensors are cast to first.
-        sources: (source pattern, checkpoint name, tensor) in the order that the converter needs.
+        sources: (source pattern, checkpoint name, tensor) in the converter's order.
         targets: shape and type of the parameters that it makes, by name.
     """
 
@@ -345,11 +313,7 @@ class Group:
     def convert(
         self, model: PreTrainedModel, read: Callable[[TensorEntry], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Make the parameters of the tensors, each read when it is needed.
-
-        Raises:
-            CheckpointError: a file cannot be read, or the conversion fails.
-        """
+        """Make the parameters; tensors are read on use. Raises CheckpointError: unreadable, or not convertible."""
         if self.converter is None:
             return {self.key: read(self.sources[0][2]).to(self.dtype)}
         converter: WeightTransform = deepcopy(self.converter)
@@ -365,12 +329,9 @@ class Group:
         return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
 
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        """Parameters in runs along their first dimension, one after the other; contiguous.
+        """Parameters in contiguous runs along their first dimension, one after the other. Raises as `convert`.
 
         A renamed tensor is streamed from its file, a converted one is made as a whole first.
-
-        Raises:
-            CheckpointError: as `convert`.
         """
         if self.converter is None:
             for block in read_blocks(self.sources[0][2]):
@@ -386,25 +347,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """All conversions of a checkpoint.
-
-    Attributes:
-        groups: in the order of the checkpoint's names.
-        makers: the group that makes each parameter.
-    """
+    """All conversions of a checkpoint, in the order of its names; and the group that makes each parameter."""
 
     groups: list[Group]
     makers: dict[str, Group]
 
 
 def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
-    """Plan the conversion of a checkpoint into the parameters of a model.
+    """Plan the conversion of a checkpoint into the parameters of a model on the meta device.
 
-    Follows `transformers.core_model_loading.convert_and_load_state_dict_in_model` in naming, casting
-    and order, and is stricter: nothing is ever initialised at random.
-
-    Args:
-        model: on the meta device.
+    Follows `transformers.core_model_loading.convert_and_load_state_dict_in_model` in naming, casting and order, but
+    never initialises a parameter at random.
 
     Raises:
         CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
@@ -415,7 +368,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     problems: list[str] = []
     for group in groups:
         _check_numbering(group)
-        for name, made in group.convert(model, _meta).items():  # shapes and types only
+        for name, made in group.convert(model, _meta).items():
             slot = slots.get(name)
             if slot is None:
                 unexpected.append(name)
@@ -428,18 +381,15 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
                 group.targets[name] = made
     if problems:
         raise CheckpointError(f"{_some(problems)} in {checkpoint.path}", REFETCH)
-    _refuse_strangers(model, unexpected)
+    _refuse_unexpected_experts(model, unexpected)
     return Plan(groups, makers)
 
 
 def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
-    """Every parameter and persistent buffer must come from the checkpoint.
-
-    Args:
-        satisfied: names that need no tensor because they share another one's.
+    """Check that the checkpoint has every parameter and persistent buffer but `satisfied`, which share another's.
 
     Raises:
-        CheckpointError: some do not.
+        CheckpointError: some are missing.
     """
     optional = _pattern(model._keys_to_ignore_on_load_missing)
     missing = [
@@ -454,18 +404,18 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
 def _group(
     model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]
 ) -> tuple[list[Group], list[str]]:
-    """Sort the checkpoint's tensors into groups; the second result has no place in the model."""
+    """The groups of the checkpoint's tensors, and the names that the model does not have."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, Group] = {}
     unexpected: list[str] = []
-    # In one pass and in this order: some renamings remember which names they have seen.
+    # one pass in this order: some renamings depend on the names before
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
         try:
             key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, slots)
-        except ValueError as error:  # a renaming that reads a number where there is none
+        except ValueError as error:  # a renaming expects a number
             raise CheckpointError(f"tensor {name!r} has an unknown name ({error})", REFETCH) from error
         if key not in slots and name in slots:
             key, pattern = name, None
@@ -480,30 +430,25 @@ def _group(
         elif group.converter is None:
             other = group.sources[0][1]
             raise CheckpointError(f"tensors {other!r} and {name!r} both make parameter {key}", REFETCH)
-        _check_kind(name, entry, group.dtype)
+        if group.dtype.is_floating_point and entry.spec.dtype not in ("BF16", "F16", "F32", "F64"):
+            # a damaged header, or an unmarked quantization
+            raise CheckpointError(
+                f"tensor {name!r} is of type {entry.spec.dtype}, not floating point", "pass the unquantized checkpoint"
+            )
         group.sources.append((pattern or name, name, entry))
     return list(groups.values()), unexpected
 
 
 def _target_dtype(model: PreTrainedModel, key: str, slot: torch.Tensor) -> torch.dtype:
-    """The type that transformers gives a parameter: some stay in float32 whatever the model's type."""
+    """The type that transformers gives a parameter: some are float32 in every model."""
     for glob, dtype in model._get_dtype_plan(model.config.dtype).items():
         if re.search(glob.replace("*", ".*"), key):
             return dtype
     return slot.dtype
 
 
-def _check_kind(name: str, entry: TensorEntry, dtype: torch.dtype) -> None:
-    """Integers in the place of weights are a damaged header or an unmarked quantization."""
-    floating = entry.spec.dtype in ("BF16", "F16", "F32", "F64")
-    if dtype.is_floating_point and not floating:
-        raise CheckpointError(
-            f"tensor {name!r} is of type {entry.spec.dtype}, not floating point", "pass the unquantized checkpoint"
-        )
-
-
 def _check_numbering(group: Group) -> None:
-    """Experts that are stacked must be numbered 0, 1, 2, ...: a gap would shift the ones behind it."""
+    """Stacked experts must be numbered 0, 1, 2, ...: a gap would shift the later ones."""
     by_pattern: dict[str, list[list[str]]] = {}
     for pattern, name, _ in group.sources:
         by_pattern.setdefault(pattern, []).append(name.split("."))
@@ -519,25 +464,20 @@ def _check_numbering(group: Group) -> None:
 
 
 def _meta(entry: TensorEntry) -> torch.Tensor:
-    """A tensor of the same type and shape without data."""
     return torch.empty(entry.spec.shape, dtype=_TORCH_TYPES[entry.spec.dtype], device="meta")
 
 
-def _refuse_strangers(model: PreTrainedModel, unexpected: list[str]) -> None:
-    """Tensors without a place are tolerated, as transformers does, unless they look like experts of ours.
-
-    Raises:
-        CheckpointError: one lies in an experts module of the model.
-    """
+def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) -> None:
+    """Ignore unexpected tensors, as transformers does, but not those of an experts module."""
     ignored = _pattern(model._keys_to_ignore_on_load_unexpected)
     paths = [path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated")]
-    strangers = [
+    surplus = [
         name
         for name in unexpected
         if not (ignored and ignored.search(name)) and any(path in name for path in paths)
     ]
-    if strangers:
-        raise CheckpointError(f"the checkpoint has experts' tensors that the model lacks: {_some(strangers)}", REFETCH)
+    if surplus:
+        raise CheckpointError(f"the checkpoint has experts' tensors that the model lacks: {_some(surplus)}", REFETCH)
 
 
 def _pattern(patterns: Any) -> re.Pattern[str] | None:
@@ -545,5 +485,5 @@ def _pattern(patterns: Any) -> re.Pattern[str] | None:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

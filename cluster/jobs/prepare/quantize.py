@@ -1,12 +1,15 @@
-"""Quantizes the experts of one MoE layer to the inputs that the router sends them, and measures what that costs.
+"""Quantizes the experts of a store to their calibration inputs, and measures their losses.
 
 Gate and up share the Hessian of the expert's input rows, all rows alike: the loss table is about the expert's output,
-not about what the router makes of it. Down is fitted after them, to the activations of the *quantized* gate and up, and
-to weights that make up for their error: with A those activations and A* the full-precision ones, the down projection D
-is replaced by D* = D + (A^T A + damping)^-1 A^T (A* - A) D before GPTQ, the least squares fit of A D* to A* D. On
-held-out text this is better at every width than the Hessian of A* alone (docs/store-format.md).
+not about the router's weights. Down is then fitted to the activations of the *quantized* gate and up, with weights that
+compensate their error: with A those activations and A* the full-precision ones, GPTQ gets, in place of the down
+projection D,
 
-`ReplicaJob` is one run over all layers, under the store's lock; `replicas.py` decides what it has to make.
+    D* = D + (A^T A + damping)^-1 A^T (A* - A) D        the least squares fit of A D* to A* D
+
+On held-out text this is better at every width than the Hessian of A* alone (docs/store-format.md).
+
+`ReplicaJob` is one run over all layers, under the store's lock; `replicas.py` decides what it makes.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ from .replicas import ReplicaOptions
 from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
 
 MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/store-format.md has the figures)
-LEAST_CAP = 4096  # rows of an expert that are used at most, unless its matrices are larger than that
+LEAST_CAP = 4096  # at least so many rows of an expert are used; more with larger matrices
 _ROWS_AT_ONCE = 4096  # whose pre-activations are in memory together
-_BATCH_BYTES = 256 << 20  # of one Hessian for each expert that is quantized at once
+_BATCH_BYTES = 256 << 20  # of the Hessians of the experts that are quantized together
 _CORRECTION_DAMPING = 0.3  # of the mean diagonal, for D*
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -69,12 +72,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Matrices:
-    """B experts as float32 matrices, outputs before inputs.
-
-    Attributes:
-        gate_up: [B, 2I, H], gate before up.
-        down: [B, H, I].
-    """
+    """B experts as float32 matrices, outputs before inputs: gate_up [B, 2I, H], gate before up; down [B, H, I]."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -89,12 +87,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class QuantizedExperts:
-    """B experts of one layer at one width.
-
-    Attributes:
-        gate_up: outputs 0..I-1 are gate, I..2I-1 up; inputs H.
-        down: outputs H, inputs I.
-    """
+    """B experts of one layer at one width. gate_up: outputs 0..I-1 are gate, I..2I-1 up; inputs H. down: I to H."""
 
     gate_up: QuantizedBatch
     down: QuantizedBatch
@@ -105,11 +98,9 @@ class QuantizedExperts:
 
 @dataclass(frozen=True)
 class WidthResult:
-    """A chunk of experts at one width, and what it was measured at.
+    """B experts at one width.
 
-    Attributes:
-        losses, rtn_losses: float32 [B], as in `ReplicaTables`.
-        fallback: bool [B], rounded to nearest for want of rows.
+    losses, rtn_losses: float32 [B], as in `ReplicaTables`. fallback: bool [B], rounded to nearest: too few rows.
     """
 
     bits: int
@@ -121,10 +112,9 @@ class WidthResult:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some experts in full precision with their calibration rows.
+    """Experts in full precision with calibration rows [n, H], activations [n, I] and outputs [n, H] of each.
 
-    Per expert rows [n, H], activations [n, I] and outputs [n, H]; hessians
-    [B, H, H]; few [B].
+    hessians: [B, H, H]. few: [B], has less than `MIN_ROWS` rows.
     """
 
     full: Matrices
@@ -136,13 +126,13 @@ class _Chunk:
 
 
 def chunks(experts: int, hidden: int, intermediate: int) -> list[range]:
-    """The experts in runs that bounded memory can hold at once."""
+    """Expert ids in runs whose Hessians fit into `_BATCH_BYTES`."""
     size = max(1, _BATCH_BYTES // (4 * max(hidden, intermediate) ** 2))
     return [range(start, min(start + size, experts)) for start in range(0, experts, size)]
 
 
 def expert_rows(inputs: LayerInputs, expert: int, cap: int) -> torch.Tensor:
-    """float32 [n, H]: the rows that the router sent to the expert, at most `cap`, evenly spaced; all where none."""
+    """float32 [n, H]: rows routed to the expert, at most `cap`, evenly spaced; without any, rows of the layer."""
     rows = np.flatnonzero((inputs.ids == expert).any(axis=1))
     if not len(rows):
         rows = np.arange(len(inputs.ids))
@@ -154,12 +144,7 @@ def expert_rows(inputs: LayerInputs, expert: int, cap: int) -> torch.Tensor:
 def load_chunk(
     gate_up: torch.Tensor, down: torch.Tensor, inputs: LayerInputs, experts: range, activation: str
 ) -> _Chunk:
-    """Experts of a layer in float32 with everything that no width changes.
-
-    Args:
-        gate_up: [E, I, 2, H] of any type, as stored.
-        down: [E, I, H].
-    """
+    """Experts of a layer in float32 with what all widths share; gate_up [E, I, 2, H] and down [E, I, H] as stored."""
     part = slice(experts.start, experts.stop)
     full = Matrices.of(gate_up[part], down[part])
     sizes = full.down.shape[1:]  # H, I
@@ -178,11 +163,7 @@ def load_chunk(
 
 
 def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activation: str) -> WidthResult:
-    """All experts of a chunk at one width, with their losses over the rows.
-
-    Raises:
-        ValueError: a weight or an input is not finite.
-    """
+    """All experts of a chunk at one width, with their losses. Raises ValueError: a weight or input is not finite."""
     full = chunk.full
     nearest = QuantizedExperts(round_to_nearest(full.gate_up, bits, group), round_to_nearest(full.down, bits, group))
     rtn_losses = output_losses(nearest.dequantized(), chunk.rows, chunk.outputs, activation)
@@ -204,7 +185,7 @@ def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activa
 
 
 def expert_outputs(experts: Matrices, rows: list[torch.Tensor], activation: str) -> list[torch.Tensor]:
-    """What each expert makes of its rows [n, H] -> [n, H]."""
+    """The output of each expert for its rows [n, H] -> [n, H]."""
     return [
         _activate(x, gate_up, activation) @ down.T
         for x, gate_up, down in zip(rows, experts.gate_up, experts.down, strict=True)
@@ -220,11 +201,7 @@ def output_losses(
 
 
 def unpacked(arrays: Mapping[str, NDArray[Any]], shape: PackedShape) -> Matrices:
-    """A layer's packed experts [E, ...] as matrices again.
-
-    Raises:
-        PackError: the arrays are not those of `shape`.
-    """
+    """A layer's packed experts [E, ...] as matrices. Raises PackError: the arrays are not those of `shape`."""
     experts = len(arrays["down"])
     parts = [unpack_expert({name: array[e] for name, array in arrays.items()}, shape) for e in range(experts)]
     gate_up = [np.concatenate([gate.dequantized(), up.dequantized()]) for gate, up, _ in parts]
@@ -242,7 +219,7 @@ def _activate(rows: torch.Tensor, gate_up: torch.Tensor, activation: str) -> tor
 def _corrected(
     chunk: _Chunk, seen: list[torch.Tensor], hessians: torch.Tensor, damping: torch.Tensor
 ) -> torch.Tensor:
-    """D* [B, H, I]; see the top of this file."""
+    """D* [B, H, I]; see the module's docstring."""
     missing = torch.stack([a.T @ (full - a) for a, full in zip(seen, chunk.activations, strict=True)])  # [B, I, I]
     share = damping.clamp(min=_CORRECTION_DAMPING)
     return chunk.full.down + chunk.full.down @ torch.linalg.solve(damped(hessians, share), missing).transpose(1, 2)
@@ -264,7 +241,7 @@ def widths_of(
             yield quantize_chunk(chunk, bits, group, act_order, activation)
 
 
-_ALGORITHM = "1"  # another number where the same inputs give other replicas: an unfinished run then starts over
+_ALGORITHM = "1"  # changed when the same inputs give other replicas: an unfinished run then starts over
 _ACTIVATIONS = "activations.json"
 _REPLICA_FILE = re.compile(r"(replicas-b\d+-g\d+-\d+|losses-b\d+-g\d+)\.safetensors")
 _TYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
@@ -272,13 +249,7 @@ _TYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
 
 @dataclass(frozen=True)
 class ReplicaJob:
-    """What to make.
-
-    Attributes:
-        windows: the calibration text.
-        widths: those to make now, ascending.
-        present: replicas that stay.
-    """
+    """One run. windows: the calibration text. widths: to make now, ascending. present: replicas that stay."""
 
     store: Path
     options: ReplicaOptions
@@ -287,11 +258,7 @@ class ReplicaJob:
     present: ReplicaManifest | None
 
     def make(self, console: Console) -> None:
-        """Capture, quantize, publish.
-
-        Raises:
-            UnsupportedModelError: unusual gating. StoreError: the store is damaged, or the disk is full.
-        """
+        """Capture, quantize, publish. Raises UnsupportedModelError: unusual gating; StoreError: as `add_replicas`."""
         opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
         options = hashlib.sha256(json.dumps([self.options.group, self.options.act_order]).encode()).hexdigest()
         calibration = self.windows.record().sha256
@@ -324,11 +291,7 @@ class ReplicaJob:
         return PackedShape(experts.hidden, experts.intermediate, bits, self.options.group)
 
     def _capture(self, opened: ExpertStore, journal: Journal, bar: Progress) -> None:
-        """The inputs of every layer's experts, unless an earlier run left them all.
-
-        Raises:
-            StoreError: the disk has too little space for them and the replicas.
-        """
+        """The inputs of every layer's experts, unless an earlier run finished them all."""
         names = [*(inputs_name(layer) for layer in range(len(opened.layers))), _ACTIVATIONS]
         if all(journal.finished(name) for name in names):
             return
@@ -345,7 +308,7 @@ class ReplicaJob:
         journal.add(write_file(folder / _ACTIVATIONS, json.dumps([b.activation for b in blocks]).encode()))
 
     def _layer(self, opened: ExpertStore, layer: int, journal: Journal) -> None:
-        """The missing widths of one layer: for each a file of packed experts and one of figures."""
+        """The missing widths of one layer: for each a file of packed experts and one of losses."""
         left = tuple(
             bits
             for bits in self.widths
@@ -360,7 +323,7 @@ class ReplicaJob:
         figures: dict[int, list[NDArray[np.float32]]] = {bits: [] for bits in left}
         try:
             for result in widths_of(gate_up, down, open_inputs(folder, layer), activation, left, group, act_order):
-                packed[result.bits] += _packed(result)  # at once: codes take a byte each
+                packed[result.bits] += _packed(result)  # now: unpacked codes take a byte each
                 columns = (result.losses, result.rtn_losses, result.fallback.astype(np.float32))
                 figures[result.bits].append(np.stack(columns))
         except ValueError as error:
@@ -372,12 +335,12 @@ class ReplicaJob:
             header = {name: (code, (len(experts), *dims)) for name, (code, dims) in tensors.items()}
             data = (expert[name].tobytes() for name in header for expert in experts)
             written = write_tensors(folder / self._name(bits, layer), header, data)
-            noted_figures = _write_figures(folder / _figures_name(bits, layer), figures[bits])
+            losses = _write_figures(folder / _figures_name(bits, layer), figures[bits])
             journal.add(written)
-            journal.add(noted_figures)
+            journal.add(losses)
 
     def _tables(self, opened: ExpertStore, folder: Path) -> ReplicaTables:
-        """Of the new widths and of those that stay."""
+        """Tables of the new widths and of those that stay."""
         layers, experts = len(opened.layers), opened.manifest.experts.num_experts
         counts = np.zeros((layers, experts), dtype=np.int64)
         scores = np.zeros((layers, experts), dtype=np.float64)
@@ -386,10 +349,12 @@ class ReplicaJob:
             ids = inputs.ids.reshape(-1)
             counts[layer] = np.bincount(ids, minlength=experts)
             scores[layer] = np.bincount(ids, weights=inputs.weights.reshape(-1), minlength=experts)
-        by_width = {
-            bits: np.stack([_read_figures(folder / _figures_name(bits, layer), experts) for layer in range(layers)])
-            for bits in self.widths
-        }  # [L, 3, E]
+
+        def figures(bits: int, layer: int) -> np.ndarray:
+            return np.fromfile(folder / _figures_name(bits, layer), dtype=np.float32).reshape(3, experts)
+
+        # [L, 3, E] of each width
+        by_width = {bits: np.stack([figures(bits, layer) for layer in range(layers)]) for bits in self.widths}
         if self.present is not None and (view := describe_replicas(self.store, verify="stamp")) is not None:
             old = read_tables(view)
             for place, bits in enumerate(old.widths):
@@ -401,7 +366,7 @@ class ReplicaJob:
         return ReplicaTables(widths, losses, rtn_losses, fallback.astype(np.bool_), counts, scores)
 
     def _publish(self, folder: Path, files: Sequence[ReplicaFile], tables: ReplicaTables) -> None:
-        """Move the files into the store, `replicas.json` last, and drop what no manifest names any more."""
+        """Move the files into the store, `replicas.json` last, and remove what no manifest names any more."""
         losses = _write_tables(folder / losses_name(tables.widths, self.options.group), tables)
         staying = self.present.files if self.present is not None else ()
         manifest = ReplicaManifest(
@@ -414,7 +379,7 @@ class ReplicaJob:
             files=tuple(sorted((*staying, *files), key=lambda file: (file.bits, file.layer))),
             losses=losses,
         )
-        if self.present is None:  # names of the old set may be those of the new one: have none in between
+        if self.present is None:  # new files may have the names of old ones, so no manifest may name those
             with disk_errors(self.store):
                 (self.store / REPLICAS_NAME).unlink(missing_ok=True)
         publish(self.store, folder, (*files, losses), manifest, manifest.records(), _REPLICA_FILE)
@@ -425,7 +390,7 @@ def _figures_name(bits: int, layer: int) -> str:
 
 
 def _packed(result: WidthResult) -> list[dict[str, NDArray[Any]]]:
-    """The experts of a chunk in the kernels' layout."""
+    """Each expert in the kernels' layout."""
     gate_up, down = result.experts.gate_up, result.experts.down
     size = down.codes.shape[2]
     gate, up = slice(0, size), slice(size, 2 * size)
@@ -435,25 +400,20 @@ def _packed(result: WidthResult) -> list[dict[str, NDArray[Any]]]:
 
 
 def _write_figures(path: Path, parts: Sequence[NDArray[np.float32]]) -> FileRecord:
-    """Losses, losses of round-to-nearest and fallbacks of a layer at one width: float32 [3, E], from its chunks."""
+    """Losses, losses of round-to-nearest and fallbacks of a layer: float32 [3, E], from its chunks."""
     return write_file(path, np.concatenate(parts, axis=1).astype(np.float32).tobytes())
 
 
-def _read_figures(path: Path, experts: int) -> np.ndarray:
-    return np.frombuffer(path.read_bytes(), dtype=np.float32).reshape(3, experts)
-
-
 def _write_tables(path: Path, tables: ReplicaTables) -> FileRecord:
-    layers, experts, widths = tables.losses.shape
-    header = table_tensors(layers, experts, widths)
+    header = table_tensors(*tables.losses.shape)
     data = (getattr(tables, name).astype(_TYPES[code]).tobytes() for name, (code, _) in header.items())
     return write_tensors(path, header, data)
 
 
 def _report_fallbacks(tables: ReplicaTables, made: Sequence[int], console: Console) -> None:
-    """Say which experts of the new widths are rounded to nearest."""
-    places = [tables.widths.index(bits) for bits in made]
-    layers, experts = np.nonzero(tables.fallback[..., places].any(axis=2))
+    """Print the experts that are rounded to nearest at a new width."""
+    columns = [tables.widths.index(bits) for bits in made]
+    layers, experts = np.nonzero(tables.fallback[..., columns].any(axis=2))
     if not len(layers):
         return
     shown = ", ".join(f"{layer}/{expert}" for layer, expert in list(zip(layers, experts, strict=True))[:8])

@@ -1,9 +1,9 @@
-"""Adds quantized replicas and the loss table to a store, whole or not at all.
+"""Adds quantized replicas and the loss table to a store, atomically.
 
     check everything -> capture the experts' inputs -> quantize layer by layer -> put the files into the store
 
-All that is unfinished lies in `OUT.replicas` with a journal, so an interrupted run resumes after the last finished
-layer. `replicas.json` comes last; until then the store has the replicas that it had, or none.
+Unfinished files are in `OUT.replicas` with a journal, so an interrupted run resumes after the last finished layer.
+`replicas.json` is written last.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ from .writer import beside, discard, disk_errors, locked, noted
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What replicas to make.
-
-    Attributes:
-        bits: widths, ascending.
-        group: inputs that share a scale.
-        act_order: GPTQ's activation order.
+    """Replicas to make. bits: widths, ascending. group: inputs that share a scale. act_order: GPTQ's.
 
     Raises:
         ConfigError: an unknown width or group.
@@ -59,11 +54,7 @@ class ReplicaOptions:
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
-    """The widths of `--bits 1,2,3,4`.
-
-    Raises:
-        ConfigError: not numbers between commas.
-    """
+    """The widths of `--bits 1,2,3,4`. Raises ConfigError: not numbers between commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -73,14 +64,14 @@ def parse_bits(text: str) -> tuple[int, ...]:
 def ensure_replicas(
     store: Path, model_dir: Path, bits: Sequence[int], group: int = 64, *, progress: bool = True
 ) -> Path:
-    """The store, with replicas of at least these widths in this group size; made now if they are not there.
+    """The store, with replicas of at least these widths in this group size; missing ones are made now.
 
     Args:
         model_dir: the checkpoint, whose shipped calibration text is used.
 
     Raises:
-        ConfigError: they are not there and the model ships no calibration text; there are others, in groups of another
-            size; unknown width or group.
+        ConfigError: replicas are missing and the model ships no calibration text; replicas of another group size
+            exist; unknown width or group.
         StoreError, UnsupportedModelError: as `add_replicas`.
     """
     from .calibration import shipped_calibration
@@ -93,7 +84,7 @@ def ensure_replicas(
             return store
     except StoreError:
         present = None  # damaged: made again
-    if present is not None and present.group != group:  # made on purpose: not replaced behind the user's back
+    if present is not None and present.group != group:  # the user made them: never replaced implicitly
         raise ConfigError(
             f"the replicas of {store} are in groups of {present.group}, the run asks for {group}",
             f"set ndp.group_size: {present.group}, or make others with `tiermoe prepare --group-size {group}`",
@@ -116,22 +107,24 @@ def add_replicas(
 ) -> Path:
     """Make the replicas that a store lacks.
 
-    Widths that are there stay where calibration, group size and activation order are equal; otherwise the new
-    set replaces the old one.
+    Present widths stay if calibration, group size and activation order are equal; otherwise the new set replaces them.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
         calibration: text file or folder, see `read_texts`.
 
     Raises:
-        ConfigError: no calibration text. UnsupportedModelError: experts that no kernel on replicas can run.
+        ConfigError: no calibration text. UnsupportedModelError: no kernel runs replicas of such experts.
         StoreError: the store is damaged, or the disk is full.
     """
     from .calibration import read_windows
 
     console = Console(stderr=True, quiet=not progress)
     manifest = read_manifest(store)
-    _refuse_unsupported(manifest)
+    shape = manifest.experts
+    if shape.gates != 2 or shape.has_bias:
+        what = "have no gate" if shape.gates != 2 else "have biases"
+        raise UnsupportedModelError(f"the experts of {manifest.architecture} {what}", "use it without replicas")
     if any(record.file == REPLICAS_NAME for record in manifest.files()):
         what = f"{store} holds a file {REPLICAS_NAME} of the checkpoint's own"
         raise StoreError(what, "rename it in the checkpoint and prepare the store again")
@@ -149,24 +142,8 @@ def add_replicas(
     return store
 
 
-def _refuse_unsupported(manifest: Manifest) -> None:
-    """What the manifest alone tells.
-
-    Raises:
-        UnsupportedModelError: experts without a gate, or with biases.
-    """
-    shape = manifest.experts
-    if shape.gates != 2 or shape.has_bias:
-        what = "have no gate" if shape.gates != 2 else "have biases"
-        raise UnsupportedModelError(f"the experts of {manifest.architecture} {what}", "use it without replicas")
-
-
 def _refuse_unusual_gating(store: Path, manifest: Manifest) -> None:
-    """What only the model's code tells: it is built without weights, before anything is written or run.
-
-    Raises:
-        UnsupportedModelError: experts that gate in another way than act(gate) * up.
-    """
+    """Check, on a model without weights, that experts are act(gate) * up; UnsupportedModelError if not."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -178,10 +155,9 @@ def _refuse_unusual_gating(store: Path, manifest: Manifest) -> None:
 
 
 def _discard_published(store: Path, present: ReplicaManifest) -> None:
-    """Remove the work folder of a run that ended between `replicas.json` and the removal of that folder.
+    """Remove the work folder of a run that ended after it wrote `replicas.json`.
 
-    The journal of such a run names files that are in the store by now, or is removed already. Unfinished work on other
-    widths stays: it resumes.
+    Its journal names files of the store, or is removed already. Unfinished work on other widths stays and resumes.
     """
     folder = beside(store, REPLICA_WORK)
     names = noted(folder)
@@ -193,7 +169,7 @@ def _discard_published(store: Path, present: ReplicaManifest) -> None:
 def _present(
     store: Path, calibration: Calibration, options: ReplicaOptions, console: Console
 ) -> ReplicaManifest | None:
-    """Replicas that the new ones can join."""
+    """The store's replicas, if new ones can be added to them."""
     try:
         view = describe_replicas(store)
     except StoreError as error:

@@ -1,9 +1,9 @@
-"""How everything that `tiermoe prepare` makes is written: hashed, visible only when whole, resumed, one at a time.
+"""Atomic, resumable and hashed writing of the files of `tiermoe prepare`, one process at a time.
 
-    lock the store -> finish files in a work folder beside it, each noted in a journal -> move them in, manifest last
+    lock the store -> finish files in a work folder beside it, each recorded in a journal -> move them in, manifest last
 
-Until the manifest is replaced the store has what it had; from then on it has the new files. An interrupted run leaves
-its work folder, which the next run with the same inputs resumes.
+The store changes when its manifest is replaced. An interrupted run leaves its work folder, which the next run with the
+same inputs resumes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ _TEMPORARY = ".part"
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn failures of the file system under `path` into typed errors.
-
-    Raises:
-        StoreError: the disk is full, or may not be written.
-    """
+    """Turn each OSError of the block into a StoreError about `path`: the disk is full, or may not be written."""
     try:
         yield
     except OSError as error:
@@ -47,11 +43,11 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def require_space(folder: Path, needed: int, what: str, where: Path, remedy: str, resumed: bool = True) -> None:
-    """Refuse to start what cannot be finished.
+    """Check that the disk has space for `needed` bytes and `SPARE_BYTES`.
 
     Args:
-        needed: bytes, besides `SPARE_BYTES`. what: how the message begins. where: the folder that it names.
-        resumed: whether the tensor files that an earlier run left in `folder` count as done.
+        what: first part of the message. where: the folder that the message names.
+        resumed: tensor files of an earlier run in `folder` count as done.
 
     Raises:
         StoreError: the disk has too little space.
@@ -66,14 +62,11 @@ def require_space(folder: Path, needed: int, what: str, where: Path, remedy: str
 def write_tensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], data: Iterable[bytes | memoryview]
 ) -> FileRecord:
-    """Write one safetensors file from a stream of its data; it appears only after its last byte is on the disk.
+    """Write one safetensors file, atomically and durably, from a stream of its data.
 
     Args:
         tensors: type code and shape by name, in the order of the data.
         data: the bytes of all tensors, in order, in pieces of any length.
-
-    Returns:
-        Its name, length and SHA-256.
 
     Raises:
         StoreError: the disk is full, or the data is shorter or longer than the header says.
@@ -98,11 +91,7 @@ def write_tensors(
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a small file, atomically and durably.
-
-    Raises:
-        StoreError: the disk is full, or may not be written.
-    """
+    """Write a small file, atomically and durably. Raises StoreError: as `disk_errors`."""
     temporary = path.with_name(path.name + _TEMPORARY)
     with disk_errors(path):
         with open(temporary, "wb", buffering=0) as file:
@@ -135,17 +124,14 @@ def discard(folder: Path) -> None:
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """The neighbour of `out` whose name has this suffix; of the folder itself, by whatever link it is named.
-
-    So a store has one lock, and every path to it finds what an interrupted job left.
-    """
+    """The neighbour of `out` with this suffix. Links are resolved: a store has one lock and one work folder."""
     folder = out.resolve()
     return folder.with_name(folder.name + suffix)
 
 
 @contextmanager
 def locked(out: Path, console: Console) -> Iterator[bool]:
-    """Hold the lock of a store; whether another process had it first. The kernel frees it if its holder dies.
+    """Lock a store; yields whether another process had the lock first. The kernel frees the lock of a dead process.
 
     Raises:
         StoreError: the lock file cannot be made.
@@ -156,7 +142,7 @@ def locked(out: Path, console: Console) -> Iterator[bool]:
     try:
         yield waited
     finally:
-        path.unlink(missing_ok=True)  # while it is held: whoever waits sees that the name is gone
+        path.unlink(missing_ok=True)  # before the release: a waiting process sees that the name is gone
         os.close(descriptor)
 
 
@@ -176,19 +162,17 @@ def _acquire(path: Path, waiting: str, console: Console) -> tuple[int, bool]:
             if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 return descriptor, waited
         except FileNotFoundError:
-            pass  # its holder removed the file between the two looks
+            pass  # removed by its holder between `exists` and `stat`
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder removed this file: lock the one that bears the name now
+        os.close(descriptor)  # removed by its holder: lock the file of that name now
 
 
 class _Noted(BaseModel):
-    """The journal file. Finished files count only for the very same inputs, format and algorithm.
+    """The journal file. Finished files count only for the same inputs, format and algorithm.
 
-    Attributes:
-        transformers_version: version of the algorithm: the release whose conversion is used, or the job's own number.
-        source: the inputs, as files or as digests in that form.
+    transformers_version: of the conversion, or the job's own version. source: the inputs, as files or digests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -202,12 +186,12 @@ class _Noted(BaseModel):
 class Journal:
     """The finished files of a work folder.
 
-    Opening it makes the folder, or takes over what an earlier run left there: files whose bytes match
-    their recorded digest. What belongs to other inputs or another format or algorithm is thrown away.
+    Opening makes the folder, or resumes an earlier run: its files count if their digests match. The files of other
+    inputs, or of another format or algorithm, are removed.
 
     Args:
-        inputs: what the files are made from: a checkpoint's files, or digests by name.
-        algorithm: changes where the same inputs give other files.
+        inputs: a checkpoint's files, or digests by name.
+        algorithm: changes when the same inputs give other files.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -232,11 +216,11 @@ class Journal:
                 self._noted = earlier.model_copy(update={"finished": whole})
 
     def finished(self, name: str) -> FileRecord | None:
-        """The record of a finished file; None when it has to be made."""
+        """The record of a finished file, or None."""
         return next((record for record in self._noted.finished if record.file == name), None)
 
     def once(self, name: str, make: Callable[[], FileRecord]) -> FileRecord:
-        """The record of a file, which is made and noted now unless it is finished. Raises as `add` and `make`."""
+        """The record of a file; an unfinished one is made and recorded now. Raises as `add` and `make`."""
         record = self.finished(name)
         if record is None:
             record = make()
@@ -244,18 +228,14 @@ class Journal:
         return record
 
     def add(self, record: FileRecord) -> None:
-        """Note that a file is finished, durably; a file that is noted already stays so.
-
-        Raises:
-            StoreError: the disk is full.
-        """
+        """Record a finished file durably, once. Raises StoreError: the disk is full."""
         if self.finished(record.file) is None:
             plain = FileRecord(file=record.file, nbytes=record.nbytes, sha256=record.sha256)
             self._noted = self._noted.model_copy(update={"finished": (*self._noted.finished, plain)})
             self._write()
 
     def remove(self) -> None:
-        """Drop the journal: the folder is about to become a store."""
+        """Remove the journal, before the folder becomes a store."""
         with disk_errors(self._path):
             self._path.unlink()
 
@@ -264,7 +244,7 @@ class Journal:
 
 
 def noted(folder: Path) -> frozenset[str] | None:
-    """Names that the journal of a folder calls finished, their bytes not looked at; None where there is no journal."""
+    """Names of finished files in a folder's journal, bytes unchecked; None without a journal."""
     record = _read(folder)
     return None if record is None else frozenset(file.file for file in record.finished)
 
@@ -285,11 +265,7 @@ def _matches(folder: Path, record: FileRecord) -> bool:
 
 
 def write_artifact(store: Path, name: str, data: bytes, console: Console) -> Path:
-    """Put one file into a store, under the store's lock, in place of one of that name; its path.
-
-    Raises:
-        StoreError: the disk is full, or may not be written.
-    """
+    """Write or replace one file of a store under the store's lock; its path. Raises StoreError: as `disk_errors`."""
     with locked(store, console):
         write_file(store / name, data)
     return store / name
@@ -306,7 +282,7 @@ def publish(
     """Move finished files from the work folder into the store, then replace the manifest, then `sweep`.
 
     Args:
-        named: every file that the manifest names. own: names of files of its kind.
+        named: every file of the manifest. own: pattern of the names of its kind of files.
 
     Raises:
         StoreError: the disk is full, or may not be written.
@@ -320,11 +296,7 @@ def publish(
 
 
 def sweep(store: Path, work: Path, named: Iterable[FileRecord], own: re.Pattern[str]) -> None:
-    """Remove the files of a kind that its manifest does not name any more, and the work folder.
-
-    Raises:
-        StoreError: the folder may not be written.
-    """
+    """Remove the files of a kind that the manifest does not name, and the work folder. Raises as `publish`."""
     names = {record.file for record in named}
     with disk_errors(store):
         for path in store.iterdir():

@@ -38,7 +38,7 @@ def main(
     if not all(0 < rate <= 1 for rate in shares) or draws < 1:
         raise ConfigError("--rates or --draws is out of range", "give rates above 0, 1 at most, and 1 draw at least")
     options = EvaluationOptions(documents=documents, prefix=prefix, continuation=continuation)
-    from .trial import trial  # torch: seconds that refused options need not pay
+    from .trial import trial  # torch takes seconds: imported after the options are checked
 
     console = Console(stderr=True)
     with progress_on(console) as bar:

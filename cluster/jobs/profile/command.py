@@ -26,12 +26,11 @@ OUTPUT_TOKENS = 8192
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is counted, and how much of it.
+    """Sizes of a profile.
 
-    Attributes:
-        output_tokens: tokens, evenly spread over the text, on which every expert of every layer is run to see how
-            alike their outputs are, at most. It is E / top-k times the experts' work on them.
-        warmup_steps, warmup_weight: tokens before that place in their window or request count so much.
+    output_tokens: tokens, evenly spread over the text, on which every expert runs to compare outputs, at most. They
+        cost E / top-k times the experts' work.
+    warmup_steps, warmup_weight: the first tokens of each window or request, and the weight of each of them.
 
     Raises:
         ConfigError: a value is out of range; the message names its option.
@@ -50,21 +49,20 @@ class ProfileOptions:
             raise ConfigError(f"the weight of warm-up tokens is {self.warmup_weight}", "give a number from 0 to 1")
 
     def source(self, kind: Literal["text", "trace"], sha256: str, tokens: int, output_tokens: int) -> ProfileSource:
-        """What a profile made with these options says that it was made from."""
+        """The source of a profile with these options."""
         return ProfileSource(
             kind=kind, sha256=sha256, tokens=tokens, output_tokens=output_tokens,
             warmup_steps=self.warmup_steps, warmup_weight=self.warmup_weight,
         )  # fmt: skip
 
 
-ALPHAS = (0.75, 0.95, 0.99)  # those of the paper's tables
+ALPHAS = (0.75, 0.95, 0.99)  # of the paper's tables
 
 
 def size_distributions(profile: ExpertProfile, most: int = BuddyOptions.max_buddies) -> list[dict[str, Any]]:
-    """|B(i; alpha)| over the experts of each layer, for each ranking that the profile allows and each of `ALPHAS`.
+    """|B(i; alpha)| over the experts of each layer, for each ranking of the profile and each of `ALPHAS`.
 
-    Args:
-        most: K_max. `uncapped_mean` and `capped` (experts whose list it cuts) say what it does.
+    most: K_max; `uncapped_mean` is the mean without it, `capped` counts the lists that it shortens.
     """
     rows = []
     for by in get_args(Ranking):
@@ -86,10 +84,10 @@ def size_distributions(profile: ExpertProfile, most: int = BuddyOptions.max_budd
 
 
 def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
-    """Of each layer: each expert's most alike other one, by cosine of outputs on its own inputs; empty without outputs.
+    """Of each layer: the cosine of each expert's most alike other output on its own inputs; empty without outputs.
 
     `best_cosine` is the mean over experts, `best_cosine_most` the greatest; `better_than_none` is the share of experts
-    that have another whose output, at the same weight, leaves a smaller error than nothing does.
+    whose best substitute at the same weight leaves a smaller error than no output.
     """
     if profile.outputs is None or profile.experts < 2:
         return []
@@ -106,10 +104,7 @@ def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
 
 
 def taken(profile: ExpertProfile) -> list[dict[str, Any]]:
-    """By ranking: how often a token that picks an expert has picked that expert's best buddy too, mean over experts.
-
-    Such a buddy is of no use to it: it runs already. Co-activation ranks by just that.
-    """
+    """By ranking: how often a token that picks an expert also picks its best buddy, which then cannot replace it."""
     rows = []
     for by in get_args(Ranking):
         if by != "coactivation" and profile.outputs is None:
@@ -138,7 +133,7 @@ def size_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
-    """Three PNGs a layer (two where the profile has no outputs) and `profile-report.json`, into a folder.
+    """Three PNGs a layer (two without outputs) and `profile-report.json`, into a folder.
 
     Raises:
         ConfigError: matplotlib is not installed, or the folder cannot be written.
@@ -174,11 +169,7 @@ def write_figures(folder: Path, profile: ExpertProfile) -> list[Path]:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What a command line asks to be profiled.
-
-    Attributes:
-        text, trace: one of them. figures: folder for heat maps; None: no heat maps.
-    """
+    """A profile that the command line asks for: of `text` or `trace`, with heat maps in the folder `figures`."""
 
     text: Path | None
     trace: Path | None
@@ -186,17 +177,13 @@ class ProfileRequest:
     options: ProfileOptions
 
     def run(self, store: Path, model_dir: Path) -> ProfileManifest:
-        """Profile, and say on stderr how long the buddy lists are.
-
-        Raises:
-            ConfigError, StoreError, TraceError: as `profile_text`, `profile_trace` and `write_figures`.
-        """
+        """Profile, and print the lengths of the buddy lists. Raises as `profile_text` and `profile_trace`."""
         from .job import profile_text, profile_trace
 
         if self.text is not None:
             made = profile_text(store, model_dir, self.text, self.options)
         else:
-            assert self.trace is not None  # `profile_request` sees to it
+            assert self.trace is not None  # checked by `profile_request`
             made = profile_trace(store, self.trace, self.options)
         profile = read_profile(store, read_manifest(store))
         console = Console(stderr=True)
@@ -212,7 +199,6 @@ class ProfileRequest:
                 highlight=False,
             )
         if self.figures is not None:
-
             files = write_figures(self.figures, profile)
             console.print(f"{len(files)} files in {self.figures}", highlight=False)
         return made
@@ -226,7 +212,7 @@ def profile_request(
     warmup: int | None,
     warmup_weight: float | None,
 ) -> ProfileRequest | None:
-    """What the options ask for; None: nothing.
+    """The profile of the options, if any.
 
     Raises:
         ConfigError: both sources, options without a source or of the other one, a value out of range, or no text.

@@ -1,11 +1,10 @@
-"""Profiles the experts of a store and puts the profile into its folder, whole or not at all.
+"""Profiles the experts of a store and writes the profile into its folder, atomically.
 
-    text   run it through the model, forward by forward, sums saved in OUT.profile: an interrupted run resumes
-    trace  count its routing; a trace holds no inputs of experts, so there is no output similarity
+    text   runs through the model; sums are saved in OUT.profile after each forward, so an interrupted run resumes
+    trace  its routing is counted; a trace has no expert inputs, so there is no output similarity
 
-Only sums are kept: of the routing, and of products of outputs. On a sample of the tokens all experts are run, in blocks
-of at most `BLOCK_BYTES` of outputs. `profile.json` comes last; until then the store has the profile that it had, or
-none.
+The sums are of the routing and of products of outputs. On a sample of the tokens all experts run, in blocks of at most
+`BLOCK_BYTES` of outputs.
 """
 
 from __future__ import annotations
@@ -48,16 +47,13 @@ from .command import ProfileOptions
 BLOCK_BYTES = 256 << 20
 State = dict[str, NDArray[np.float64]]
 _WORK = ".profile"
-_ALGORITHM = 1  # another number where the same text gives other sums
+_ALGORITHM = 1  # changed when the same text gives other sums
 
 
 class LayerProfiler(Watcher):
-    """Sums one layer's routing, and the products of its experts' outputs (see `Outputs`).
+    """Sums one layer's routing, and the products of its experts' outputs (see `Outputs`): dots, norms float64 [E, E].
 
-    Attributes:
-        sampled: rows of the running forward on which all experts are run; set before each.
-        token_weights: how much each row of the running forward counts.
-        dots, norms: float64 [E, E].
+    sampled, token_weights: set before each forward; its rows on which all experts run, and the weight of each row.
     """
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
@@ -77,7 +73,7 @@ class LayerProfiler(Watcher):
             self._add(y, ids[rows], weights[rows])
 
     def sums(self) -> State:
-        """What it has summed so far, in place: whoever writes to the arrays changes the sums."""
+        """The sums, not copied: writing to the arrays changes them."""
         pairs = self.routing.pairs
         return {
             "activations": pairs.activations,
@@ -99,12 +95,7 @@ class LayerProfiler(Watcher):
 
 
 class Collector:
-    """All layers of a model, and how far the text has been run.
-
-    Args:
-        model, blocks, weights: the model with its dense part in float32, its MoE layers and their mapped experts.
-        windows: the text.
-    """
+    """The profilers of all layers. model: dense weights in float32. blocks, weights: its MoE layers and experts."""
 
     def __init__(
         self,
@@ -119,11 +110,7 @@ class Collector:
         self.output_tokens = min(options.output_tokens, windows.tokens)
 
     def run(self, done: int, advanced: Callable[[int], None]) -> Iterator[int]:
-        """Run the windows from `done` on; yields how many are done after each forward.
-
-        Args:
-            advanced: called with the tokens just run.
-        """
+        """Run the windows from `done` on; yields their number after each forward, `advanced` gets its tokens."""
         with watching(self._model, self._blocks, self.profilers):
             for start, ids in batches(self._windows, done):
                 self.announce(start * ids.shape[1], ids)
@@ -132,27 +119,26 @@ class Collector:
                 yield start + len(ids)
 
     def state(self) -> State:
-        """Every sum so far, over all layers."""
+        """The sums over all layers."""
         layers = [profiler.sums() for profiler in self.profilers]
         return {name: np.stack([sums[name] for sums in layers]) for name in layers[0]}
 
     def resume(self, state: State) -> None:
-        """Go on from sums that `state` gave, of the same shapes."""
+        """Continue from sums of `state`."""
         for layer, profiler in enumerate(self.profilers):
             for name, into in profiler.sums().items():
                 into[...] = state[name][layer]
 
     def profile(self) -> ExpertProfile:
-        """What was found."""
         state = self.state()
         dots, norms = state.pop("dots"), state.pop("norms")
         return ExpertProfile(**state, outputs=Outputs(dots, norms))
 
     def announce(self, first: int, ids: NDArray[np.int64]) -> None:
-        """Tell every layer which rows of the next forward are sampled, and how much each counts."""
+        """Set every layer's sampled rows and token weights of the next forward."""
         total, wanted = self._windows.tokens, self.output_tokens
         numbers = np.arange(first, first + ids.size)
-        # exactly `wanted` of all tokens, evenly: where the rounded share moves on
+        # exactly `wanted` of all tokens, evenly: the rounded share changes there
         sampled = torch.from_numpy(np.flatnonzero((numbers + 1) * wanted // total != numbers * wanted // total))
         steps = numbers % ids.shape[1]
         counts = warmup_weights(steps, self._options.warmup_steps, self._options.warmup_weight)
@@ -161,11 +147,10 @@ class Collector:
 
 
 class Partial:
-    """The sums of an unfinished profile in a work folder, from which the next run goes on.
+    """The sums of an unfinished profile in a work folder, which is made now.
 
     Args:
-        folder: made if it is not there.
-        key: of everything that the sums depend on; sums of another key are thrown away.
+        key: of everything that the sums depend on; sums of another key do not count.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -177,15 +162,11 @@ class Partial:
             folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: State, done: int) -> None:
-        """Save the sums of the first `done` windows, in place of those that were saved.
-
-        Raises:
-            StoreError: the disk is full.
-        """
+        """Replace the saved sums by those of the first `done` windows. Raises StoreError: the disk is full."""
         write_file(self._path, save(state, {"key": self._key, "done": str(done)}))
 
     def load(self, like: State) -> tuple[State, int] | None:
-        """The sums that were saved, and their windows; None where there are none of this key, or not as `like`."""
+        """The saved sums and their number of windows; None without sums of this key that look like `like`."""
         try:
             data = self._path.read_bytes()
             size = int.from_bytes(data[:8], "little")
@@ -203,7 +184,7 @@ class Partial:
 def profile_text(
     store: Path, model_dir: Path, text: Path, options: ProfileOptions | None = None, *, progress: bool = True
 ) -> ProfileManifest:
-    """Profile a store's experts on text, in place of a profile that is there; one of the same text and options stays.
+    """Profile a store's experts on text. A profile of the same text and options stays, any other one is replaced.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
@@ -225,7 +206,8 @@ def profile_text(
         opened = ExpertStore(store, verify="stamp")
         model, blocks = load_model(store, manifest, None)
         collector = Collector(model, blocks, host_weights(opened.layers), windows, options)
-        partial = Partial(beside(store, _WORK), _key(manifest, source))
+        key = json.dumps([_ALGORITHM, model_fingerprint(manifest), source.model_dump()], sort_keys=True)
+        partial = Partial(beside(store, _WORK), key)
         first = 0
         if (earlier := partial.load(collector.state())) is not None:
             state, first = earlier
@@ -240,11 +222,10 @@ def profile_text(
 def profile_trace(
     store: Path, trace: Path, options: ProfileOptions | None = None, *, progress: bool = True
 ) -> ProfileManifest:
-    """Profile a store's experts from a recorded trace, in place of a profile that is there.
+    """Profile a store's experts from a recorded trace. Another profile is replaced.
 
     Raises:
-        TraceError: the trace is corrupt, empty or of another model. StoreError: the store is not one, or the disk is
-            full.
+        TraceError: the trace is corrupt, empty or of another model. StoreError: not a store, or the disk is full.
     """
     options = ProfileOptions() if options is None else options
     console = Console(stderr=True, quiet=not progress)
@@ -283,7 +264,7 @@ def profile_trace(
 
 
 def _present(store: Path, manifest: Manifest, source: ProfileSource) -> ProfileManifest | None:
-    """The store's profile if it is of this very source, and whole; a damaged one is made anew."""
+    """The store's profile if it is of this source, and whole."""
     try:
         found = read_profile_manifest(store, manifest)
     except StoreError:
@@ -294,14 +275,10 @@ def _present(store: Path, manifest: Manifest, source: ProfileSource) -> ProfileM
     return found if path.is_file() and path.stat().st_size == found.arrays.nbytes else None
 
 
-def _key(manifest: Manifest, source: ProfileSource) -> str:
-    return json.dumps([_ALGORITHM, model_fingerprint(manifest), source.model_dump()], sort_keys=True)
-
-
 def _publish(
     store: Path, manifest: Manifest, profile: ExpertProfile, top_k: int, source: ProfileSource
 ) -> ProfileManifest:
-    """Put the files into the store, `profile.json` last, and drop what it does not name."""
+    """Put the files into the store, `profile.json` last, and remove what it does not name."""
     data, record = encode_arrays(profile)
     made = ProfileManifest(
         profile_version=PROFILE_VERSION,

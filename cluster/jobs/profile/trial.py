@@ -1,8 +1,8 @@
-"""What each way of choosing substitutes costs in quality, with a part of each layer's experts resident at random.
+"""The quality of each way to choose substitutes, with a random part of each layer's experts resident.
 
-Every expert is in memory and only the routing is changed, as if the absent ones were not: quality alone is measured,
-on held-out text, against the unchanged model. The rules are plain on purpose: no gates, no limits, slot by slot. The
-served policy is `policies/buddymoe`; here only the choice of the substitute differs from row to row.
+Every expert is in memory and only the routing changes, so quality alone is measured, on held-out text, against the
+unchanged model. The rules are plain: no gates, no limits, slot by slot; only the choice of the substitute differs. The
+served policy is `policies/buddymoe`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..record.job import Forward, router_probes, wrapped
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
 Rule = Callable[[int, Ids, Weights, Weights], tuple[Ids, Weights]]
-"""(layer, ids [T, K], weights [T, K], router probabilities [T, E]) -> ids and weights of what is run instead."""
+"""(layer, ids [T, K], weights [T, K], router probabilities [T, E]) -> ids and weights that run instead."""
 Scores = Callable[[int, Ids, Weights], NDArray[Any]]
-"""(layer, wanted experts [T], router probabilities [T, E]) -> how well each expert replaces the wanted one [T, E]."""
+"""(layer, wanted experts [T], router probabilities [T, E]) -> score of each expert as substitute [T, E]."""
 Make = Callable[[NDArray[np.bool_], int], Rule]  # (resident [L, E], seed) -> rule
-DROP = "drop, rest renormalised"  # the better of the two ways of dropping, with which rules are compared
+DROP = "drop, rest renormalised"  # the better way to drop, with which rules are compared
 
 
 def resident_at_random(layers: int, experts: int, rate: float, seed: int) -> NDArray[np.bool_]:
-    """[L, E] with `rate` of each layer's experts resident."""
+    """[L, E]: which experts are resident, `rate` of each layer's."""
     generator = np.random.default_rng(seed)
     resident = np.zeros((layers, experts), bool)
     for row in resident:
@@ -50,13 +50,11 @@ def resident_at_random(layers: int, experts: int, rate: float, seed: int) -> NDA
 
 
 def substitute(resident: NDArray[np.bool_], scores: Scores, scale: NDArray[Any] | None = None) -> Rule:
-    """Slot by slot, the resident expert of the greatest score that the token does not use takes an absent one's place.
-
-    Where no score is above zero the expert is dropped.
+    """Slot by slot, the unused resident expert of the greatest positive score replaces an absent one, or it is dropped.
 
     Args:
         resident: [L, E].
-        scale: [L, E, E], what the slot's routing weight is multiplied by; None: it stays as it is.
+        scale: [L, E, E], factor of the slot's routing weight; None: 1.
     """
 
     def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
@@ -80,23 +78,23 @@ def substitute(resident: NDArray[np.bool_], scores: Scores, scale: NDArray[Any] 
 
 
 def by_table(table: NDArray[Any]) -> Scores:
-    """Of j (last) for i: table [L, E, E]."""
+    """Scores from a table [L, E, E] of j (last) for i."""
     return lambda layer, wanted, probabilities: table[layer][wanted]
 
 
 def by_router(layer: int, wanted: Ids, probabilities: Weights) -> NDArray[Any]:
-    """What the router itself would take next."""
+    """The router's own next choice."""
     return probabilities
 
 
 def at_random(experts: int, seed: int) -> Scores:
-    """A draw of its own for every token and slot."""
+    """An independent draw for every token and slot."""
     generator = np.random.default_rng(seed)
     return lambda layer, wanted, probabilities: 1 - generator.random((len(wanted), experts))
 
 
 def own_weight(rule: Rule) -> Rule:
-    """After `rule`: every expert that runs weighs what its own probability says; the weights' sum is as before."""
+    """After `rule`, experts are weighed by their own probability; the sum of weights stays."""
 
     def reweighed(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
         found, shares = rule(layer, ids, weights, probabilities)
@@ -109,7 +107,7 @@ def own_weight(rule: Rule) -> Rule:
 
 
 def drop(resident: NDArray[np.bool_], renormalise: bool) -> Rule:
-    """Absent experts contribute nothing; with `renormalise` the rest takes over their weight, where there is a rest."""
+    """Absent experts contribute nothing; with `renormalise` the resident ones take over their weight."""
 
     def rule(layer: int, ids: Ids, weights: Weights, probabilities: Weights) -> tuple[Ids, Weights]:
         shares = np.where(resident[layer, ids], weights, np.float32(0))
@@ -123,11 +121,7 @@ def drop(resident: NDArray[np.bool_], renormalise: bool) -> Rule:
 
 
 def rules(profile: ExpertProfile) -> dict[str, Make]:
-    """The rows of the table.
-
-    Raises:
-        ConfigError: the profile has no output similarity.
-    """
+    """The rows of the table. Raises ConfigError: the profile has no output similarity."""
     outputs, experts = profile.outputs, profile.experts
     if outputs is None:
         what = "the store's profile has no output similarity"
@@ -144,7 +138,7 @@ def rules(profile: ExpertProfile) -> dict[str, Make]:
 
     every = BuddyOptions(alpha=1.0, max_buddies=experts)
     alike, nearness = np.maximum(outputs.cosine(), 0.0), 1 / (outputs.error() + 1e-6)
-    slot: dict[str, Make] = {  # the slot's weight stays with the slot
+    slot: dict[str, Make] = {  # the slot's weight is the substitute's
         "random": lambda resident, seed: substitute(resident, at_random(experts, seed)),
         "coactivation": ranked(every),
         "coactivation, weighted": ranked(replace(every, weighted=True)),
@@ -188,14 +182,13 @@ def trial(
     store: Path | None = None,
     only: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each rule and cache rate, the mean over the seeds: each draws the resident experts anew.
+    """One row for each rule and rate, the mean over seeds, each with other resident experts.
 
     Args:
         store: of the model; None: that in the cache folder. only: rules to run; None: all.
 
     Raises:
-        ConfigError: the store's profile has no output similarity, or there is no such rule. StoreError: it has no
-            profile.
+        ConfigError: the store's profile has no output similarity, or there is no such rule. StoreError: no profile.
     """
     config = run_config(model, policy=LOSSLESS, budget="1.0", link={"gbps": None}, store=store and str(store))
     folder = prepared_store(config, engine_settings(config))
@@ -226,14 +219,14 @@ def trial(
 
 
 def _pooled(name: str, measured: Sequence[Quality]) -> Quality:
-    """One quality from several draws on the same text: document by document, their mean."""
+    """The mean of several draws on the same text, document by document."""
     first = measured[0]
     sums = {key: np.mean([quality.sums[key] for quality in measured], axis=0) for key in first.sums}
     return Quality(name, False, first.executor, sums, first.options)
 
 
 def _figures(found: dict[str, Quality], name: str) -> dict[str, Any]:
-    """Means, and the difference from dropping with its interval, paired by document, where dropping was measured."""
+    """Means, and the paired difference from dropping with its interval, if dropping was measured."""
     quality = found[name]
     row = {"nll_nats": float(quality.sums["nll"].sum() / quality.sums["tokens"].sum())}
     row |= {key: quality[key].value for key in ("kl_nats", "top1_agreement", "choice_accuracy")}
@@ -244,7 +237,7 @@ def _figures(found: dict[str, Quality], name: str) -> dict[str, Any]:
 
 
 def _scores(table: BuddyTable, experts: int) -> NDArray[np.float64]:
-    """[L, E, E] of the lists: greater for a better buddy, zero for who is none."""
+    """[L, E, E] of the lists: greater for a better buddy, zero for others."""
     layers, _, width = table.ids.shape
     scores = np.zeros((layers, experts, experts))
     ranks = np.where(np.arange(width) < table.sizes[:, :, None], width - np.arange(width), 0)

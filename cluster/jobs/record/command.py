@@ -24,10 +24,7 @@ _REMEDY = 'give lines of text, or JSON lines with "prompt", "text" or "token_ids
 
 
 def read_prompts(file: Path, model_dir: Path, limit: int | None = None) -> list[tuple[int, ...]]:
-    """Token ids of each prompt; empty lines are passed over.
-
-    Args:
-        file: `.jsonl` for JSON lines, anything else is text. limit: prompts to read at most.
+    """Token ids of each prompt of a file (`.jsonl`: JSON lines), `limit` of them at most; empty lines do not count.
 
     Raises:
         RequestError: the file cannot be read, has no prompt, or a line is malformed.
@@ -102,7 +99,7 @@ def record_command(
             check_length(len(prompt), max_tokens, model_config, config.kv)
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.what}", f"{error.remedy}, or pass --prompt-tokens") from error
-    from .job import record  # torch: seconds that refused options need not pay
+    from .job import record  # torch takes seconds: imported after the options are checked
 
     console = Console(stderr=True)
     try:

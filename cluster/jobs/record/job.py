@@ -1,4 +1,4 @@
-"""Runs prompts through the real engine, one request at a time, and writes what its routers said and what it took."""
+"""Records the routing and the costs of prompts in the real engine, one request at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ...simulate.trace import Costs, TraceHeader
 from ...simulate.trace_writer import CHUNK_BYTES, Rows, TraceWriter
 from ..bench.serving import prepared_store
 
-_KEPT = 4096  # samples of each kind
+_SAMPLES = 4096  # of each kind
 
 
 @dataclass
 class _Pass:
-    """One forward: rows, seconds between its layers and inside them, experts and pairs of all layers."""
+    """One forward: seconds between its layers and inside them, experts and pairs of all layers."""
 
     rows: int
     start_s: float
@@ -45,16 +45,16 @@ class _Pass:
 
 @dataclass
 class CostMeter:
-    """Told of each layer of each forward; the first of one row and of several give the model of `Costs`."""
+    """Measures the model of `Costs` from the layers of forwards of one row, and of several."""
 
     layers: int
     _now: _Pass | None = None
-    _decode: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _prefill: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _between: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _decode: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    _prefill: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    _between: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
     def layer(self, index: int, rows: int, experts: int, pairs: int, start_s: float, inside_s: float) -> None:
-        """A layer's experts ran for `inside_s` from `start_s` on, waits for copies not counted."""
+        """A layer's experts ran for `inside_s` from `start_s` on, without waits for copies."""
         last = self._now
         if index == 0:
             if last is not None and last.rows == rows == 1:
@@ -72,7 +72,7 @@ class CostMeter:
             (self._decode if rows == 1 else self._prefill).append(last)
 
     def costs(self) -> Costs | None:
-        """None before there was a forward of one row."""
+        """None before a forward of one row."""
         if not self._decode:
             return None
         gaps = max(1, self.layers - 1)
@@ -95,18 +95,18 @@ Forward = Callable[..., torch.Tensor]  # (hidden [T, H], ids [T, K], weights [T,
 
 @contextmanager
 def wrapped(layers: Sequence[MoeLayer], wrap: Callable[[MoeLayer, Forward], Forward]) -> Iterator[None]:
-    """Run an engine's layers through `wrap` while no request is in flight; they are as before when it ends."""
+    """Run an engine's layers through `wrap` while no request is in flight; the originals return at the end."""
     for layer in layers:
         layer.forward = wrap(layer, layer.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward  # the class's own again
+            del layer.forward  # uncovers the method of the class
 
 
 def router_probes(model: Any, manifest: Manifest, use: str) -> list[RouterProbe]:
-    """The router of each MoE layer. use: what is done with such a model, for the remedy.
+    """The router of each MoE layer; `use` is the verb of the remedy.
 
     Raises:
         UnsupportedModelError: a layer exposes no router.
@@ -121,15 +121,13 @@ def router_probes(model: Any, manifest: Manifest, use: str) -> list[RouterProbe]
 
 
 class Capture:
-    """Writes every forward of a model that serves one request at a time. Runs on the forward's thread.
+    """Writes every forward of a model that serves one request at a time, on the forward's thread.
 
-    Probabilities are those of the router's linear part on the input of the layer's experts, softmaxed: what next-gate
-    prefetch uses too. Where an architecture scores experts otherwise (sigmoids, groups, biases), `ids` are its choice
-    all the same, and need not be the most probable ones.
+    Probabilities are the softmax of the router's linear part on the input of the layer's experts, as in next-gate
+    prefetch. Where an architecture scores experts otherwise (sigmoids, groups, biases), `ids` are still its choice, and
+    may not be the most probable ones.
 
-    Attributes:
-        rows: forward rows written of the request that began last.
-        error: what was raised on the forward's thread; the request that it struck has failed.
+    rows: forward rows of the newest request. error: raised on the forward's thread, which failed its request.
     """
 
     def __init__(
@@ -146,13 +144,13 @@ class Capture:
         self.costs = CostMeter(len(layers))
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The next request, before it is submitted."""
+        """Start the next request, before it is submitted."""
         self._prompt_tokens, self.rows = len(prompt), 0
         self._writer.begin(prompt)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While no request is in flight; the layers are as before when it ends."""
+        """Record forwards; enter and leave while no request is in flight."""
         with wrapped(self._layers, self._watched), self._embedding.register_forward_pre_hook(self._see_tokens):
             yield
 
@@ -178,12 +176,12 @@ class Capture:
 
     @torch.no_grad()
     def _record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> int:
-        """Gather one layer, and write the forward after the last; the number of distinct experts."""
+        """Collect one layer, and write the forward after the last one; the number of distinct experts."""
         rows, experts = hidden.shape[0], self._writer.header.experts
         next_ids = np.zeros((rows, self._distances, self._top_k), np.int64)
         next_probabilities = np.zeros((rows, self._distances, self._top_k), np.float32)
         for d in range(1, self._distances + 1):
-            later = self._probabilities((index + d) % len(self._layers), hidden)  # past the last: of the next forward
+            later = self._probabilities((index + d) % len(self._layers), hidden)  # past the last: the next forward's
             picked = np.argsort(-later, axis=1, kind="stable")[:, : self._top_k]
             next_ids[:, d - 1], next_probabilities[:, d - 1] = picked, np.take_along_axis(later, picked, axis=1)
         chosen = ids.cpu().numpy()
@@ -217,10 +215,10 @@ def record(
 ) -> TraceHeader:
     """Record the routing of each prompt and of what is generated after it.
 
-    Whatever is raised, also by Ctrl-C, `out` holds a valid trace of the forwards that ran.
+    After any error or Ctrl-C, `out` holds a valid trace of the finished forwards.
 
     Args:
-        config: the model and how it runs; its policy must load on demand.
+        config: its policy must load on demand.
         distances: D, layers ahead for which next-gate predictions are recorded.
 
     Raises:
@@ -244,7 +242,7 @@ def record_with(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TraceHeader:
-    """`record` on a started `GpuWorker` with no request in flight. Raises like `record`."""
+    """`record` on a started, idle `GpuWorker`. Raises like `record`."""
     model, engine = worker.model, worker.engine
     routers = router_probes(model, manifest, "record")
     embedding = model.get_input_embeddings()
@@ -255,7 +253,18 @@ def record_with(
         found: NDArray[np.float32] = rows.float().cpu().numpy()
         return found
 
-    writer = TraceWriter(out, _header(worker, manifest, distances, embedding.weight.shape[1]), embed, chunk_bytes)
+    header = TraceHeader(
+        model=manifest.model,
+        fingerprint=model_fingerprint(manifest),
+        layers=len(engine.layers),
+        experts=engine.experts,
+        top_k=engine.top_k,
+        hidden=embedding.weight.shape[1],
+        distances=distances,
+        slot_bytes=engine.slot_bytes,
+        expert_dtype=str(engine.cache.pool.gate_up.dtype).removeprefix("torch."),
+    )
+    writer = TraceWriter(out, header, embed, chunk_bytes)
     capture = Capture(model, engine.layers, routers, engine.top_k, writer)
     complete = False
     try:
@@ -267,7 +276,7 @@ def record_with(
         complete = True
     finally:
         if not complete:
-            worker.close()  # ends the thread that writes
+            worker.close()  # ends the forward's thread
         header = writer.close(complete, capture.costs.costs())
     return header
 
@@ -284,18 +293,3 @@ def _run(worker: Any, capture: Capture, request: GenerationRequest) -> None:
     expected = len(request.prompt_ids) + len(generation.token_ids) - 1
     if capture.rows != expected:
         raise RuntimeFailure(f"{capture.rows} rows ran where {expected} were expected", "report this as a bug")
-
-
-def _header(worker: Any, manifest: Manifest, distances: int, hidden: int) -> TraceHeader:
-    engine = worker.engine
-    return TraceHeader(
-        model=manifest.model,
-        fingerprint=model_fingerprint(manifest),
-        layers=len(engine.layers),
-        experts=engine.experts,
-        top_k=engine.top_k,
-        hidden=hidden,
-        distances=distances,
-        slot_bytes=engine.slot_bytes,
-        expert_dtype=str(engine.cache.pool.gate_up.dtype).removeprefix("torch."),
-    )
