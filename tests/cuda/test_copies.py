@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,19 @@ class Looker:
             self.forward(turn % LAYERS, experts, chance.sample(range(KEYS), chance.randrange(5)))
 
 
+@contextmanager
+def looking(
+    device: CudaDevice, weights: Sequence[LayerWeights], slots: int, dtype: torch.dtype, **copies: Any
+) -> Iterator[Looker]:
+    """A looker on a cache of its own, which is flushed in the end; it must have seen the right bytes only."""
+    with closing(cache_of(device, weights, slots, dtype, **copies)) as cache:
+        looker = Looker(cache, weights, device.torch_device)
+        yield looker
+        cache.flush()
+        torch.cuda.synchronize()  # the default stream, which reads the count, waits for no other
+        assert int(looker.wrong) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("place", ["pinned", "file", "pageable"])
 @pytest.mark.parametrize("slots", [2, 7])
@@ -109,9 +123,8 @@ def test_kernels_see_the_right_bytes(
         assert report is not None
         assert report.registered + report.staged == sum(t.nbytes for layer in weights for t in layer.tensors)
         print("a mapped file:", report)
-    cache = cache_of(device, weights, slots, dtype, ahead_mib=1)
-    looker = Looker(cache, weights, device.torch_device)
-    try:
+    with looking(device, weights, slots, dtype, ahead_mib=1) as looker:
+        cache = looker.cache
         assert isinstance(cache.loads.queue, StreamQueue)
         assert place != "pinned" or all(cache.loads.queue._pinned)
         looker.drive(0, 60)
@@ -119,47 +132,29 @@ def test_kernels_see_the_right_bytes(
         cache.check_integrity()
         assert int(looker.wrong) == 0
         assert cache.stats.total().link_s > 0
-    finally:
-        cache.close()
 
 
 def test_a_compute_on_another_stream_sees_them_too(device: CudaDevice, tmp_path: Path) -> None:
-    weights = weights_in("pinned", tmp_path)
-    cache = cache_of(device, weights, 4, torch.bfloat16)
-    looker = Looker(cache, weights, device.torch_device)
-    try:
+    with looking(device, weights_in("pinned", tmp_path), 4, torch.bfloat16) as looker:
         streams = [torch.cuda.Stream(device.torch_device) for _ in range(3)]
         for turn in range(12):
             with torch.cuda.stream(streams[turn % 3]):
                 looker.drive(turn, 6)
-        cache.flush()
-        torch.cuda.synchronize()  # the default stream, which reads the count, waits for none of those three
-        assert int(looker.wrong) == 0
-    finally:
-        cache.close()
 
 
 def test_nothing_synchronises_on_a_forwards_way(device: CudaDevice, tmp_path: Path, forbid_waits: Any) -> None:
     """Neither by name nor by an operation of torch that waits inside."""
-    weights = weights_in("pinned", tmp_path)
-    cache = cache_of(device, weights, 3, torch.float32, ahead_mib=1)
-    looker = Looker(cache, weights, device.torch_device)
-    try:
+    with looking(device, weights_in("pinned", tmp_path), 3, torch.float32, ahead_mib=1) as looker:
         looker.drive(0, 6)  # what is made once is made
         with forbid_waits() as calls:
             looker.drive(1, 60)
         assert calls == []
-        cache.flush()
-        assert int(looker.wrong) == 0
-    finally:
-        cache.close()
 
 
 def test_waiting_is_measured_without_waiting(device: CudaDevice, tmp_path: Path) -> None:
-    weights = weights_in("pinned", tmp_path)
-    cache = cache_of(device, weights, 3, torch.bfloat16)
-    try:
-        Looker(cache, weights, device.torch_device).drive(0, 12)
+    with looking(device, weights_in("pinned", tmp_path), 3, torch.bfloat16) as looker:
+        cache = looker.cache
+        looker.drive(0, 12)
         cache.flush()
         torch.cuda.synchronize()
         cache.settle_times()
@@ -169,8 +164,6 @@ def test_waiting_is_measured_without_waiting(device: CudaDevice, tmp_path: Path)
         assert total.link_s == pytest.approx(total.total_io_s)
         print(f"{moved / MiB:.0f} MiB in {total.link_s * 1e3:.2f} ms of the link, "
               f"{total.blocked_io_s * 1e3:.2f} ms of which the compute waited")  # fmt: skip
-    finally:
-        cache.close()
 
 
 @pytest.mark.parametrize(
@@ -188,8 +181,7 @@ def test_bandwidth_of_a_layers_misses(
     source = layer.tensors[0].view(-1)
     target = torch.empty_like(source, device=device.torch_device)
     peak = source.nbytes / min(_seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(5))
-    cache = cache_of(device, [layer], experts, torch.bfloat16, shape)
-    try:
+    with closing(cache_of(device, [layer], experts, torch.bfloat16, shape)) as cache:
         for _ in range(4):
             plan = LoadOnMiss().plan(range(experts), cache.residency, cache.eviction)
             cache.begin(0, plan)
@@ -207,8 +199,6 @@ def test_bandwidth_of_a_layers_misses(
         print(f"{name}: {rate / 1e9:.1f} of {peak / 1e9:.1f} GB/s = {rate / peak:.1%}")
         record_property("gbps", rate / 1e9)
         record_property("share_of_peak", rate / peak)
-    finally:
-        cache.close()
 
 
 def _seconds(act: Any) -> float:
