@@ -361,7 +361,7 @@ def _run(link: MatcherLink, shown: Iteration) -> list[PrefetchCommand]:
 
 
 def _saved(link: MatcherLink) -> int:
-    channel = link._peer.channel
+    channel = link._peer.current
     report = None if channel is None else channel.call(HealthRequest(), PATIENCE_S)
     assert isinstance(report, HealthReport)
     maps, unsaved = int(report.details["maps"]), int(report.details["unsaved"])
