@@ -23,6 +23,8 @@ def test_a_completion() -> None:
     assert answer["model"] == "fake"
     assert answer["choices"] == [{"index": 0, "text": "HI", "logprobs": None, "finish_reason": "stop"}]
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    short = complete({"prompt": "hello", "max_tokens": 3})
+    assert short["choices"][0] == {"index": 0, "text": "HEL", "logprobs": None, "finish_reason": "length"}
 
 
 def test_prompts_as_text_and_as_ids_alone_and_in_lists() -> None:
@@ -58,11 +60,6 @@ def test_a_stop_string_ends_the_request_in_the_runtime() -> None:
     assert backend.cancelled == [backend.requests[0].request_id]
 
 
-def test_length_is_said() -> None:
-    answer = complete({"prompt": "hello", "max_tokens": 3})
-    assert answer["choices"][0] == {"index": 0, "text": "HEL", "logprobs": None, "finish_reason": "length"}
-
-
 @pytest.mark.parametrize("step", [1, 2, 64])
 @pytest.mark.parametrize("body", [{}, {"stop": "ü"}, {"n": 3, "max_tokens": 5}, {"logprobs": 2, "echo": True}], ids=str)
 def test_a_stream_gives_what_the_whole_answer_gives(step: int, body: dict[str, Any]) -> None:
@@ -84,10 +81,10 @@ def test_a_stream_gives_what_the_whole_answer_gives(step: int, body: dict[str, A
 
 def test_usage_in_a_stream() -> None:
     body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
-    chunks = events(post("/v1/completions", body))
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    *chunks, last = events(post("/v1/completions", body))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert (last["choices"], last["usage"]) == ([], usage)
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
@@ -104,18 +101,12 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     }
     assert first["logprobs"]["token_logprobs"] == [None, -0.98, -0.65]
     assert backend.requests[0].sampling.prompt_logprobs == 1
-
-
-def test_no_token_at_all_but_the_prompts_scores() -> None:
-    answer = complete({"prompt": "ab", "max_tokens": 0, "logprobs": 0, "echo": True})
+    answer = complete({"prompt": "ab", "max_tokens": 0, "logprobs": 0, "echo": True})  # no token at all
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -0.98]
     assert answer["usage"]["completion_tokens"] == 0
-
-
-def test_a_token_that_cannot_come_is_json() -> None:
-    assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)
+    assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)  # JSON has no infinity
 
 
 def test_a_chat() -> None:
@@ -128,12 +119,9 @@ def test_a_chat() -> None:
     assert (entry["token"], entry["bytes"], entry["logprob"]) == ("H", [72], -0.72)
     assert [top["bytes"] for top in entry["top_logprobs"]] == [[0], [1]]
     assert answer["usage"]["prompt_tokens"] == 2
-
-
-def test_a_chat_fills_the_context_unless_told() -> None:
     backend = FakeBackend()
     chat({}, backend)
-    assert backend.requests[0].sampling.max_tokens == 62
+    assert backend.requests[0].sampling.max_tokens == 62  # fills the context unless told otherwise
 
 
 def test_a_chat_stream_begins_with_the_role() -> None:
@@ -168,75 +156,42 @@ def test_the_template_makes_the_prompt() -> None:
     ],
 )
 def test_chats_that_have_no_prompt(template: str | None, words: str) -> None:
-    response = post("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, template=template)
-    status, param, message = error(response)
-    assert (status, param) == (400, "messages")
-    assert words in message
+    body = {"messages": [{"role": "x", "content": ""}]}
+    status, param, message = error(post("/v1/chat/completions", body, template=template))
+    assert (status, param, words in message) == (400, "messages", True), message
+
+
+# parameter -> values that a completion, or a chat, refuses
+_BAD_COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": ["", [], [[]], [257], [-1], 5, None, "x" * 64, ["a"] * 129], "max_tokens": [-1, "5"],
+    "temperature": [-0.1, 2.1], "top_p": [0], "top_k": [-2], "n": [0, 129, True], "logprobs": [21], "min_tokens": [17],
+    "seed": [2**64], "stop": [[""], ["a"] * 17], "stream_options": [{"include_usage": True}], "best_of": [2],
+    "frequency_penalty": [0.5], "presence_penalty": [1], "logit_bias": [{"5": 1}], "suffix": ["x"], "temprature": [1],
+}  # fmt: skip
+_BAD_CHATS: dict[str, list[Any]] = {
+    "messages": [[], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],
+    "top_logprobs": [2], "max_tokens": [0], "tools": [[{"type": "function"}]], "echo": [True],
+    "response_format": [{"type": "json_object"}],
+}  # fmt: skip
+_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize(
-    ("change", "param"),
+    ("path", "change", "param"),
     [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [257]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": "x" * 64}, "prompt"),
-        ({"prompt": "x" * 60}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": "5"}, "max_tokens"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"n": True}, "n"),
-        ({"prompt": ["a"] * 129}, "prompt"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"min_tokens": 17}, "min_tokens"),
-        ({"seed": 2**64}, "seed"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"best_of": 2}, "best_of"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"suffix": "x"}, "suffix"),
-        ({"temprature": 1}, "temprature"),
+        *(("/v1/completions", {name: value}, name) for name, values in _BAD_COMPLETIONS.items() for value in values),
+        ("/v1/completions", {"prompt": "x" * 60}, "max_tokens"),
+        ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        *(("/v1/chat/completions", {name: value}, name) for name, values in _BAD_CHATS.items() for value in values),
+        ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
     ],
     ids=str,
 )
-def test_refused_with_the_parameters_name(change: dict[str, Any], param: str) -> None:
-    backend = FakeBackend()
-    status, found, message = error(post("/v1/completions", {"prompt": "p"} | change, backend))
+def test_refused_with_the_parameters_name(path: str, change: dict[str, Any], param: str) -> None:
+    backend, body = FakeBackend(), _CHAT if "chat" in path else {"prompt": "p"}
+    status, found, message = error(post(path, body | change, backend))
     assert (status, found) == (400, param), message
     assert backend.requests == []
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"echo": True}, "echo"),
-    ],
-    ids=str,
-)
-def test_chats_refused_with_the_parameters_name(change: dict[str, Any], param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}]} | change
-    assert error(post("/v1/chat/completions", body))[:2] == (400, param)
 
 
 def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
@@ -247,12 +202,11 @@ def test_values_that_mean_nothing_are_no_reason_to_refuse() -> None:
 
 def test_other_refusals() -> None:
     assert error(post("/v1/completions", {"prompt": "p", "model": "other"}))[:2] == (404, "model")
-    assert error(ask(FakeBackend(), lambda http: http.get("/v1/nothing")))[0] == 404
-    assert error(ask(FakeBackend(), lambda http: http.get("/v1/completions")))[0] == 405
-    broken = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": ', headers={
-        "content-type": "application/json"}))  # fmt: skip
-    assert error(broken)[0] == 400
-    assert "JSON" in error(broken)[2]
+    for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
+        assert error(ask(FakeBackend(), lambda http, path=path: http.get(path)))[0] == status
+    kind = {"content-type": "application/json"}
+    broken = ask(FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": ', headers=kind))
+    assert (error(broken)[0], "JSON" in error(broken)[2]) == (400, True)
 
 
 def test_the_runtimes_failure_is_503_and_in_a_stream_an_event() -> None:
@@ -395,17 +349,14 @@ def test_metrics_parse_and_count() -> None:
         for family in text_string_to_metric_families(ask(backend, call))
         for sample in family.samples
     }
-    assert found["tiermoe_request_success_total", "stop"] == 2
-    assert found["tiermoe_request_success_total", "length"] == 1
-    assert found["tiermoe_prompt_tokens_total",] == 9
-    assert found["tiermoe_generation_tokens_total",] == 8
-    assert found["tiermoe_time_to_first_token_seconds_count",] == 3
-    assert found["tiermoe_inter_token_latency_seconds_count",] == 5
-    assert found["tiermoe_e2e_request_latency_seconds_count",] == 3
-    assert found["tiermoe_request_queue_time_seconds_count",] == 3
-    assert found["tiermoe_expert_hits_total",] == 5
-    assert found["tiermoe_expert_bytes_loaded_total", "prefetch"] == 64
-    assert found["tiermoe_kv_cache_usage_ratio",] == 0.25
-    wanted = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
-    assert all((f"tiermoe_{name}_total",) in found for name in wanted)
-    assert {("tiermoe_num_requests_running",), ("tiermoe_num_requests_waiting",)} <= set(found)
+    values = {
+        ("request_success_total", "stop"): 2, ("request_success_total", "length"): 1, ("prompt_tokens_total",): 9,
+        ("generation_tokens_total",): 8, ("time_to_first_token_seconds_count",): 3,
+        ("inter_token_latency_seconds_count",): 5, ("e2e_request_latency_seconds_count",): 3,
+        ("request_queue_time_seconds_count",): 3, ("expert_hits_total",): 5,
+        ("expert_bytes_loaded_total", "prefetch"): 64, ("kv_cache_usage_ratio",): 0.25,
+    }  # fmt: skip
+    assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
+    counters = ("expert_misses", "expert_bytes_wasted", "blocked_io_seconds", "ndp_tokens", "substitutions")
+    wanted = [*(f"{name}_total" for name in counters), "num_requests_running", "num_requests_waiting"]
+    assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)

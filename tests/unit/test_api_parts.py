@@ -48,17 +48,14 @@ def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
         load_chat_template(tmp_path, tmp_path / "bad")
 
 
-@pytest.mark.parametrize("text", ["", " \n", "two words", "naïve"])
-def test_key_files_that_hold_no_key(tmp_path: Path, text: str) -> None:
-    (tmp_path / "key").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="key file"):
-        read_key(str(tmp_path / "key"))
-
-
-def test_a_key_file() -> None:
+def test_key_files(tmp_path: Path) -> None:
     assert read_key(None) is None
     with pytest.raises(ConfigError, match="cannot be read"):
         read_key("/nowhere/key")
+    for text in ("", " \n", "two words", "naïve"):
+        (tmp_path / "key").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match="key file"):
+            read_key(str(tmp_path / "key"))
 
 
 def test_applications_are_checked_before_anything_starts() -> None:
@@ -155,29 +152,28 @@ async def _answer(item: Any) -> Any:
     return item
 
 
-def run(call: Callable[[], Any]) -> Any:
-    async def bounded() -> Any:
-        return await asyncio.wait_for(call(), _WAIT_S)
+def run(lead: FakeLead, call: Callable[[LeadBackend], Any], cancelled: int, deadline_s: float = 60.0) -> None:
+    """Call with a backend before the lead, and wait until all cancellations have come."""
 
-    return asyncio.run(bounded())
+    async def bounded() -> None:
+        backend = LeadBackend(lead, {}, deadline_s)
+        await asyncio.wait_for(call(backend), _WAIT_S)
+        assert cancelled or not backend._reapers
+        while backend._reapers:
+            await asyncio.wait(backend._reapers)
+        assert lead.cancelled == ["r"] * cancelled
 
-
-async def _reaped(backend: LeadBackend) -> None:
-    while backend._reapers:
-        await asyncio.wait(backend._reapers)
+    asyncio.run(bounded())
 
 
 def test_events_come_in_order_and_an_ended_request_is_not_cancelled() -> None:
-    async def call() -> None:
-        events = [TokenEvent("r", (5,)), TokenEvent("r", (6,)), TokenEvent("r", (), "length")]
-        lead = FakeLead(events)
-        backend = LeadBackend(lead, {}, 60.0)
+    events = [TokenEvent("r", (5,)), TokenEvent("r", (6,)), TokenEvent("r", (), "length")]
+
+    async def call(backend: LeadBackend) -> None:
         assert [event async for event in backend.generate(_REQUEST)] == events
-        assert not backend._reapers
-        assert lead.cancelled == []
         assert await backend.ask("health") == {"state": "serving"}
 
-    run(call)
+    run(FakeLead(events), call, cancelled=0)
 
 
 @pytest.mark.parametrize("known_after", [0, 2])
@@ -185,28 +181,20 @@ def test_a_consumer_that_leaves_has_its_request_cancelled(known_after: int, monk
     """Also one that the worker has not begun when the first cancellation comes."""
     monkeypatch.setattr("tiermoe.cluster.api.backend._REAP_STEP_S", 0.01)
 
-    async def call() -> None:
-        lead = FakeLead([TokenEvent("r", (5,))], known_after=known_after)
-        backend = LeadBackend(lead, {}, 60.0)
+    async def call(backend: LeadBackend) -> None:
         events = backend.generate(_REQUEST)
         assert (await anext(events)).token_ids == (5,)
         await events.aclose()
-        await _reaped(backend)
-        assert lead.cancelled == ["r"] * (known_after + 1)
 
-    run(call)
+    run(FakeLead([TokenEvent("r", (5,))], known_after=known_after), call, cancelled=known_after + 1)
 
 
 def test_a_request_past_its_deadline_is_cancelled() -> None:
-    async def call() -> None:
-        lead = FakeLead([])
-        backend = LeadBackend(lead, {}, 0.01)
+    async def call(backend: LeadBackend) -> None:
         with pytest.raises(DeadlinePassed, match="passed its deadline"):
             await anext(backend.generate(_REQUEST))
-        await _reaped(backend)
-        assert lead.cancelled == ["r"]
 
-    run(call)
+    run(FakeLead([]), call, cancelled=1, deadline_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +207,11 @@ def test_a_request_past_its_deadline_is_cancelled() -> None:
     ids=["event", "death", "refusal"],
 )
 def test_failures_are_typed_and_need_no_cancellation(item: Any, kind: type[Exception]) -> None:
-    async def call() -> None:
-        lead = FakeLead([item])
-        backend = LeadBackend(lead, {}, 60.0)
+    async def call(backend: LeadBackend) -> None:
         with pytest.raises(kind):
             await anext(backend.generate(_REQUEST))
-        assert not backend._reapers
-        assert lead.cancelled == []
 
-    run(call)
+    run(FakeLead([item]), call, cancelled=0)
 
 
 _TOKENIZER = byte_tokenizer()

@@ -23,7 +23,6 @@ from tiermoe.cluster import config as config_module
 from tiermoe.cluster import host as cores_module
 from tiermoe.cluster.config import (
     ClusterConfig,
-    RaySettings,
     RunConfig,
     check_model_dir,
     configs_dir,
@@ -38,37 +37,18 @@ from tiermoe.cluster.config import (
 from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
 from tiermoe.cluster.topology.inputs import LocalRay, local_ray
 from tiermoe.cluster.worker_process import Role
-from tiermoe.errors import BudgetError, CheckpointError, ConfigError, TierMoeError
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0.25", 0.25),
-        ("25%", 0.25),
-        ("100 %", 1.0),
-        ("1", 1.0),
-        (".5", 0.5),
-        (0.5, 0.5),
-        ("512MiB", 512 * 2**20),
-        ("1GB", 10**9),
-        ("1.5 kib", 1536),
-        ("7B", 7),
-    ],
-)
-def test_budget(text: str | float, value: float | int) -> None:
-    parsed = parse_budget(text)
-    assert parsed == value
-    assert type(parsed) is type(value)
-
-
-_BAD_BUDGETS = ["0", "0%", "0B", "-1", "2", "101%", "nan", "inf", "", "junk", "0.5B", "1e400GB", "1XB"]
-
-
-@pytest.mark.parametrize("text", _BAD_BUDGETS)
-def test_budget_out_of_range_or_junk(text: str) -> None:
-    with pytest.raises(BudgetError, match=re.escape(f"budget '{text}'")):
-        parse_budget(text)
+def test_budgets() -> None:
+    shares = {"0.25": 0.25, "25%": 0.25, "100 %": 1.0, "1": 1.0, ".5": 0.5, 0.5: 0.5}
+    sizes = {"512MiB": 512 * 2**20, "1GB": 10**9, "1.5 kib": 1536, "7B": 7}
+    for text, value in (shares | sizes).items():
+        parsed = parse_budget(text)
+        assert (parsed, type(parsed)) == (value, type(value))
+    for text in ("0", "0%", "0B", "-1", "2", "101%", "nan", "inf", "", "junk", "0.5B", "1e400GB", "1XB"):
+        with pytest.raises(BudgetError, match=re.escape(f"budget '{text}'")):
+            parse_budget(text)
 
 
 @given(st.text(max_size=12))
@@ -85,9 +65,6 @@ def test_presets_are_valid_and_carry_their_file_name() -> None:
     assert all(load_policy(name).name == name and load_policy(name).description for name in policy_names())
     for path in (configs_dir() / "clusters").glob("*.yaml"):
         engine_settings(load_run_config(str(path)))
-
-
-def test_laptop_is_the_default() -> None:
     assert load_run_config("laptop") == RunConfig(device="cpu")
 
 
@@ -125,9 +102,18 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, yaml: str, message: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_option_is_named_as_the_option() -> None:
-    with pytest.raises(ConfigError, match="--link-gbps is -1"):
-        load_run_config(None, {"link": {"gbps": -1.0}})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"link": {"gbps": -1.0}}, "--link-gbps is -1"),
+        ({"cluster": {"shards": 65}}, r"^--shards is 65; input should be less than or equal to 64$"),
+        ({"cluster": {"ndp_workers": "many"}}, r"^--ndp-workers is 'many'"),
+        ({"ndp": {"cores": [-1]}}, "cores"),
+    ],
+)
+def test_a_bad_option_is_named_as_it_is_written(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(None, options)
 
 
 def test_unknown_names_list_the_known_ones() -> None:
@@ -138,48 +124,32 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("lossless", "body", "message"),
     [
-        ("placement: {kind: context}\nprecision: {kind: uniform}", "takes bits"),
-        ("placement: {kind: context}\nprecision: {kind: full, bits: 3}", "takes no bits"),
-        ("placement: {kind: context}\nprecision: {kind: uniform, bits: 5}", "1, 2, 3, 4 or 8"),
-        ("placement: {kind: context}\nprecision: {kind: prefix-split, bits: 4.5}", "1 to 4 bits on average"),
-        ("precision: {kind: uniform, bits: 3}", "placement cache does not use"),
-        ("placement: {kind: static}\nprefetch: {kind: next-gate}", "leave prefetch and preload out"),
+        ("false", "placement: {kind: context}\nprecision: {kind: uniform}", "takes bits"),
+        ("false", "placement: {kind: context}\nprecision: {kind: full, bits: 3}", "takes no bits"),
+        ("false", "placement: {kind: context}\nprecision: {kind: uniform, bits: 5}", "1, 2, 3, 4 or 8"),
+        ("false", "placement: {kind: context}\nprecision: {kind: prefix-split, bits: 4.5}", "1 to 4 bits on average"),
+        ("false", "precision: {kind: uniform, bits: 3}", "placement cache does not use"),
+        ("false", "placement: {kind: static}\nprefetch: {kind: next-gate}", "leave prefetch and preload out"),
+        ("true", "placement: {kind: context}\nprecision: {kind: uniform, bits: 3}", "not lossless"),
+        ("true", "prefetch: {kind: next-gate, distance: 0}", "at least one layer ahead"),
+        ("true", "prefetch: {kind: layerwise, distance: 2}", "this layer (0) or the next (1)"),
+        ("true", "prefetch: {kind: next-gate, dynamic: false}", "are of expert maps"),
+        ("true", "prefetch: {kind: expert-map, synchronous: true}", "never waits for the matcher"),
+        ("true", "prefetch: {kind: expert-map, top: 3}", "leave top out"),
+        ("true", "prefetch: {kind: next-gate}\neviction: expert-map", "eviction expert-map goes by maps"),
     ],
 )
-def test_placements_that_contradict_themselves(body: str, message: str, tmp_path: Path) -> None:
+def test_policies_that_contradict_themselves(lossless: str, body: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(f"name: mine\nlossless: false\n{body}\n")
-    with pytest.raises(ConfigError, match=message):
-        load_policy(str(file))
-    file.write_text("name: mine\nlossless: true\nplacement: {kind: context}\nprecision: {kind: uniform, bits: 3}\n")
-    with pytest.raises(ConfigError, match="not lossless"):
+    file.write_text(f"name: mine\nlossless: {lossless}\n{body}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_policy(str(file))
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("prefetch: {kind: next-gate, distance: 0}", "at least one layer ahead"),
-        ("prefetch: {kind: layerwise, distance: 2}", "this layer (0) or the next (1)"),
-        ("prefetch: {kind: next-gate, dynamic: false}", "are of expert maps"),
-        ("prefetch: {kind: expert-map, synchronous: true}", "never waits for the matcher"),
-        ("prefetch: {kind: expert-map, top: 3}", "leave top out"),
-        ("prefetch: {kind: next-gate}\neviction: expert-map", "eviction expert-map goes by maps"),
-    ],
-)
-def test_prefetches_that_contradict_themselves(body: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"name: mine\nlossless: true\n{body}\n")
-    with pytest.raises(ConfigError) as raised:
-        load_policy(str(path))
-    assert message in str(raised.value)
-
-
-def test_what_a_matcher_does_is_said_by_policy_and_run(tmp_path: Path) -> None:
-    run = RunConfig(policy="fmoe-ts", threads=1, matcher={"capacity": 7})
-    found = engine_settings(run).matcher_settings
+def test_what_a_matcher_does_is_said_by_policy_and_run() -> None:
+    found = engine_settings(RunConfig(policy="fmoe-ts", threads=1, matcher={"capacity": 7})).matcher_settings
     assert (found.capacity, found.distance, found.semantic, found.dynamic) == (7, 3, True, False)
 
 
@@ -194,10 +164,36 @@ def test_hardware_profiles(tmp_path: Path) -> None:
         load_hardware(str(file))
 
 
-def test_a_local_ray_needs_room_for_the_ndp_worker() -> None:
-    config = load_run_config(None, {"policy": "monde", "threads": 2, "ndp": {"threads": 3}, "ray": {"num_cpus": 5}})
-    with pytest.raises(ConfigError, match="the NDP worker's 3 and the store need 6"):
-        engine_settings(config)
+_JOINED = {"address": "10.0.0.5:6379"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "monde", "threads": 2, "ndp": {"threads": 3}, "ray": {"num_cpus": 5}},
+         "the NDP worker's 3 and the store need 6"),
+        ({"policy": "context-ndp-full", "threads": 2, "ndp": {"threads": 3}, "ray": {"num_cpus": 9},
+          "cluster": {"shards": 2, "ndp_workers": 2}},
+         "the worker's 2 threads on each of 2 GPUs, 2 NDP workers with 3 and the store need 11"),
+        ({"threads": 4, "ray": {"num_cpus": 4}}, "4 threads and the store need 5"),
+        ({"policy": "monde", "cluster": {"shards": 2}}, "there are to be 2 GPUs"),
+        ({"threads": 1, "ray": _JOINED | {"num_cpus": 8}}, "ray.num_cpus describes a local Ray"),
+        ({"threads": 1, "ray": _JOINED | {"object_store_bytes": 100_000_000}},
+         "ray.object_store_bytes describes a local Ray"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_settings(load_run_config(None, options))
+
+
+def test_settings_that_agree() -> None:
+    engine_settings(load_run_config(None, {"threads": 1, "ray": _JOINED}))
+    two = load_run_config(None, {"policy": "context-ndp-full", "cluster": {"shards": 2}})
+    assert engine_settings(two).shards.count == 2
+    actors = {"threads": 2, "ndp": {"threads": 3}, "cluster": {"shards": 2, "ndp_workers": 2}}
+    room_for_all = load_run_config(None, actors | {"policy": "context-ndp-full"})
+    assert local_ray(room_for_all, engine_settings(room_for_all)) == LocalRay(11, {"ndp": 2.0})
 
 
 def test_a_policy_file_by_path(tmp_path: Path) -> None:
@@ -209,75 +205,35 @@ def test_a_policy_file_by_path(tmp_path: Path) -> None:
         load_policy(str(file))
 
 
-def test_all_resident_wants_the_whole_budget() -> None:
-    with pytest.raises(BudgetError, match=r"--budget 1\.0"):
-        engine_settings(RunConfig(policy="all-resident"))
-    assert engine_settings(RunConfig(policy="all-resident", budget="100%")).budget == 1.0
-
-
-@pytest.mark.parametrize(("gpus", "enough"), [(2, 0.5), (3, 1 / 3), (4, 0.25)])
-def test_all_resident_on_several_gpus_wants_a_part_on_each(gpus: int, enough: float) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "enough", "says"),
+    [(1, 1.0, r"--budget 1\.0")]
+    + [(n, 1 / n, rf"on {n} GPUs, but the budget of each is .*--budget 0\.\d+") for n in (2, 3, 4)],
+)
+def test_all_resident_wants_its_part_on_each_gpu(gpus: int, enough: float, says: str) -> None:
     shards = ClusterConfig(shards=gpus)
-    assert engine_settings(RunConfig(policy="all-resident", budget=enough, cluster=shards)).shards.count == gpus
-    with pytest.raises(BudgetError, match=rf"on {gpus} GPUs, but the budget of each is .*--budget 0\.\d+"):
+    found = engine_settings(RunConfig(policy="all-resident", budget=enough, cluster=shards))
+    assert (found.shards.count, found.budget) == (gpus, enough)
+    with pytest.raises(BudgetError, match=says):
         engine_settings(RunConfig(policy="all-resident", budget=enough - 0.01, cluster=shards))
 
 
-def test_monde_wants_one_gpu() -> None:
-    with pytest.raises(ConfigError, match="there are to be 2 GPUs"):
-        engine_settings(RunConfig(policy="monde", cluster=ClusterConfig(shards=2)))
-    assert engine_settings(RunConfig(policy="context-ndp-full", cluster=ClusterConfig(shards=2))).shards.count == 2
-
-
-@pytest.mark.parametrize(("present", "missing"), [((), "config.json"), (("config.json",), "tokenizer.json")])
-def test_an_incomplete_model_directory(tmp_path: Path, present: tuple[str, ...], missing: str) -> None:
-    for name in present:
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"has no {missing}"):
-        check_model_dir(tmp_path)
-
-
-def test_an_absent_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_directory_that_is_absent_or_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="pass --model the directory"):
         check_model_dir(tmp_path / "none")
+    for missing in ("config.json", "tokenizer.json"):
+        with pytest.raises(CheckpointError, match=f"has no {missing}"):
+            check_model_dir(tmp_path)
+        (tmp_path / missing).write_text("{}")
     monkeypatch.setattr("tiermoe.cluster.config._PACKAGE_ROOT", tmp_path)
     with pytest.raises(CheckpointError, match="train-default-model"):
         check_model_dir(default_model_dir())
-
-
-def test_threads_need_their_cpus() -> None:
-    with pytest.raises(ConfigError, match="4 threads and the store need 5"):
-        engine_settings(RunConfig(threads=4, ray=RaySettings(num_cpus=4)))
-
-
-@pytest.mark.parametrize("own", [{"num_cpus": 8}, {"object_store_bytes": 100_000_000}])
-def test_what_describes_a_local_ray_is_refused_for_a_joined_one(own: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"ray.{next(iter(own))} describes a local Ray"):
-        engine_settings(RunConfig(threads=1, ray=RaySettings(address="10.0.0.5:6379", **own)))
-    engine_settings(RunConfig(threads=1, ray=RaySettings(address="10.0.0.5:6379")))
 
 
 def test_settings_are_frozen() -> None:
     config: Any = RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.budget = "1"
-
-
-def test_cpus_of_a_local_ray_are_those_of_all_actors() -> None:
-    actors = {"threads": 2, "ndp": {"threads": 3}, "cluster": {"shards": 2, "ndp_workers": 2}}
-    config = load_run_config(None, actors | {"policy": "context-ndp-full", "ray": {"num_cpus": 9}})
-    match = "the worker's 2 threads on each of 2 GPUs, 2 NDP workers with 3 and the store need 11"
-    with pytest.raises(ConfigError, match=match):
-        engine_settings(config)
-    more = config.model_copy(update={"ray": config.ray.model_copy(update={"num_cpus": None})})
-    assert local_ray(more, engine_settings(more)) == LocalRay(11, {"ndp": 2.0})
-
-
-def test_options_of_the_cluster_are_named_as_they_are_written() -> None:
-    with pytest.raises(ConfigError, match=r"^--shards is 65; input should be less than or equal to 64$"):
-        load_run_config(None, {"cluster": {"shards": 65}})
-    with pytest.raises(ConfigError, match=r"^--ndp-workers is 'many'"):
-        load_run_config(None, {"cluster": {"ndp_workers": "many"}})
 
 
 def test_what_a_gpu_is_told_reaches_the_engine() -> None:
@@ -296,39 +252,32 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(prepared(save_tiny_checkpoint("mixtral", folder / "checkpoint"), folder / "store").describe().path)
 
 
+_SLOT_BYTES = 3 * 48 * 32 * 4  # I = 48, H = 32, fp32
+
+
 def test_bytes_for_one_expert_are_enough_and_one_less_is_not(store: Path) -> None:
-    slot_bytes = 3 * 48 * 32 * 4  # I = 48, H = 32, fp32
-    check_budget(settings(slot_bytes), store)
+    check_budget(settings(_SLOT_BYTES), store)
     with pytest.raises(BudgetError, match="holds no expert"):
-        check_budget(settings(slot_bytes - 1), store)
-
-
-def test_all_resident_needs_all(store: Path) -> None:
-    all_bytes = 2 * 4 * 3 * 48 * 32 * 4  # 2 layers of 4 experts
-    check_budget(settings(all_bytes, policy=policy(preload="all")), store)
-    with pytest.raises(BudgetError, match="keeps all experts resident"):
-        check_budget(settings(all_bytes - 1, policy=policy(preload="all")), store)
+        check_budget(settings(_SLOT_BYTES - 1), store)
 
 
 @pytest.mark.parametrize(
-    ("shards", "ownership", "most"), [(2, "layer-expert", 4), (3, "layer-expert", 3), (3, "expert", 4)]
+    ("shards", "ownership", "most", "says"),
+    [
+        (1, "layer-expert", 8, "keeps all experts resident"),  # 2 layers of 4 experts
+        (2, "layer-expert", 4, "on the fullest of 2 GPUs; the budget is"),
+        (3, "layer-expert", 3, "on the fullest of 3 GPUs; the budget is"),
+        (3, "expert", 4, "on the fullest of 3 GPUs; the budget is"),
+    ],
 )
-def test_all_resident_needs_what_the_fullest_gpu_owns(store: Path, shards: int, ownership: str, most: int) -> None:
-    each = ShardSettings(count=shards, ownership=ownership)  # type: ignore[arg-type]
-    needed = most * 3 * 48 * 32 * 4
-    check_budget(settings(needed, policy=policy(preload="all"), shards=each), store)
-    with pytest.raises(BudgetError, match=rf"on the fullest of {shards} GPUs; the budget is"):
-        check_budget(settings(needed - 1, policy=policy(preload="all"), shards=each), store)
-    share = most / 8
-    check_budget(settings(share, policy=policy(preload="all"), shards=each), store)
-
-
-def _threads(monkeypatch: pytest.MonkeyPatch, gpu: bool, **given: Any) -> tuple[int, int]:
-    """Of the GPU worker and of each NDP worker, on a machine of 16 cores."""
-    monkeypatch.setattr(config_module, "usable_cores", lambda: 16)
-    monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
-    settings = engine_settings(load_run_config(None, {"policy": "context-ndp-full"} | given))
-    return settings.threads, settings.ndp.threads
+def test_all_resident_needs_what_the_fullest_gpu_owns(
+    store: Path, shards: int, ownership: Any, most: int, says: str
+) -> None:
+    more = {"policy": policy(preload="all"), "shards": ShardSettings(count=shards, ownership=ownership)}
+    check_budget(settings(most * _SLOT_BYTES, **more), store)
+    with pytest.raises(BudgetError, match=says):
+        check_budget(settings(most * _SLOT_BYTES - 1, **more), store)
+    check_budget(settings(most / 8, **more), store)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +298,11 @@ def _threads(monkeypatch: pytest.MonkeyPatch, gpu: bool, **given: Any) -> tuple[
 def test_beside_a_gpu_the_ndp_worker_has_what_is_left(
     gpu: bool, given: dict[str, Any], threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _threads(monkeypatch, gpu, **given) == threads
+    """Threads of the GPU worker and of each NDP worker, on a machine of 16 cores."""
+    monkeypatch.setattr(config_module, "usable_cores", lambda: 16)
+    monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
+    settings = engine_settings(load_run_config(None, {"policy": "context-ndp-full"} | given))
+    assert (settings.threads, settings.ndp.threads) == threads
 
 
 def test_workers_take_cores_in_turn() -> None:
@@ -368,11 +321,6 @@ def test_too_few_cores_are_refused(cores: tuple[int, ...]) -> None:
     config = load_run_config(None, {"policy": "context-ndp-full", "ndp": {"threads": 2, "cores": list(cores)}})
     with pytest.raises(ConfigError, match="name at least 2 cores, each once"):
         engine_settings(config)
-
-
-def test_a_core_that_is_no_core_is_refused_by_the_configuration() -> None:
-    with pytest.raises(TierMoeError, match="cores"):
-        load_run_config(None, {"ndp": {"cores": [-1]}})
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are bound on Linux only")

@@ -38,17 +38,12 @@ def test_pieces_add_up_even_where_a_character_is_cut(tokenizer: Tokenizer, text:
     assert "".join(pieces) == tokenizer.decode(ids) == stream.text
 
 
-def test_a_character_comes_when_it_is_whole(tokenizer: Tokenizer) -> None:
+def test_characters_come_whole_and_prompts_without_any_are_refused(tokenizer: Tokenizer) -> None:
     stream = IncrementalText(tokenizer)
-    pieces = [stream.add([token]) for token in tokenizer.encode("é!").ids]
-    assert pieces == ["", "é", "!"]
-
-
-def test_an_empty_prompt(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="prompt is empty"):
-        encode_prompt(tokenizer, "")
-    with pytest.raises(RequestError, match="not valid Unicode"):
-        encode_prompt(tokenizer, "\udcff")
+    assert [stream.add([token]) for token in tokenizer.encode("é!").ids] == ["", "é", "!"]
+    for text, words in (("", "prompt is empty"), ("\udcff", "not valid Unicode")):
+        with pytest.raises(RequestError, match=words):
+            encode_prompt(tokenizer, text)
 
 
 def test_length_limits() -> None:
