@@ -21,9 +21,9 @@ from tiermoe.errors import RuntimeFailure
 
 
 class Announced(Deployment):
-    def _place(self) -> None:
-        super()._place()
+    def _start_actors(self) -> None:
         print("PLACED", flush=True)
+        super()._start_actors()
 
 
 def main() -> None:

@@ -28,6 +28,9 @@ from tiermoe.kernels.pack import PackedShape
 def test_shard_of_by_both_rules() -> None:
     assert [[shard_of(layer, e, 3, 2) for e in range(3)] for layer in range(2)] == [[0, 1, 0], [1, 0, 1]]
     assert [[shard_of(layer, e, 3, 2, "expert") for e in range(3)] for layer in range(2)] == [[0, 1, 0], [0, 1, 0]]
+    for nowhere in ((0, 8, 8, 2), (0, -1, 8, 2), (-1, 0, 8, 2), (0, 0, 8, 0)):
+        with pytest.raises(ValueError, match="owns expert"):
+            shard_of(*nowhere)
 
 
 @given(st.integers(1, 6), st.integers(1, 24), st.integers(1, 8))
@@ -42,12 +45,6 @@ def test_ownership_balances(layers: int, experts: int, shards: int) -> None:
     for layer in range(layers):  # within a layer too, so that a token's work is spread
         counts = Counter(shard_of(layer, e, experts, shards) for e in range(experts))
         assert max(counts.values()) - min(counts[shard] for shard in range(shards)) <= 1
-
-
-@pytest.mark.parametrize("place", [(0, 8, 8, 2), (0, -1, 8, 2), (-1, 0, 8, 2), (0, 0, 8, 0)])
-def test_shard_of_refuses_what_is_not_there(place: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="owns expert"):
-        shard_of(*place)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 7))
@@ -86,25 +83,20 @@ def test_one_gpu_is_what_deploy_places_today() -> None:
     assert json.loads(json.dumps(topology.as_dict()))["groups"][0]["name"] == "workers"
 
 
-def test_a_cpu_stand_in_takes_host_memory() -> None:
-    (load,) = plan([a_node("a", CPU=3)], gpu=False).loads
-    assert load.host_bytes == 3072 + 1232
-    assert load.resources == {"CPU": (3.0, 3.0)}
+    (stand_in,) = plan([a_node("a", CPU=3)], gpu=False).loads  # takes host memory
+    assert (stand_in.host_bytes, stand_in.resources) == (3072 + 1232, {"CPU": (3.0, 3.0)})
 
 
 def test_four_shards_on_one_node_share_its_store() -> None:
     topology = plan([a_node("a", CPU=9, GPU=4)], shards=4)
     names = [actor.name for actor in topology.actors]
     assert names == ["lead", "shard-1", "shard-2", "shard-3", "store-0", "directory"]
-    assert {actor.experts for actor in topology.having("lead", "shard")} == {8}
-    assert {actor.nbytes.slots for actor in topology.having("lead", "shard")} == {768}
+    assert {(a.experts, a.nbytes.slots) for a in topology.having("lead", "shard")} == {(8, 768)}
     assert topology.loads[0].host_bytes == 3072
     assert topology.groups[0].strategy == "STRICT_PACK"
-
-
-def test_slots_are_no_more_than_the_experts_that_a_shard_owns() -> None:
-    topology = plan([a_node("a", CPU=9, GPU=4)], shards=4, budget_bytes=100 * 192, gpu_memory_bytes=None)
-    assert {actor.nbytes.slots for actor in topology.having("lead", "shard")} == {8 * 192}
+    # a large budget gives no more slots than the experts that a shard owns
+    large = plan([a_node("a", CPU=9, GPU=4)], shards=4, budget_bytes=100 * 192, gpu_memory_bytes=None)
+    assert {actor.nbytes.slots for actor in large.having("lead", "shard")} == {8 * 192}
 
 
 def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
@@ -120,10 +112,10 @@ def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
     assert [a.bundle for a in spread.actors if a.group] == list(range(7))
 
 
-@pytest.mark.parametrize("lead", ["c", "10.0.0.99"])
-def test_the_lead_goes_where_it_is_told(lead: str) -> None:
+def test_the_lead_goes_where_it_is_told() -> None:
     nodes = [a_node("b", CPU=7, GPU=3), a_node("c", CPU=3, GPU=1)]
-    assert [a.node for a in plan(nodes, shards=2, lead=lead).having("lead", "shard")] == ["c", "b"]
+    for lead in ("c", "10.0.0.99"):
+        assert [a.node for a in plan(nodes, shards=2, lead=lead).having("lead", "shard")] == ["c", "b"]
 
 
 def test_gpu_nodes_without_store_read_from_the_marked_node() -> None:
@@ -182,18 +174,12 @@ def test_ndp_comes_first_so_that_workers_leave_it_room() -> None:
     assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
 
 
-def test_unknown_memory_is_noted_not_guessed() -> None:
+def test_unknown_memory_and_dead_nodes_are_noted() -> None:
     topology = plan([a_node("a", CPU=3, GPU=1, memory=None)], gpu_memory_bytes=None)
-    assert [note.split(":")[0] for note in topology.notes] == [
-        "GPU memory was not checked",
-        "host memory was not checked on a",
-    ]
-
-
-def test_dead_nodes_are_left_out() -> None:
+    notes = [note.split(":")[0] for note in topology.notes]
+    assert notes == ["GPU memory was not checked", "host memory was not checked on a"]
     topology = plan([a_node("a", CPU=9, GPU=9, alive=False), a_node("b", CPU=3, GPU=1)])
-    assert topology.lead.node == "b"
-    assert topology.notes == ("node a is dead and left out",)
+    assert (topology.lead.node, topology.notes) == ("b", ("node a is dead and left out",))
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["pack", "spread"]), st.integers(1, 4))
@@ -267,21 +253,7 @@ def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
     assert stand_in.host_bytes == 3072 + 1280 + 1200
 
 
-def test_low_bit_replicas_that_host_memory_cannot_hold_are_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1279)], low_bit=_LOW_BIT)
-    assert "needs 4.25 KiB with what is there already (1.25 KiB of it replicas)" in str(refused.value)
-    assert "short of 1 B" in str(refused.value)
-    assert "choose a policy without on_miss low-bit" in str(refused.value)
     assert plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
-    with pytest.raises(BudgetError, match="does not hold an expert in full"):
-        plan([a_node("a", CPU=3, GPU=1)], low_bit=_LOW_BIT, budget_bytes=200)
-
-
-def test_low_bit_replicas_are_read_from_the_lead_s_own_node() -> None:
-    nodes = [a_node("a", CPU=2, GPU=1), a_node("m", CPU=1, store=1)]
-    with pytest.raises(ConfigError, match="loads replicas, which the lead maps from its own node's store; node a"):
-        plan(nodes, store_nodes="marked", low_bit=_LOW_BIT)
 
 
 @pytest.mark.parametrize("policy", ["hobbit", "moe-apex"])
@@ -333,6 +305,11 @@ _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
         ([_SNUG, _SNUG], {}, r"two nodes have the id 'a'"),
         ([a_node("a", CPU=99, GPU=64)], {"shards": 9, "ownership": "expert"},
          r"gives a shard none by the rule 'expert'; lower cluster.shards to 8"),
+        ([a_node("a", CPU=3, GPU=1, memory=3072 + 1279)], {"low_bit": _LOW_BIT},
+         r"needs 4.25 KiB with what is there already \(1.25 KiB of it replicas\).*"
+         "short of 1 B.*choose a policy without on_miss low-bit"),
+        ([a_node("a", CPU=2, GPU=1), a_node("m", CPU=1, store=1)], {"store_nodes": "marked", "low_bit": _LOW_BIT},
+         "loads replicas, which the lead maps from its own node's store; node a"),
     ],
 )  # fmt: skip
 def test_it_says_what_is_short_where_and_by_how_much(
@@ -348,6 +325,7 @@ def test_it_says_what_is_short_where_and_by_how_much(
         ({"gpu_memory_bytes": 1000}, "the lead needs 1.20 KiB of GPU memory .*: short of 232 B"),
         ({"preload": True}, "keeps all experts resident: 32 of 192 B on the fullest of 1 GPUs"),
         ({"ndp": replace(NDP, hot_per_layer=2)}, "keeps 2 experts in each of 4 layers, the budgets hold 4"),
+        ({"low_bit": _LOW_BIT, "budget_bytes": 200}, "does not hold an expert in full"),
     ],
 )
 def test_a_budget_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
