@@ -217,7 +217,7 @@ def gptq(
 
 
 def damping_for(rows: torch.Tensor, inputs: int) -> torch.Tensor:
-    """Damping [B] of Hessians from so many rows [B].
+    """Damping [B] of Hessians from `rows` [B] rows.
 
     Damping in proportion to inputs / rows keeps GPTQ better than round-to-nearest on held-out text, down to an eighth
     as many rows as inputs (docs/store-format.md).

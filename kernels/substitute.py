@@ -234,8 +234,8 @@ def substitute_tensors(
     counts = torch.stack((replaced.sum(), left_out.sum()))
     dropped = bool(counts[1])
     if dropped:
-        kept = (~left_out).int().argmax(dim=1, keepdim=True)
-        out = torch.where(left_out, out.gather(1, kept), out)
+        remaining = (~left_out).int().argmax(dim=1, keepdim=True)
+        out = torch.where(left_out, out.gather(1, remaining), out)
     if not dropped and not by_buddy:
         return ReplacedTensors(out, weights, counts)
     values = torch.where(left_out, 0.0, weights.double())

@@ -182,8 +182,8 @@ def _kernel(
     if DROP:
         left_out = left_out & (slots >= tl.where(left < K, 0, 1))
         left = tl.where(left < K, left, K - 1)
-        kept = tl.argmax(tl.where(left_out | (slots >= K), 0, 1), axis=0, tie_break_left=True)
-        ids = tl.where(left_out, _at(ids, slots, kept), ids)
+        remaining = tl.argmax(tl.where(left_out | (slots >= K), 0, 1), axis=0, tie_break_left=True)
+        ids = tl.where(left_out, _at(ids, slots, remaining), ids)
     values = tl.where(left_out, weights * 0, weights)
     if BY_BUDDY:
         values = _by_buddy(values, probabilities + t * E, ids, picked, replaced, used)

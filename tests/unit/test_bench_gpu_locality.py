@@ -9,9 +9,9 @@ from tiermoe.cluster.jobs.bench.gpu.routing import (
     Locality,
     draw,
     fit,
-    foreseen,
     lru_hit_rates,
     popularity_of,
+    predicted_logits,
     recall,
     resampled,
 )
@@ -77,7 +77,7 @@ def test_a_stickier_process_hits_more() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.85, 1.0])
 def test_what_is_foreseen_has_the_recall_asked_for(share: float) -> None:
     trace = draw(locality(), 0.5, 0.8, 150, 4, 24, 4, seed=2)
-    scores = foreseen(trace, share, seed=3)
+    scores = predicted_logits(trace, share, seed=3)
     guessed = np.argsort(-scores, axis=2, kind="stable")[:, :, :4]
     assert recall(guessed.reshape(-1, 4), trace.ids.reshape(-1, 4)) == pytest.approx(share, abs=0.04)
     assert np.allclose(np.sort(scores, axis=2), np.sort(trace.logits, axis=2))

@@ -94,7 +94,7 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
 
 
 def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
-    """A layer's decode pass of so many tokens on the host: microseconds in all and by part, calls on a GPU by kind.
+    """A layer's decode pass of `tokens` tokens on the host: microseconds in all and by part, calls on a GPU by kind.
 
     `run` sends requests and waits for them; once for the total, once for the parts, whose timing slows it.
     """

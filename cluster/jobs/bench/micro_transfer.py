@@ -216,7 +216,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint
 
 @contextlib.contextmanager
 def _two_nodes(object_store_bytes: int) -> Iterator[Callable[..., Any]]:
-    """A Ray of two nodes on this machine, each with an object store of so many bytes; this process joins the first.
+    """A Ray of two nodes on this machine, each with an object store of this size; this process joins the first.
 
     Objects travel between the nodes as between hosts, over the loopback interface. A Ray that runs already is not used;
     all processes and files lie below one scratch folder and go with it.

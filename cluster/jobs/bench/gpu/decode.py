@@ -83,7 +83,7 @@ class Session:
         self._next = self._forward(torch.tensor([prompt], device=self._context.device), decode=False)
 
     def decode(self, tokens: int) -> float:
-        """Run so many tokens; seconds for each."""
+        """Run this many tokens; return seconds per token."""
         self._context.synchronize()
         begin_s = time.perf_counter()
         for _ in range(tokens):
@@ -124,7 +124,7 @@ class Bench:
         context: Context, record: Record, shape: RealShape, host: HostExperts, layers: int, locality: Locality,
         trace: RoutingTrace,
     ) -> Bench:  # fmt: skip
-        """Fill `host`, which the caller closes, with so many MoE layers, and build a model around them."""
+        """Fill `host`, which the caller closes, with `layers` MoE layers, and build a model around them."""
         for layer in range(layers):
             host.add(shape.expert, context.dtype, context.device, seed=layer)
         built = build_random_model(shape, layers, context.dtype, context.device)

@@ -119,9 +119,9 @@ def popularity_of(ids: Ids, experts: int) -> tuple[float, ...]:
     return tuple(shares.mean(axis=0).tolist())
 
 
-def recall(guessed: Ids, picked: Ids) -> float:
-    """Share of picked [N, K] that is in guessed [N, K]."""
-    return float((guessed[:, :, None] == picked[:, None, :]).any(axis=1).mean())
+def recall(predicted: Ids, picked: Ids) -> float:
+    """Share of picked [N, K] that is in predicted [N, K]."""
+    return float((predicted[:, :, None] == picked[:, None, :]).any(axis=1).mean())
 
 
 def resampled(curve: Sequence[float], size: int) -> NDArray[np.float64]:
@@ -176,7 +176,7 @@ def fit(locality: Locality, layers: int, seed: int = 0) -> Stickiness:
     return best
 
 
-def foreseen(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
+def predicted_logits(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
     """Logits [T, L, E] whose K greatest agree with the trace's choice at this recall.
 
     Each expert of a token's choice is missed with probability 1 - recall_share, and replaced by the next in order.
@@ -188,9 +188,9 @@ def foreseen(trace: RoutingTrace, recall_share: float, seed: int) -> Floats:
     right = rng.random((tokens, layers, top_k)) < recall_share
     missed = top_k - right.sum(axis=2, keepdims=True)  # [T, L, 1]
     place = np.broadcast_to(np.arange(order.shape[2]), order.shape)
-    guessed = (place >= top_k) & (place < top_k + missed)
-    guessed[:, :, :top_k] = right
-    new = np.take_along_axis(order, np.argsort(~guessed, axis=2, kind="stable"), axis=2)
+    predicted = (place >= top_k) & (place < top_k + missed)
+    predicted[:, :, :top_k] = right
+    new = np.take_along_axis(order, np.argsort(~predicted, axis=2, kind="stable"), axis=2)
     out = np.empty_like(trace.logits)
     np.put_along_axis(out, new, profile, axis=2)
     return out
@@ -239,8 +239,8 @@ def record_locality(device: torch.device, documents: int = 8, tokens: int = 96) 
                 if distance == 0:
                     probabilities.append(torch.softmax(scores, -1).sort(-1, descending=True)[0].mean(0).cpu())
                     continue
-                guessed = scores.topk(ids[0].shape[1], dim=-1)[1].cpu().numpy()
-                recalls[distance - 1].append(recall(guessed, ids[layer + distance]))
+                predicted = scores.topk(ids[0].shape[1], dim=-1)[1].cpu().numpy()
+                recalls[distance - 1].append(recall(predicted, ids[layer + distance]))
     found = np.concatenate(parts)
     return Locality(
         popularity_of(found, experts), tuple(torch.stack(probabilities).mean(0).tolist()),
@@ -280,7 +280,7 @@ class Replay:
         self._ids = by_layer(torch.from_numpy(trace.ids), torch.int64)
         self._weights = by_layer(chosen / scale, dtype)
         self._weights_f32 = self._weights.float()
-        tables = [trace.logits, *(foreseen(trace, share, seed) for seed, share in enumerate(recalls, start=1))]
+        tables = [trace.logits, *(predicted_logits(trace, share, seed) for seed, share in enumerate(recalls, start=1))]
         self._tables = [by_layer(torch.from_numpy(table), dtype) for table in tables]
         self._routers = [weight.to(dtype).t() for weight in weights]  # [H, E]
         self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k

@@ -97,7 +97,7 @@ def record_peaks(context: Context, record: Record) -> Peaks:
 
 
 def host_read_gbps(threads: int, toy: bool) -> float:
-    """The best rate of reading host memory: a sum over 64-bit numbers by so many threads."""
+    """The best rate of reading host memory: a sum over 64-bit numbers by `threads` threads."""
     nbytes = _TOY_BYTES if toy else 4 * _PEAK_BYTES
     block = torch.ones(nbytes // 8, dtype=torch.int64)
     before = torch.get_num_threads()
