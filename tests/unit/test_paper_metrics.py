@@ -19,7 +19,6 @@ from tiermoe.cluster.jobs.bench import trace_metrics
 from tiermoe.cluster.jobs.bench.cells import Journal, counters
 from tiermoe.cluster.jobs.bench.engine_metrics import (
     Comparison,
-    Least,
     activation_similarity,
     common,
     comparisons,
@@ -123,10 +122,10 @@ def _memory(tpot_ms: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
 
 def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_path: Path) -> None:
     points = [(10.0, 30.0), (20.0, 20.0), (40.0, 25.0), (80.0, 10.0)]
-    assert least_budget(points, 25.0) == Least(15.0)
-    assert least_budget(points, 15.0) == Least(60.0)  # from 20 ms at 40: more memory is not slower
-    assert least_budget(points, 30.0) == Least(10.0, at_most=True)
-    assert least_budget(points, 9.0) == Least(None)
+    assert least_budget(points, 25.0) == {"bytes": 15.0, "at_most": False}
+    assert least_budget(points, 15.0) ["bytes"] == 60.0  # from 20 ms at 40: more memory is not slower
+    assert least_budget(points, 30.0) == {"bytes": 10.0, "at_most": True}
+    assert least_budget(points, 9.0) == {"bytes": None, "at_most": False}
     study = _study("moepic", tmp_path)
     study.rows = _memory({("a", "0.125"): 20.0, ("a", "0.5"): 10.0, ("b", "0.125"): 30.0, ("b", "0.5"): 20.0})
     found = moepic_memory(study, section="budgets")["footprints"]
@@ -213,7 +212,7 @@ def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: Recorded) -> 
 
 def test_hit_rates_by_distance_and_capacity(recorded: Recorded, tmp_path: Path) -> None:
     study = _study("fmoe", tmp_path, recorded)
-    found = trace_metrics.fmoe_maps(study, distances=(1, 2, 9), capacities=(2, 8), budget=0.5, gbps=1.0)["expert_maps"]
+    found = trace_metrics.fmoe_maps(study, distances=(1, 2, 9), capacities=(2, 8))["expert_maps"]
     rows = found["hit_rates"]
     assert [(r["varied"], r["distance"], r["capacity"]) for r in rows] == [
         ("distance", 1, 8), ("distance", 2, 8), ("capacity", 3, 2), ("capacity", 3, 8),
@@ -433,8 +432,7 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
         _scored(_OWN, [0.05, 0.03] * 3, 4.0),
     ]  # fmt: skip
     options = load_experiment("buddymoe").metric("buddymoe-comparisons") or {}
-    asked = {(pair["own"], pair["other"], m): pair["is"] for pair in options["wanted"] for m in pair["measures"]}
-    every = list(comparisons(rows, "rates", asked, options["against"], _OPTIONS))
+    every = list(comparisons(rows, "rates", options["wanted"], options["against"], _OPTIONS))
     found = {(c.own, c.other, c.measure): c for c in every}
     assert len(found) == len(every)
     assert len([c for c in every if c.wanted]) == 16

@@ -1,21 +1,20 @@
-"""One cell of an experiment: variants interleaved on the same prompts; and the journal of the cells that are finished.
+"""One cell of an experiment, and the journal of the finished cells.
 
-A cell is all variants of a section at one context, budget and link. They are measured in turn on one machine, so that
-ratios within a repetition are paired. Cells do not depend on each other. What is finished is kept in a journal beside
-the output: the same command resumes.
+A cell is all variants of a section at one context, budget and link. One machine measures them in turn on the same
+prompts, so that ratios within a repetition are paired. Cells are independent of each other. A journal beside the output
+records the finished ones: the same command resumes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import Progress
 
@@ -28,7 +27,7 @@ from ..evaluate.quality import EvaluationOptions
 from .metrics import Measures, ratio
 from .serving import Prompt, ensure_artifacts, own_store, serve, start_worker
 
-WARM_UP_TOKENS = 8  # of the first prompt, where nothing else is served before measuring
+_WARM_UP_TOKENS = 8  # of the first prompt, if the experiment names no warm-up
 _FORMAT = 2  # of the journal
 _SCORED = (
     "bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_wasted", "hits", "misses", "late_prefetches", "ndp_experts",
@@ -41,7 +40,7 @@ Score = Callable[[Any, Progress | None], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Policy:
-    """A variant ready to run on any node. file: what `RunConfig.policy` takes where nothing is changed, else None."""
+    """A variant ready to run on any node. file: the value for `RunConfig.policy`; None: the settings have changes."""
 
     name: str
     settings: PolicySettings
@@ -49,7 +48,7 @@ class Policy:
     file: str | None
 
     def source(self, folder: Path) -> str:
-        """A preset's name, or a YAML file in this folder."""
+        """A preset's name, or a YAML file that is written into this folder."""
         if self.file is not None:
             return self.file
         path = folder / f"{self.name.replace(' ', '-').replace('/', '-')}.yaml"
@@ -59,7 +58,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How quality is scored. layer_us: microseconds by which each layer moves the link's clock; None: it runs."""
+    """How quality is scored.
+
+    lossless: lossless variants are scored too. layer_us: each layer advances the link's clock by so many microseconds;
+    None: the clock runs.
+    """
 
     options: EvaluationOptions
     lossless: bool
@@ -70,9 +73,9 @@ class Scoring:
 class Cell:
     """All that a node needs to measure the variants of a section at one context, budget and link.
 
-    base: everything but policy, budget and the link's speed. gbps: gigabytes (1e9) per second; None: no emulated link.
-    prompts: token ids, which the repetitions share out where `fresh`. warm: served first and not counted. files: what a
-    store needs besides its own files, by name.
+    base: the configuration without policy, budget and link speed. gbps: gigabytes (1e9) per second; None: no emulated
+    link. prompts: token ids; with `fresh` each repetition takes its own share. warm: prompts served first, uncounted.
+    files: contents by name of files that are added to a copy of the store.
     """
 
     section: str
@@ -97,24 +100,20 @@ class Cell:
         return [self.section, self.context, self.budget, self.gbps]
 
     def config(self, policy: Policy, folder: Path) -> RunConfig:
-        """How one variant runs."""
+        """The configuration of a variant; `folder` is for its policy's file."""
         latency_us = self.base.link.latency_us if self.gbps is not None else 0.0
         link = LinkSettings(gbps=self.gbps, latency_us=latency_us)
         return self.base.model_copy(update={"policy": policy.source(folder), "budget": self.budget, "link": link})
 
     def round(self, number: int) -> range:
-        """Indices of the prompts of a repetition; shares have the same size."""
-        if not self.fresh:
-            return range(len(self.prompts))
+        """Indices of a repetition's prompts; shares have equal size."""
         share = len(self.prompts) // self.repeats
-        return range(number * share, (number + 1) * share)
+        return range(number * share, (number + 1) * share) if self.fresh else range(len(self.prompts))
 
     @property
     def warm_up(self) -> tuple[Prompt, ...]:
-        """What is served before the first counted repetition."""
-        if self.warm:
-            return self.warm
-        return (self.prompts[0][:WARM_UP_TOKENS],) if self.fresh else self.prompts
+        """The prompts before the first counted repetition."""
+        return self.warm or ((self.prompts[0][:_WARM_UP_TOKENS],) if self.fresh else self.prompts)
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Outcome:
     """What one variant of a cell did.
 
     values: by measure, one number for each repetition. layers: counters of each layer, summed over the repetitions.
-    quality: see `score`; None where it was not scored.
+    quality: see `score_worker`; None: not scored.
     """
 
     policy: str
@@ -135,36 +134,34 @@ class Outcome:
 
 @dataclass
 class Measured:
-    """A cell's outcomes, the tokens that its lossless variants gave by the index of a prompt, and the node."""
+    """A cell's outcomes, the tokens of its lossless variants by index of the prompt, and the node's address."""
 
     outcomes: list[Outcome]
     tokens: dict[int, list[int]]
     node: str | None = None
 
 
-class Cells(Protocol):
-    """Where cells run: yields the index of each cell with what was measured, in any order."""
-
-    def __call__(self, cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]: ...
+# Where cells run: yields the index of each cell with its result, in any order.
+Cells = Callable[[Sequence[Cell]], Iterator[tuple[int, Measured]]]
 
 
 def measure_cell(
     cell: Cell, known: Mapping[int, list[int]] | None = None, progress: Progress | None = None,
     advanced: Callable[[], None] = lambda: None, start: Start = start_worker, score: Score | None = None,
 ) -> Measured:  # fmt: skip
-    """Measure a cell in this process; only its own workers are alive, and all are closed at the end.
+    """Measure a cell in this process. Only the cell's workers are alive; all are closed at the end.
 
     Args:
-        known: tokens that lossless variants gave before, by the index of a prompt.
+        known: tokens of lossless variants in other cells, by index of the prompt.
         advanced: called after each round of a variant.
-        start: starts a worker. score: quality of a worker; None: see `score_worker`.
+        start: starts a worker. score: scores a worker's quality; None: `score_worker`.
 
     Raises:
         RuntimeFailure: a request failed, or lossless variants gave different tokens.
         ConfigError: links are to be emulated on hardware that has its own.
     """
-    scorer: Score = score if score is not None else lambda worker, shown: score_worker(cell, worker, shown)
-    with ExitStack() as stack:  # a worker that is not closed keeps the process alive
+    scorer = score or partial(score_worker, cell)
+    with ExitStack() as stack:  # a worker that stays open keeps the process alive
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-cell-")))
         ensure_artifacts(cell.base, [policy.settings for policy in cell.policies])
         if cell.files:
@@ -203,19 +200,19 @@ def _repetition(
     cell: Cell, number: int, workers: Mapping[str, Any], outcomes: Mapping[str, Outcome],
     known: dict[int, list[int]], advanced: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Every variant once, A B C, so that a machine that drifts drifts for all of them."""
+    """Serve the prompts once on every variant, A B C, so that drift of the machine affects all of them."""
     indices = cell.round(number)
-    prompts = [cell.prompts[i] for i in indices]
     given: dict[str, dict[int, list[int]]] = {}
     for name, worker in workers.items():
         worker.reset_stats()
-        measures, tokens = _serve(worker, prompts, cell)
+        measures, tokens = _serve(worker, [cell.prompts[i] for i in indices], cell)
         stats, outcome = worker.stats(), outcomes[name]
         for measure, value in {**counters(stats), **measures}.items():
-            outcome.values.setdefault(measure, [0.0] * number).append(value)  # a counter not there yet was zero
+            outcome.values.setdefault(measure, [0.0] * number).append(value)  # a new counter was zero before
         for values in outcome.values.values():
             values += [0.0] * (number + 1 - len(values))
-        outcome.layers = added(outcome.layers, layer_counters(stats))
+        layers = [{k: float(v) for k, v in layer.items() if v} for layer in stats.as_dict()["layers"]]
+        outcome.layers = added(outcome.layers, layers)
         given[name] = dict(zip(indices, tokens, strict=True))
         advanced()
     for name, by_prompt in given.items():
@@ -228,7 +225,7 @@ def _repetition(
 
 
 def _serve(worker: Any, prompts: Sequence[Prompt], cell: Cell) -> tuple[Measures, list[list[int]]]:
-    """Batch after batch; means over the requests, and each one's tokens."""
+    """Serve batch after batch; means over the requests, and each request's tokens."""
     sums, tokens = {"ttft_s": 0.0, "tpot_s": 0.0}, list[list[int]]()
     for start in range(0, len(prompts), cell.batch):
         batch = prompts[start : start + cell.batch]
@@ -240,7 +237,7 @@ def _serve(worker: Any, prompts: Sequence[Prompt], cell: Cell) -> tuple[Measures
 
 
 def check_tokens(policy: str, given: Mapping[int, list[int]], known: dict[int, list[int]]) -> None:
-    """Add tokens of a lossless policy to those that are known; raise RuntimeFailure where they differ."""
+    """Add a lossless policy's tokens to the known ones. Raises RuntimeFailure where they differ."""
     for index, tokens in given.items():
         if known.setdefault(index, list(tokens)) != tokens:
             what = f"{policy} is lossless and gives other tokens than those before it for prompt {index + 1}"
@@ -248,7 +245,7 @@ def check_tokens(policy: str, given: Mapping[int, list[int]], known: dict[int, l
 
 
 def counters(stats: Any) -> Measures:
-    """Totals of an `EngineStats`; what is nested is joined with dots, what is no number is left out."""
+    """Numbers of an `EngineStats` without its layers; names of nested ones are joined with dots."""
 
     def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in values.items():
@@ -260,13 +257,8 @@ def counters(stats: Any) -> Measures:
     return dict(flat("", {key: value for key, value in stats.as_dict().items() if key != "layers"}))
 
 
-def layer_counters(stats: Any) -> list[Measures]:
-    """The counters of each layer that are not zero."""
-    return [{k: float(v) for k, v in layer.items() if v} for layer in stats.as_dict()["layers"]]
-
-
 def added(sums: list[Measures], more: list[Measures]) -> list[Measures]:
-    """Both, layer by layer."""
+    """The sum, layer by layer."""
     if not sums:
         return more
     return [{n: a.get(n, 0.0) + b.get(n, 0.0) for n in {**a, **b}} for a, b in zip(sums, more, strict=True)]
@@ -274,23 +266,23 @@ def added(sums: list[Measures], more: list[Measures]) -> list[Measures]:
 
 @lru_cache(maxsize=1)
 def _evaluation(model_dir: Path, options: EvaluationOptions) -> Any:
-    """Windows, choices and the lossless reference, which is made once."""
+    """The evaluation, whose lossless reference is computed once."""
     from ..evaluate.scoring import Evaluation  # torch: seconds that refused options need not pay
 
     return Evaluation(model_dir, options)
 
 
 def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str, Any]:
-    """Figures of `Quality.as_dict`, their sums by document, and what was counted meanwhile.
+    """Figures of `Quality.as_dict`, their sums by document, and counters of the scoring.
 
-    On a stepped link another worker of the same settings is scored: the link's clock goes on by the same time for each
-    layer, so that no figure depends on how busy the machine is.
+    With `Scoring.layer_us` another worker of the same settings is scored. Its link's clock advances by the same time
+    for each layer, so that the figures are independent of the machine's load.
 
-    `picks`: (token, expert) pairs that the routers picked; `replaced` and `left_out`: shares of these.
+    `picks`: (token, expert) pairs that the routers chose; `replaced` and `left_out`: shares of these.
     """
     from ...local import LocalWorker
 
-    assert cell.scoring is not None  # or nothing is scored
+    assert cell.scoring is not None  # the caller's condition
     evaluation = _evaluation(cell.base.model_dir, cell.scoring.options)
     evaluation.reference(progress)
     with ExitStack() as stack:
@@ -320,19 +312,19 @@ def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str
 
 
 def journal_file(out: Path) -> Path:
-    """Where the unfinished part of a result is kept."""
+    """The journal of a result's file."""
     return out.with_name(f"{out.stem}.partial.json")
 
 
 class Journal:
-    """What an interrupted experiment has measured, in a file that is there while its result is unfinished.
+    """What an experiment has measured so far, in a file that exists while the result is unfinished.
 
     Args:
-        out: the result's file; None: nothing is kept on disk.
-        fingerprint: whatever changes a figure, by name, as plain values: a file with another one is refused.
+        out: the result's file; None: nothing is written.
+        fingerprint: all that changes a figure, by name, as plain values. A file with another one is refused.
 
     Attributes:
-        tokens: that lossless variants gave, by context and by the index of a prompt.
+        tokens: of lossless variants, by context and by index of the prompt.
 
     Raises:
         ConfigError: the file cannot be read, or is of an experiment with other settings.
@@ -340,7 +332,7 @@ class Journal:
 
     def __init__(self, out: Path | None, fingerprint: Mapping[str, Any]) -> None:
         self.path = None if out is None else journal_file(out)
-        self._fingerprint = json.loads(json.dumps(fingerprint))  # as it comes back from a file
+        self._fingerprint = json.loads(json.dumps(fingerprint))  # as a file gives it back
         self._cells: list[tuple[list[Any], Measured]] = []
         self._steps: dict[str, Any] = {}
         self.tokens: dict[str, dict[int, list[int]]] = {}
@@ -356,7 +348,9 @@ class Journal:
             then = record["fingerprint"]
             self._steps = dict(record["steps"])
             for entry in record["cells"]:
-                self._add(entry["key"], _measured(entry))
+                tokens = {int(index): list(ids) for index, ids in entry["tokens"].items()}
+                outcomes = [Outcome(**outcome) for outcome in entry["outcomes"]]
+                self._add(entry["key"], Measured(outcomes, tokens, entry["node"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"'{path}' holds no part of an experiment: {error}", remedy) from error
         if changed := [name for name, value in self._fingerprint.items() if then.get(name) != value]:
@@ -366,28 +360,28 @@ class Journal:
             )
 
     def find(self, cell: Cell) -> Measured | None:
-        """What was measured of a cell."""
+        """The result of a finished cell."""
         return next((found for key, found in self._cells if key == cell.key), None)
 
     def add(self, cell: Cell, found: Measured) -> None:
-        """A cell is measured.
+        """Record a cell's result.
 
         Raises:
-            RuntimeFailure: lossless variants gave other tokens than in cells before. ConfigError: the file cannot be
-                written.
+            RuntimeFailure: lossless variants gave other tokens than in earlier cells.
+            ConfigError: the file cannot be written.
         """
         self._add(cell.key, found)
         self._write()
 
     def step(self, name: str, measure: Callable[[], Any]) -> Any:
-        """A result by name, as plain values; measured, and kept, where it is not there yet."""
+        """The recorded result of a step, as plain values; at its first call the step is measured."""
         if name not in self._steps:
             self._steps[name] = measure()
             self._write()
         return self._steps[name]
 
     def discard(self) -> None:
-        """The result is written: nothing is left to resume."""
+        """Delete the file, once the result is written."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -400,13 +394,3 @@ class Journal:
             cells = [{"key": key, **asdict(found)} for key, found in self._cells]
             record = {"format": _FORMAT, "fingerprint": self._fingerprint, "steps": self._steps, "cells": cells}
             write_json(self.path, record)
-
-
-def _measured(entry: Mapping[str, Any]) -> Measured:
-    tokens = {int(index): list(ids) for index, ids in entry["tokens"].items()}
-    return Measured([Outcome(**outcome) for outcome in entry["outcomes"]], tokens, entry["node"])
-
-
-def digest(value: Any) -> str:
-    """Of plain values."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

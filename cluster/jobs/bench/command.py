@@ -1,14 +1,14 @@
 """The `tiermoe bench` commands: tables on stderr, with `--json` one object on stdout, with `--check` an exit code.
 
-`--out FILE`, also written `--json FILE.json`, puts the object into a file, for jobs whose standard output is mixed with
-other lines. `micro` has the micro-benchmarks. `tiermoe bench NAME` of a paper is `tiermoe bench
-configs/experiments/NAME.yaml`; any such file is a command, whose options are the fields that the file names.
+`--out FILE`, or `--json FILE.json`, writes the object into a file. `micro` has the micro-benchmarks. Any experiment
+file is a command whose options are the fields that it lists: `tiermoe bench NAME` is `tiermoe bench
+configs/experiments/NAME.yaml`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,7 @@ _Address = Annotated[
 
 
 class _Group(TyperGroup):
-    """The benchmarks by name, and experiments by the path of their file."""
+    """Benchmarks by name, and experiments by the path of their file."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name.endswith((".yaml", ".yml")):
@@ -55,7 +55,7 @@ def _bench() -> None:
 
 
 def experiment_command(source: str) -> Callable[..., None]:
-    """The function of an experiment's command for typer: its options, then those of every experiment.
+    """The function of an experiment's command for typer: its own options, then those of every experiment.
 
     Args:
         source: name in configs/experiments, or path of a YAML file.
@@ -68,7 +68,7 @@ def experiment_command(source: str) -> Callable[..., None]:
         **given: Any,
     ) -> None:  # fmt: skip
         changed = {name: given[name.replace("-", "_")] for name in options}
-        experiment = load_experiment(source, {n: v for n, v in changed.items() if v is not None})
+        experiment = load_experiment(source, changed)
         _run(experiment, model, config, out, as_json, check, address)
 
     common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "as_json": (Json, False),
@@ -78,12 +78,17 @@ def experiment_command(source: str) -> Callable[..., None]:
 
 
 def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any]:
-    """Type, with help, and default of a field's option; a list is text, and an empty one must be given."""
+    """Type (with help) and default of a field's option; a list is text, and a required one has no default."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "none"
+        return f"{value:g}" if isinstance(value, float) else str(getattr(value, "name", value))
+
     found = field_at(experiment, option.fields[0])
     default, kind = found.value, found.kind
     if kind is None:
-        default = ",".join(_text(part) for part in found.value)
-        kind = str
+        default, kind = ",".join(text(part) for part in found.value), str
     required = (default in ("", None)) and option.required
     shown: Any = typer.Option(
         *(f"--{n}" for n in (name, *option.also)), help=option.help or found.description, show_default=not required
@@ -91,16 +96,11 @@ def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any
     return Annotated[kind if required else kind | None, shown], inspect.Parameter.empty if required else default
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else str(getattr(value, "name", value))
-
-
 def _run(
     experiment: Experiment, model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool,
     address: str | None,
 ) -> None:  # fmt: skip
+    from .cells import journal_file
     from .run import run_experiment
 
     say_overridden(config, experiment.own_keys)
@@ -120,13 +120,18 @@ def _run(
         discard.append(journal.discard)
         return report
 
-    with _saying_what_resumes(result):
+    try:
         finish(measure, as_json, check, file, lambda: discard[0]())
+    except (KeyboardInterrupt, SystemExit):
+        if result is not None and journal_file(result).exists():
+            said = f"'{journal_file(result)}' has the finished part: the same command resumes"
+            Console(stderr=True).print(said, highlight=False)
+        raise
 
 
 @contextmanager
 def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
-    """On the nodes of a Ray cluster where one is named, or this process is a Ray job; None: in this process."""
+    """The nodes of the named Ray cluster, or of this Ray job; None: this process."""
     from .cells import measure_cell
     from .nodes import in_a_ray_job, joined, over_nodes
 
@@ -136,7 +141,7 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         return
     with joined(address):
 
-        def run(cells: list[Cell]) -> Iterator[tuple[int, Measured]]:
+        def run(cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]:
             task = progress.add_task("cells on the cluster's nodes", total=len(cells))
             base = cells[0].base
             for number, found, node in over_nodes(measure_cell, cells, base.worker_threads, base.device != "cpu"):
@@ -144,21 +149,7 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
                 progress.advance(task)
                 yield number, found
 
-        yield run  # type: ignore[misc]
-
-
-@contextmanager
-def _saying_what_resumes(result: Path | None) -> Iterator[None]:
-    """Whoever interrupts an experiment learns that it resumes."""
-    from .cells import journal_file
-
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        if result is not None and journal_file(result).exists():
-            said = f"'{journal_file(result)}' keeps what is finished: the same command resumes"
-            Console(stderr=True).print(said, highlight=False)
-        raise
+        yield run
 
 
 for _name in ("overhead", "prefetch", "scale"):

@@ -1,21 +1,19 @@
-"""What is measured on the engine, or on rows of engine sections, for one paper: MoEpic, BuddyMoE, near-data."""
+"""Figures of one paper on the engine, or on rows of engine sections: MoEpic, BuddyMoE, near-data execution."""
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ....actors.requests import GenerationRequest, SamplingParams
 from ....actors.store.artifacts import read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError, RuntimeFailure
@@ -29,58 +27,49 @@ from .serving import Prompt, prepared_store, serve, start_worker
 # -- MoEpic: memory for a TPOT (Figure 8) ------------------------------------------------------------------------------
 
 Point = tuple[float, float]  # bytes of the budget, TPOT in milliseconds
-
-
-@dataclass(frozen=True)
-class Least:
-    """The least budget that reaches a target.
-
-    nbytes: None where no measured budget does. at_most: the smallest measured budget does, so that a smaller one may.
-    """
-
-    nbytes: float | None
-    at_most: bool = False
+_TARGETS = 5  # TPOTs
 
 
 @metric("moepic-memory")
-def moepic_memory(study: Study, *, section: str, targets: int = 5) -> dict[str, Any]:
-    """The least expert memory that reaches a TPOT, by policy, interpolated from the budgets at the first link."""
+def moepic_memory(study: Study, *, section: str) -> dict[str, Any]:
+    """The least expert memory that reaches each of five TPOTs, by policy, at the first link."""
     rows = [row for row in study.rows if row["section"] == section]
     rows = [row for row in rows if row["link_gbps"] == rows[0]["link_gbps"]]
     points: dict[str, list[Point]] = {}
     for row in rows:
         points.setdefault(row["policy"], []).append((median_of(row, "expert_budget_bytes"), float(row["tpot_ms"])))
     points = {policy: sorted(found) for policy, found in points.items()}
-    found = []
-    for policy, measured in points.items():
-        for target in targets_of(points, targets):
-            least = least_budget(measured, target)
-            found.append({"policy": policy, "target_ms": target, "bytes": least.nbytes, "at_most": least.at_most})
-    return {"footprints": found}
-
-
-def targets_of(points: Mapping[str, Sequence[Point]], count: int) -> list[float]:
-    """Milliseconds, evenly from the lowest TPOT of all to the middle policy's at the smallest budget, rounded up."""
+    # targets: evenly from the lowest TPOT of all to the middle policy's at the smallest budget, rounded up
     low = min(tpot for found in points.values() for _, tpot in found)
     smallest = sorted(found[0][1] for found in points.values())
     high = max(smallest[len(smallest) // 2], low)
-    steps = [low + (high - low) * (i + 1) / count for i in range(count)]
-    return sorted({float(f"{step + 0.05:.1f}") for step in steps})
+    steps = [low + (high - low) * (i + 1) / _TARGETS for i in range(_TARGETS)]
+    targets = sorted({float(f"{step + 0.05:.1f}") for step in steps})
+    return {"footprints": [
+        {"policy": policy, "target_ms": target} | least_budget(measured, target)
+        for policy, measured in points.items() for target in targets
+    ]}  # fmt: skip
 
 
-def least_budget(points: Sequence[Point], target_ms: float) -> Least:
-    """Linear between measured budgets; more memory can always do what less did, so that TPOT never rises with it."""
+def least_budget(points: Sequence[Point], target_ms: float) -> dict[str, Any]:
+    """The least budget that reaches a TPOT, linear between measured budgets.
+
+    TPOT never rises with the budget: more memory can always do what less memory did.
+
+    Returns:
+        bytes, None where no measured budget reaches it; at_most, whether a budget below the measured ones may do.
+    """
     reached: list[Point] = []
     best = float("inf")
     for nbytes, tpot in points:
         best = min(best, tpot)
         reached.append((nbytes, best))
     if reached[0][1] <= target_ms:
-        return Least(reached[0][0], at_most=True)
+        return {"bytes": reached[0][0], "at_most": True}
     for (small, above), (large, below) in pairwise(reached):
         if below <= target_ms:
-            return Least(small + (large - small) * (above - target_ms) / (above - below))
-    return Least(None)
+            return {"bytes": small + (large - small) * (above - target_ms) / (above - below), "at_most": False}
+    return {"bytes": None, "at_most": False}
 
 
 # -- MoEpic: where a decode step's time goes ---------------------------------------------------------------------------
@@ -90,10 +79,10 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Decode:
-    """Of each decode step, mean, in milliseconds.
+    """Means over decode steps, in milliseconds.
 
-    wait_ms: the compute waited for a copy. link_ms: the link carried one. idle_wait_ms: it waited while the link was
-    idle, or busy with something else than demand and prefetch. experts_ms: layers' experts without those waits.
+    wait_ms: the compute waited for a copy. link_ms: the link carried one. idle_wait_ms: the compute waited while the
+    link carried neither demand nor prefetch. experts_ms: layers' experts without those waits.
     """
 
     steps: int
@@ -106,7 +95,7 @@ class Decode:
 
 @metric("moepic-timelines")
 def moepic_timelines(study: Study) -> dict[str, Any]:
-    """Of each missed bar the timelines of both variants, on the prompts of the first repetition."""
+    """For each missed bar the timelines of both variants, on the prompts of the first repetition."""
 
     def measure() -> list[dict[str, Any]]:
         missed = [judged for judged in study.judged if not judged.bar.ok]
@@ -140,25 +129,22 @@ def trace_decode(config: RunConfig, warm: Sequence[Prompt], prompts: Sequence[Pr
         for prompt in warm:
             serve(worker.submit, [prompt], max_tokens)
         found = []
-        for number, prompt in enumerate(prompts):
+        for prompt in prompts:
             worker.reset_stats()
-            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-            events = list(worker.submit(GenerationRequest(f"timeline-{number}", prompt, sampling)))
-            if events[-1].finish != "length":
-                raise RuntimeFailure(f"a request ended with {events[-1].finish}", "run again; report it if it stays")
+            serve(worker.submit, [prompt], max_tokens)
             found.append(decode_of(worker.trace_events(), len(worker.engine.layers)))
     names = ("token_ms", "wait_ms", "link_ms", "idle_wait_ms", "experts_ms")
     return Decode(sum(d.steps for d in found), *(mean(getattr(d, name) for d in found) for name in names))
 
 
 def decode_of(events: Iterable[dict[str, Any]], layers: int) -> Decode:
-    """Of the timeline of one request, whose prompt was one forward: from the end of its last layer to the last one's.
+    """Decode steps of one request's timeline: from the end of the prefill's last layer to the last step's.
 
     Args:
-        events: of `Timeline.events`. layers: MoE layers of the model.
+        events: of `Timeline.events`; the prompt was one forward. layers: MoE layers of the model.
 
     Raises:
-        RuntimeFailure: there is no decode step in it.
+        RuntimeFailure: the timeline has no decode step.
     """
     spans: dict[str, Spans] = {}
     last: list[float] = []
@@ -219,7 +205,7 @@ Wanted = Literal["better", "no worse"]
 class Comparison:
     """One method less another in one measure, at one cache rate.
 
-    low, high: 95% interval of the paired difference over documents. wanted: what a bar asks for; None: there is none.
+    low, high: 95% interval of the paired difference over documents. wanted: the bar's demand; None: no bar.
     """
 
     rate: str
@@ -233,14 +219,14 @@ class Comparison:
 
     @property
     def verdict(self) -> Literal["better", "tie", "worse"]:
-        """Of `own`; a difference whose interval holds 0 is a tie."""
+        """Of `own`; a tie where the interval holds 0."""
         if self.low <= 0 <= self.high:
             return "tie"
         return "better" if (self.high < 0) == QUALITY[self.measure][1] else "worse"
 
     @property
     def bar(self) -> Bar:
-        """Better: the end of the interval that is worse for `own` must be on its side of 0. No worse: the other end."""
+        """Better: the worse end of the interval must be better than 0. No worse: the better end must not be worse."""
         worst, best = (self.high, self.low) if QUALITY[self.measure][1] else (-self.low, -self.high)
         text = f"cache rate {self.rate}: {QUALITY[self.measure][0]}, {self.own} less {self.other}"
         if self.wanted == "better":
@@ -256,24 +242,24 @@ class Comparison:
 def buddymoe_comparisons(
     study: Study, *, section: str, wanted: Sequence[Mapping[str, Any]], against: Sequence[str]
 ) -> dict[str, Any]:
-    """Every method against some, with paired intervals over documents; those that are wanted are bars.
+    """Compare every method with those of `against`, with paired intervals over documents.
 
     Args:
-        wanted: own, other, measures, and what is asked for (`better` or `no worse`). against: the other methods.
+        wanted: comparisons that are bars: own, other, measures, and `is` (`better` or `no worse`).
     """
-    asked = {
-        (pair["own"], pair["other"], measure): pair["is"] for pair in wanted for measure in pair["measures"]
-    }  # fmt: skip
-    found = list(comparisons(study.rows, section, asked, against, study.experiment.workload.quality.options))
+    found = list(comparisons(study.rows, section, wanted, against, study.experiment.workload.quality.options))
     study.bars += [comparison.bar for comparison in found if comparison.wanted is not None]
     return {"comparisons": [comparison.as_dict() for comparison in found]}
 
 
 def comparisons(
-    rows: Sequence[Row], section: str, asked: Mapping[tuple[str, str, str], Wanted], against: Sequence[str],
+    rows: Sequence[Row], section: str, wanted: Sequence[Mapping[str, Any]], against: Sequence[str],
     options: EvaluationOptions,
 ) -> Iterator[Comparison]:  # fmt: skip
-    """Those that are asked for, then every other method against those of `against`."""
+    """The wanted comparisons, then those of every other method with `against`."""
+    asked: dict[tuple[str, str, str], Wanted] = {
+        (pair["own"], pair["other"], measure): pair["is"] for pair in wanted for measure in pair["measures"]
+    }
     for (_, rate, _), of in cells_of(rows, section).items():
         qualities = {name: quality_of(row["quality"], row, options) for name, row in of.items()}
         others = [(own, other, measure) for other in against for own in of for measure in QUALITY if own != other]
@@ -285,19 +271,19 @@ def comparisons(
 
 
 def quality_of(found: Mapping[str, Any], row: Row, options: EvaluationOptions) -> Quality:
-    """The `Quality` of what `cells.score_worker` found with these options, for paired differences."""
+    """The `Quality` of a `cells.score_worker` result, for paired differences."""
     sums = {name: np.asarray(values, np.float64) for name, values in found["sums"].items()}
     return Quality(row["policy"], row["lossless"], found["executor"], sums, options)
 
 
 @metric("buddymoe-redundancy")
 def buddymoe_redundancy(study: Study) -> dict[str, Any]:
-    """What the profile says of the experts: whether there is anything that a buddy could stand in for.
+    """How redundant the experts are, from the profile.
 
-    best_cosine: of each layer, of an expert's outputs with those of its most alike other expert, mean over experts;
-    empty without output similarity. better_than_none: share of the experts that have another whose output is nearer
-    than no output. taken: by ranking, how often a token has its expert's best buddy already. peers: experts that hold
-    95% of the co-activations of one, mean.
+    best_cosine: by layer, cosine of an expert's outputs and those of the most similar expert, mean over experts; empty
+    without output similarity. better_than_none: share of the experts whose output another expert's is nearer to than
+    zero is. taken: by ranking, how often a token already uses its expert's best buddy. peers: number of experts that
+    hold 95% of an expert's co-activations, mean.
 
     Raises:
         StoreError: there is no profile, or it is damaged.
@@ -321,25 +307,25 @@ def buddymoe_redundancy(study: Study) -> dict[str, Any]:
 
 @metric("ndp-quality")
 def ndp_quality(study: Study, *, section: str, pairs: Sequence[Sequence[str]], placement: str) -> dict[str, Any]:
-    """Bars on pairs of variants (prefix-split, uniform) of the same average width, and on bytes of decode steps.
+    """Bars on pairs of variants (prefix-split, uniform) of equal average width, and on bytes of decode steps.
 
-    Two bars each: it is not significantly worse (KL), and the text suffices to tell that it is not noticeably worse.
+    Two bars for each pair: it is not significantly worse (KL), and the text suffices to exclude a noticeable loss.
     Variants of `placement` must demand nothing while they decode.
     """
     options = study.experiment.workload.quality.options
     found = {
-        outcome.policy: quality_of(outcome.quality, {"policy": outcome.policy, "lossless": outcome.lossless}, options)
+        outcome.policy: quality_of(outcome.quality, asdict(outcome), options)
         for cell, measured in study.ran if cell.section == section
         for outcome in measured.outcomes if outcome.quality is not None
     }  # fmt: skip
     for own, other in pairs:
         what = f"{own} less {other}"
         lower = found[own].minus(found[other], "kl_nats").low
-        study.add_bar(f"KL (nats), lower end of the paired interval, {what}", lower, "<=", 0.0)
+        study.bars.append(Bar(f"KL (nats), lower end of the paired interval, {what}", lower, "<=", 0.0))
         worse = found[own].minus(found[other], "perplexity").high / found[other]["perplexity"].value
-        study.add_bar(f"perplexity, upper end of the paired interval, relative, {what}", worse, "<=", 0.005)
+        study.bars.append(Bar(f"perplexity, upper end of the paired interval, relative, {what}", worse, "<=", 0.005))
     demanded = sum(row["bytes_demanded_decode"] for row in study.rows if row["policy"].startswith(placement))
-    study.add_bar(f"bytes demanded by decode under {placement} placement", float(demanded), "<=", 0)
+    study.bars.append(Bar(f"bytes demanded by decode under {placement} placement", float(demanded), "<=", 0))
     return {}
 
 
@@ -359,14 +345,13 @@ class Similarity:
 
 
 def activation_similarity(prefill_counts: ArrayLike, decode_counts: ArrayLike) -> Similarity:
-    """Compare the expert activation distributions of both phases, for each sequence and layer.
+    """Cosine of the expert activation distributions of both phases, for each sequence and layer.
 
-    The cosine of two count vectors is that of their distributions, so nothing is normalized. Uniform routing
-    gives 1 as well: on its own the number says that both phases agree, and not that routing is skewed.
+    The cosine of two count vectors equals that of their distributions. Uniform routing gives 1 as well: the number
+    says that both phases agree, not that routing is skewed.
 
     Args:
-        prefill_counts: [D, L, E], how often sequence d selected expert e in layer l during prefill.
-        decode_counts: [D, L, E], the same during decoding.
+        prefill_counts, decode_counts: [D, L, E], how often sequence d selected expert e in layer l in that phase.
 
     Raises:
         ValueError: the shapes differ, or a count is negative or not finite.
@@ -393,7 +378,7 @@ def activation_similarity(prefill_counts: ArrayLike, decode_counts: ArrayLike) -
 
 @metric("ndp-similarity")
 def ndp_similarity(study: Study) -> dict[str, Any]:
-    """Of each document's own prefill and decode, and of its prefill with the next document's decode (figure 4)."""
+    """A document's prefill against its own decode, and against the next document's decode (Figure 4)."""
 
     def measure() -> dict[str, Any]:
         from ....actors.engine.serving.scoring import score_with
@@ -405,17 +390,17 @@ def ndp_similarity(study: Study) -> dict[str, Any]:
         with closing(start_worker(study.base.model_copy(update={"policy": "all-resident", "budget": "1.0"}))) as worker:
             engine = worker.engine
             counts = np.zeros((2, len(windows), len(engine.layers), engine.experts), np.int64)  # [phase, D, L, E]
-            served = [0]
+            number = 0  # of the window that is scored
 
             def count(layer: int, ids: np.ndarray, weights: np.ndarray) -> None:
-                phase = int(engine.cache.decode_only)
-                counts[phase, served[0], layer] += np.bincount(ids.ravel(), minlength=engine.experts)
+                counts[int(engine.cache.decode_only), number, layer] += np.bincount(
+                    ids.ravel(), minlength=engine.experts
+                )
 
             for layer in engine.layers:
                 layer.observers.append(count)
-            for number, window in enumerate(windows):
-                served[0] = number
-                score_with(worker, window.ids, options.prefix)
+            for number in range(len(windows)):
+                score_with(worker, windows[number].ids, options.prefix)
                 stepped()
         prefill, decode = counts
         own, other = (activation_similarity(prefill, d) for d in (decode, np.roll(decode, 1, axis=0)))
@@ -439,10 +424,10 @@ class LayerTime:
 def ndp_overlap(
     study: Study, *, shape: Mapping[str, int], memory_gbps: float, tokens: int, limit: float
 ) -> dict[str, Any]:
-    """Do the device and the NDP worker work at the same time? Layer times against the longer of their two parts.
+    """Whether the device and the NDP worker overlap: layer times against the longer of their two parts.
 
-    The worker is paced to a modelled device whose time is near the device's own (the case in which overlap matters
-    most); decode steps of a random model with real-sized experts are taken apart, layer by layer:
+    The worker is paced to a modelled device whose time is near the device's own, where overlap matters most. The model
+    is random, with real-sized experts; its decode steps are split by layer:
 
         layer = from sending to the NDP worker until the layer's experts are combined
         GPU part = layer - time that the compute waited for the worker
@@ -454,13 +439,14 @@ def ndp_overlap(
         times = _layer_times(MoeShape(**shape), memory_gbps, tokens, repeats, study)
         longer = Spread.of([ratio(t.layer_s, max(t.gpu_s, t.ndp_s)) for t in times])
         summed = Spread.of([ratio(t.layer_s, t.gpu_s + t.ndp_s) for t in times])
-        parts = {name: statistics.median(getattr(t, name) for t in times) for name in ("layer_s", "gpu_s", "ndp_s")}
+        parts = {name: median(getattr(t, name) for t in times) for name in ("layer_s", "gpu_s", "ndp_s")}
         short = [{k: v for k, v in asdict(s).items() if k != "values"} for s in (longer, summed)]
         return {"shape": dict(shape), "modelled_memory_gbps": memory_gbps, "repeats": repeats, "layers": len(times),
                 **parts, "over_longer": short[0], "over_sum": short[1]}  # fmt: skip
 
     found = study.journal.step("ndp-overlap", measure)
-    study.add_bar("layer time over the longer of GPU and NDP part", found["over_longer"]["median"], "<=", limit)
+    over = found["over_longer"]["median"]
+    study.bars.append(Bar("layer time over the longer of GPU and NDP part", over, "<=", limit))
     return {"overlap": found}
 
 
@@ -489,11 +475,11 @@ def _layer_times(shape: MoeShape, memory_gbps: float, tokens: int, repeats: int,
 
 
 def layer_times(events: Iterable[dict[str, Any]]) -> list[LayerTime]:
-    """The layers of a timeline that the NDP worker took part in.
+    """The layers of a timeline that used the NDP worker.
 
     Args:
-        events: `GpuWorker.trace_events`: spans "L<n> NDP" (from sending, the worker's own time), "L<n> NDP wait" and
-            "L<n> experts", in this order for each layer.
+        events: `GpuWorker.trace_events`: for each layer, in this order, the spans "L<n> NDP" (from sending, the
+            worker's own time), "L<n> NDP wait" and "L<n> experts".
     """
     times: list[LayerTime] = []
     ndp: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""An experiment as a YAML file: what is compared, on which workload and grid, what is measured, shown and demanded.
+"""The YAML model of an experiment: variants, workload, grid, metrics, tables, plots and bars.
 
-`configs/experiments` holds one file for each paper. `tiermoe bench NAME` reads one of those; `tiermoe bench FILE.yaml`
-reads a user's own. Options of the command line override single fields (`options` says which).
+`configs/experiments` has one file for each paper. `tiermoe bench NAME` reads one of those; `tiermoe bench FILE.yaml`
+reads a user's own. Command-line options override single fields (`options` lists them).
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
 
 Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class Variant(Settings):
-    """One row of a comparison: a preset, or a policy file, with other values.
+    """One row of a comparison: a preset, or a policy file, with changes nested as in the preset.
 
-    A plain string is a preset under its own name. `changes` are nested as in the preset. `least_top_k`, `most_top_k`
-    restrict the variant to models whose tokens use so many experts.
+    A plain string is a preset under its own name. Models with fewer than `least_top_k` or more than `most_top_k`
+    experts a token leave the variant out.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Variant(Settings):
         return {"preset": value["name"], **value} if isinstance(value, dict) and "name" in value else value
 
     def policy(self, tau: int | None = None) -> PolicySettings:
-        """The preset with its changes, and with `tau` tokens between two configurations where it configures itself.
+        """The preset with its changes; an adaptive split runs its configurator every `tau` tokens.
 
         Raises:
             ConfigError: there is no such preset, or a change is refused.
@@ -66,7 +65,7 @@ class Variant(Settings):
 
 
 class TraceSizes(Settings):
-    """The routing trace that simulated sections and metrics are played on."""
+    """The routing trace for simulated sections and metrics."""
 
     learn: Count | None = Field(default=None, description="Prompts of the trace to learn from; none: 70% of all.")
     measure: Count | None = Field(default=None, description="Prompts of the trace that count; none: 30% of all.")
@@ -75,7 +74,7 @@ class TraceSizes(Settings):
 
 
 class Quality(Settings):
-    """How much held-out text is scored; see `EvaluationOptions`."""
+    """The held-out text that is scored; see `EvaluationOptions`."""
 
     documents: Count | None = Field(default=None, description="Held-out documents to score; none: all.")
     windows: Count = Field(default=1, description="Windows of each document.")
@@ -91,7 +90,7 @@ class Quality(Settings):
 
 
 class Workload(Settings):
-    """What every variant serves. Prompts are held-out text (`contexts`), or come from a file."""
+    """The prompts that every variant serves: held-out text, of several lengths with `contexts`, or a file."""
 
     prompt_tokens: Count | None = Field(default=32, description="Tokens of each prompt.")
     contexts: dict[str, Count] = Field(default_factory=dict, description="Tokens of the prompts by context.")
@@ -114,8 +113,8 @@ class Workload(Settings):
 class Grid(Settings):
     """Budgets and links at which every variant runs.
 
-    A ratio is of the time to load a token's experts in a layer over the time to compute the layer. `calibrate` says
-    how the computing time is found: from decoding with everything resident, or from the costs that a trace recorded.
+    A ratio is the time to load a token's experts in a layer over the time to compute the layer. `calibrate` is the
+    source of the computing time: `resident` decodes with everything resident, `trace` takes a recorded trace's costs.
     """
 
     budgets: tuple[str, ...] = Field(
@@ -138,11 +137,12 @@ class Grid(Settings):
 class Section(Settings):
     """Variants that are measured together, at each budget and link of the grid.
 
-    executor: `engine` serves the prompts (`real` on a GPU, `emulated` on the CPU that stands in for one); `simulated`
-        replays the recorded trace on a virtual clock.
-    budgets, ratios: in place of the grid's. links: all of the grid's, or the first.
-    twins: each variant a second time, with `evict_writeback` the other way round.
-    serve: whether prompts are served. score: whose quality is scored. stepped: on a link whose clock layers move.
+    executor: `engine` serves the prompts (`real` on a GPU, `emulated` on the CPU stand-in); `simulated` replays the
+        recorded trace on a virtual clock.
+    budgets, ratios: override the grid's. links: all of the grid's, or the first.
+    warm: serve the warm-up prompts first. serve: serve prompts at all.
+    twins: each variant also with `evict_writeback` inverted.
+    score: whose quality is scored. stepped: scoring runs on a link whose clock advances by layers.
     """
 
     name: str
@@ -159,23 +159,25 @@ class Section(Settings):
 
 
 class RatioBar(Settings):
-    """In each cell one variant's measure over another's, paired by repetition, must hold a limit.
+    """In each cell, variant `of` over the best baseline, paired by repetition, must be at most `limit`.
 
-    over: the baselines; the one with the lowest median counts. regime: links in the experiment's `regime` only.
+    over: the baselines; the best has the lowest median. regime: only links in the experiment's `regime`.
     """
 
     section: str
     of: str
     over: tuple[str, ...]
     measure: str = "tpot_s"
-    op: Literal["<", "<=", ">", ">="] = "<="
     limit: float
     budgets: tuple[str, ...] = ()
     regime: bool = False
 
 
 class Option(Settings):
-    """A command-line option: the fields it sets, by path; a type and a default follow from the first."""
+    """A command-line option: paths of the fields that it sets. Type and default are those of the first.
+
+    also: other names. least: the smallest value.
+    """
 
     fields: tuple[str, ...]
     help: str | None = None
@@ -203,9 +205,9 @@ class Metric(Settings):
 
 
 class Column(Settings):
-    """A column: its title, and what a cell shows as a format string over the row (`table.Cells`).
+    """A column: its title, and a cell's content as a format string over the row (`table.show`).
 
-    over: `paired` of the format is this measure over that of the variant `of` in the same cell and repetition.
+    of: `paired` in the format string is this row's measure over that of variant `of`, paired by repetition.
     """
 
     title: str
@@ -215,12 +217,11 @@ class Column(Settings):
 
 
 class Table(Settings):
-    """A table of rows of the record.
+    """A table of rows of the record: of `columns`, or a pivot.
 
-    from: path of a list in the record, or in the experiment's `paper`. where: what rows must have; a list: one of them.
-    each: a table for each value of these keys, under `heading`. columns: what each row shows. Or, in place of columns,
-    a pivot: `rows` are format strings of the first columns by title, `across` that of the other columns, `cell` the
-    content.
+    from: path of a list in the record, or in the experiment's `paper`. where: values that rows must have; a list: one
+    of them. each: one table for each value of these keys, under `heading`. rows, across, cell: a pivot's format strings
+    of the first columns (by title), of the other columns' titles, and of the content.
     """
 
     source: str = Field(default="rows", alias="from")
@@ -234,10 +235,10 @@ class Table(Settings):
 
 
 class Panel(Settings):
-    """One plot of a figure: lines, bars or points of a list of the record.
+    """One plot of a figure: a list of the record as lines, bars or points.
 
-    each: a panel for each value of these keys; the first gives columns, the second rows. x, y: keys of a row. A y that
-    names a measure with repetitions shows its range.
+    each: one panel for each value of these keys; the first gives columns, the second rows. x, y: keys of a row; a
+    repeated measure also shows its range. mean: a line at the mean.
     """
 
     source: str = Field(default="rows", alias="from")
@@ -258,7 +259,7 @@ class Panel(Settings):
 
 
 class Plot(Settings):
-    """A PNG file of panels, one below the other, or side by side. highlight: series that stand out."""
+    """A PNG file of panels, one below the other or `beside` each other. highlight: emphasized series."""
 
     panels: tuple[Panel, ...]
     beside: bool = False
@@ -267,7 +268,11 @@ class Plot(Settings):
 
 
 class Experiment(Settings):
-    """A whole experiment. See the classes of its fields."""
+    """A whole experiment; its fields' classes describe the parts.
+
+    own_keys: keys of the configuration that the experiment sets. regime: range of ratios that bars refer to.
+    shown: keys of the printed table. paper: published figures, for tables.
+    """
 
     name: str
     title: str
@@ -292,11 +297,11 @@ class Experiment(Settings):
         return tuple(s for s in self.sections if not self.parts or {s.name, s.executor} & set(self.parts))
 
     def metric(self, name: str) -> dict[str, Any] | None:
-        """The options of a metric; None where it is not measured."""
+        """The options of a metric; None: it is not measured."""
         return next((metric.options for metric in self.metrics if metric.metric == name), None)
 
 
-# Options of an experiment whose file names none.
+# Options of an experiment whose file lists none.
 _COMMON = (
     "workload.repeats", "workload.prompts", "workload.warm", "workload.prompt_tokens", "workload.max_tokens",
     "grid.budgets", "grid.links", "grid.ratios",
@@ -305,7 +310,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class FieldAt:
-    """A field of an experiment: its value, type (None: a list, given as text) and description."""
+    """A field of an experiment: its value, type (None: a list, which options give as text) and description."""
 
     value: Any
     kind: type | None
@@ -318,7 +323,7 @@ def experiment_names() -> list[str]:
 
 
 def read_experiment(name_or_path: str) -> Experiment:
-    """Read an experiment as it stands in its file; see `load_experiment`, which also checks it as a whole.
+    """Read an experiment's file without the checks of `load_experiment`.
 
     Raises:
         ConfigError: no such file, or a value is refused.
@@ -333,14 +338,13 @@ def read_experiment(name_or_path: str) -> Experiment:
 
 
 def load_experiment(name_or_path: str, given: Mapping[str, Any] | None = None) -> Experiment:
-    """An experiment by its name in configs/experiments, or from a file by its path, with options on top, checked.
+    """An experiment by its name in configs/experiments or its file's path, with options on top, checked.
 
     Args:
-        given: values of command-line options by their names; None is left out, text becomes a list where the field is
-            one.
+        given: values of command-line options by name; None: not given. Text becomes a list where the field is one.
 
     Raises:
-        ConfigError: no such file, or a value is refused; the message names the option where one was given.
+        ConfigError: no such file, or a value is refused; the message names the option that gave it.
         BudgetError: a budget is malformed.
     """
     experiment = read_experiment(name_or_path)
@@ -387,18 +391,20 @@ def field_at(experiment: Experiment, path: str) -> FieldAt:
                 annotation = type(value)
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigError(f"options name no field '{path}'", "name a field of the experiment") from error
-    kinds = [_bare(member) for member in _members(annotation) if member is not type(None)]
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotation) if union else (annotation,)
+    kinds = [_bare(member) for member in members if member is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else str
     return FieldAt(value, None if kind is tuple else kind, description)
 
 
 def parts(text: Any) -> Any:
-    """What an option names, separated by commas; what is no text stays as it is."""
+    """Text split at its commas; other values as they are."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
 
 
 def require_each_once(option: str, values: Sequence[Hashable]) -> None:
-    """Raise ConfigError where an option names nothing, or something twice."""
+    """Raise ConfigError for an empty option, or a value that it has twice."""
     if not values:
         raise ConfigError(f"--{option} names nothing", "give at least one, separated by commas")
     if len(set(values)) < len(values):
@@ -406,7 +412,7 @@ def require_each_once(option: str, values: Sequence[Hashable]) -> None:
 
 
 def _built(values: Mapping[str, Any], source: str, named: Mapping[str, str]) -> Experiment:
-    """named: options by the field that they set, for a refusal that names the option."""
+    """named: options by the field that they set, for error messages."""
     try:
         return Experiment(**values)
     except ValidationError as error:
@@ -420,7 +426,7 @@ def _built(values: Mapping[str, Any], source: str, named: Mapping[str, str]) -> 
 
 
 def _check(experiment: Experiment) -> None:
-    """Refuse what no field can refuse alone."""
+    """Checks of several fields together."""
     names = {field: name for name, option in options_of(experiment).items() for field in option.fields}
     grid, work = experiment.grid, experiment.workload
     for i, section in enumerate(experiment.sections):
@@ -428,10 +434,8 @@ def _check(experiment: Experiment) -> None:
         require_each_once(label, [variant.name for variant in section.variants])
         for variant in section.variants:
             variant.policy(work.tau)
-        for budget in section.budgets or ():
-            parse_budget(budget)
     require_each_once(_named(names, "grid.budgets"), grid.budgets)
-    for budget in grid.budgets:
+    for budget in (*grid.budgets, *(b for section in experiment.sections for b in section.budgets or ())):
         parse_budget(budget)
     if not grid.links and grid.link is None:
         require_each_once(_named(names, "grid.ratios", "grid.links"), grid.ratios)
@@ -441,8 +445,7 @@ def _check(experiment: Experiment) -> None:
         if any(number is not None and not 0 < number < float("inf") for number in numbers):
             option = _named(names, f"grid.{name}")
             raise ConfigError(f"--{option} must be above 0", "give numbers, or none for a link")
-    known = [name for section in experiment.sections for name in (section.name, section.executor)]
-    known = list(dict.fromkeys(known))
+    known = dict.fromkeys(name for section in experiment.sections for name in (section.name, section.executor))
     if unknown := set(experiment.parts) - set(known):
         raise ConfigError(f"--parts has '{', '.join(sorted(unknown))}'", f"give some of {', '.join(known)}")
     if work.tau is not None and not work.contexts and work.prompt_tokens is not None:
@@ -455,7 +458,7 @@ def _check(experiment: Experiment) -> None:
 
 
 def _named(names: Mapping[str, str], *fields: str) -> str:
-    """The option that sets the first of these fields, or a part of it, that an option sets; else the field's name."""
+    """The option of the first of these fields that has one; else the first field's name."""
     for field in fields:
         for path, option in names.items():
             if path == field or path.startswith(f"{field}."):
@@ -472,11 +475,6 @@ def _set(values: Any, path: Sequence[str], value: Any) -> None:
     if isinstance(values[key], tuple):
         values[key] = list(values[key])
     _set(values[key], rest, value)
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    return typing.get_args(annotation) if union else (annotation,)
 
 
 def _bare(annotation: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What the `tiermoe bench` commands share: their options, and how a report is shown, written and checked."""
+"""Options that the `tiermoe bench` commands share, and the output and check of a report."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,19 +28,16 @@ Config = Annotated[str | None, typer.Option(help="YAML file, or a name in config
 
 
 def finish(
-    measure: Callable[[Progress], Report],
-    as_json: bool,
-    check: bool,
-    out: Path | None = None,
-    written: Callable[[], None] | None = None,
-) -> None:
-    """Measure, print tables, and do what `--out`, `--json` and `--check` ask for.
+    measure: Callable[[Progress], Report], as_json: bool, check: bool, out: Path | None = None,
+    written: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Measure, print tables, and apply `--out`, `--json` and `--check`.
 
     Args:
-        written: called once the object is in its file.
+        written: called after the report is in its file.
 
     Raises:
-        Exit: with 1, where a bar does not hold that is to be checked.
+        Exit: with 1, if `check` and a bar is missed.
     """
     if out is not None:
         check_writable(out, "--out")
@@ -50,8 +47,7 @@ def finish(
     print_report(report, console)
     if out is not None:
         write_json(out, report.as_dict())
-    if written is not None:
-        written()
+    written()
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:
@@ -59,7 +55,7 @@ def finish(
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder, and refuse one that cannot be written before anything is measured.
+    """Make a folder; refuse one that is not writable before anything is measured.
 
     Raises:
         ConfigError: it cannot be made or written.
@@ -73,7 +69,7 @@ def check_folder(folder: Path) -> None:
 
 
 def say_overridden(config: str | None, fixed: Collection[str]) -> None:
-    """Name the keys of a configuration that the benchmark sets itself."""
+    """Print the keys of a configuration file that the benchmark sets itself."""
     if config is None:
         return
     from .serving import overridden
@@ -83,20 +79,19 @@ def say_overridden(config: str | None, fixed: Collection[str]) -> None:
 
 
 class JsonCommand(TyperCommand):
-    """A command with the flag `--json` and the option `--out`, for which `--json FILE.json` is another spelling."""
+    """A command with the flag `--json` and the option `--out`.
+
+    `--json FILE.json` and `--json=FILE` mean `--out FILE`. Any other word after `--json` stays an error.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_spelled_out(args)))
-
-
-def _spelled_out(args: Sequence[str]) -> Iterator[str]:
-    """`--json FILE.json` and `--json=FILE` as `--out FILE`; another word after `--json` stays an error."""
-    args = list(args)
-    while args:
-        word = args.pop(0)
-        if word.startswith("--json="):
-            yield from ("--out", word.removeprefix("--json="))
-        elif word == "--json" and args and args[0].endswith(".json") and not args[0].startswith("-"):
-            yield from ("--out", args.pop(0))
-        else:
-            yield word
+        words, spelled = list(args), list[str]()
+        while words:
+            word = words.pop(0)
+            if word.startswith("--json="):
+                spelled += ["--out", word.removeprefix("--json=")]
+            elif word == "--json" and words and words[0].endswith(".json") and not words[0].startswith("-"):
+                spelled += ["--out", words.pop(0)]
+            else:
+                spelled.append(word)
+        return super().parse_args(ctx, spelled)

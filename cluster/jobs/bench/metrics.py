@@ -1,8 +1,7 @@
-"""What all benchmarks share: interleaved cases, medians with spread, bars, one JSON form; rows and named metrics."""
+"""What all benchmarks share: interleaved cases, medians with spread, bars, the JSON report, rows, named metrics."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import re
@@ -22,16 +21,13 @@ _LOG_WIDTH = 160
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    "<": operator.lt,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+    "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: `run` does it once and returns its measures by name (unit in the name)."""
+    """One thing to measure: `run` does it once and returns its measures by name (with the unit in the name)."""
 
     name: str
     run: Callable[[], Measures]
@@ -39,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one measure over the repetitions."""
+    """One measure over the repetitions."""
 
     median: float
     minimum: float
@@ -53,7 +49,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit that a value must hold. A value that is not a number holds none."""
+    """A limit on a value. NaN always fails."""
 
     name: str
     value: float
@@ -67,43 +63,41 @@ class Bar:
 
 @dataclass
 class Report:
-    """The result of a benchmark; `as_dict` is what `--json` prints."""
+    """The result of a benchmark; `as_dict` is what `--json` prints.
+
+    shown: keys of the rows that the table shows; empty: all but "values". figures: other results by key of the JSON
+    object.
+    """
 
     name: str
     executor: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    shown: tuple[str, ...] = ()  # keys of the rows that the table shows; none: all but "values"
-    figures: dict[str, Any] = field(default_factory=dict)  # of metrics that are no rows, by key of the JSON object
+    shown: tuple[str, ...] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return all(bar.ok for bar in self.bars)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; hardware and versions are those of this process. What is not a number is None, as in JSON."""
+        """Plain values, None for NaN, with the hardware and versions of this process."""
         return {
-            "name": self.name,
-            "hardware": cpu(),
-            "executor": self.executor,
-            "versions": versions(),
-            "settings": self.settings,
-            "rows": _numbers(self.rows),
-            "bars": _numbers([asdict(bar) | {"ok": bar.ok} for bar in self.bars]),
-            **_numbers(self.figures),
-        }
+            "name": self.name, "hardware": cpu(), "executor": self.executor, "versions": versions(),
+            "settings": self.settings, "rows": _without_nan(self.rows),
+            "bars": _without_nan([asdict(bar) | {"ok": bar.ok} for bar in self.bars]), **_without_nan(self.figures),
+        }  # fmt: skip
 
 
 def interleaved(
     cases: Sequence[Case], repeats: int, warmup: int, progress: Progress | None = None, label: str = "measuring"
 ) -> dict[str, dict[str, Spread]]:
-    """Run all cases in turn, A B C A B C ..., so that a machine that drifts drifts for all of them.
+    """Run all cases in turn, A B C A B C ..., so that drift of the machine affects all of them.
 
     Args:
         cases: what to run; every run of a case returns the same measures.
-        repeats: counted rounds.
-        warmup: rounds before them that are not counted.
+        repeats: counted rounds, after `warmup` rounds that are not counted.
         label: of the progress.
 
     Returns:
@@ -123,7 +117,7 @@ def interleaved(
 
 
 def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[dict[str, Any]]:
-    """One row per case and measure, with what all rows of the group have in common."""
+    """One row for each case and measure; all rows have the `common` values."""
     return [
         {"case": case, **common, "measure": name, **asdict(spread)}
         for case, measures in results.items()
@@ -132,27 +126,23 @@ def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[
 
 
 def ratio(value: float, base: float) -> float:
-    """value / base; not a number where the base is zero, so that no bar holds on an empty measurement."""
+    """value / base; NaN where the base is zero, so that an empty measurement fails its bar."""
     return value / base if base else math.nan
 
 
 def markdown(head: Sequence[Any], body: Iterable[Sequence[Any]]) -> list[str]:
-    """A table in Markdown, line by line."""
+    """Lines of a Markdown table."""
     shown = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *body)]
     return [shown[0], "|" + "---|" * len(head), *shown[1:]]
 
 
 def fill_tables(page: str, lines_of: Callable[[str], Sequence[str]]) -> str:
-    """A page with its blocks `<!-- table: NAME -->` to `<!-- end -->` filled with the lines of each name."""
-
-    def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n" + "\n".join(lines_of(match["name"])) + f"\n\n{match[3]}"
-
-    return _BLOCK.sub(fill, page)
+    """Fill each block from `<!-- table: NAME -->` to `<!-- end -->` of a page with the lines of its name."""
+    return _BLOCK.sub(lambda m: f"{m[1]}\n" + "\n".join(lines_of(m["name"])) + f"\n\n{m[3]}", page)
 
 
 def rounded(value: Any) -> Any:
-    """Plain values with floats of six digits: results need no more, and it keeps their files small."""
+    """Plain values with floats of six digits, which keeps result files small."""
     if isinstance(value, Mapping):
         return {key: rounded(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -160,7 +150,7 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-Row = Mapping[str, Any]  # of an experiment, with the name of its section and, where prompts were served, a "spread"
+Row = Mapping[str, Any]  # of an experiment; `spread` has the measures of prompts that were served
 
 
 def cells_of(rows: Sequence[Row], section: str) -> dict[tuple[str, str, float | None], dict[str, Row]]:
@@ -174,69 +164,60 @@ def cells_of(rows: Sequence[Row], section: str) -> dict[tuple[str, str, float | 
 
 
 def values_of(row: Row, measure: str) -> Sequence[float]:
-    """Of a measure the repetitions' values; of a row that was not repeated the one value."""
+    """A measure's values over the repetitions; one value for a row that was not repeated."""
     found = row.get("spread", {}).get(measure)
     if found is not None:
         return tuple(found["values"])
-    return tuple(row.get("values", {}).get(measure, (row[measure],) if measure in row else (0.0,)))
+    return tuple(row.get("values", {}).get(measure, (row.get(measure, 0.0),)))
 
 
 def median_of(row: Row, measure: str) -> float:
-    """Over the repetitions; a counter that the row lacks was zero."""
+    """Median over the repetitions; 0 for a counter that the row lacks."""
     return statistics.median(values_of(row, measure))
 
 
 def paired(row: Row, other: Row, measure: str) -> float:
-    """Median over repetitions of row / other, both in the same repetition; not a number where other is zero."""
+    """Median of row / other over the repetitions, each with itself; NaN where other is always zero."""
     pairs = zip(values_of(row, measure), values_of(other, measure), strict=True)
     ratios = [a / b for a, b in pairs if b]
     return statistics.median(ratios) if ratios else math.nan
 
 
-@dataclass(frozen=True)
-class MetricFunction:
-    """What a name in an experiment's `metrics` stands for.
+MetricFunction = Callable[..., dict[str, Any]]
+METRICS: dict[str, MetricFunction] = {}  # by name in an experiment's `metrics`
 
-    run: is given the `run.Study` and the options, and returns figures by key of the JSON object; it may add bars and
-        settings to the study, and measures to its rows. options: names of those that it takes.
+
+def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
+    """Register a metric function under a name.
+
+    It takes the `run.Study`, and its options as keyword-only parameters. It returns figures by key of the JSON object.
+    It may add bars and settings to the study, and measures to its rows.
     """
 
-    run: Callable[..., dict[str, Any]]
-    options: frozenset[str]
-
-
-METRICS: dict[str, MetricFunction] = {}
-
-
-def metric(name: str) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., dict[str, Any]]]:
-    """Register a metric function under a name; its keyword-only parameters are its options."""
-
-    def register(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        given = inspect.signature(function).parameters.values()
-        options = frozenset(p.name for p in given if p.kind is inspect.Parameter.KEYWORD_ONLY)
-        METRICS[name] = MetricFunction(function, options)
+    def register(function: MetricFunction) -> MetricFunction:
+        METRICS[name] = function
         return function
 
     return register
 
 
-def _numbers(value: Any) -> Any:
-    """The same with None for NaN: JSON has none, and strict readers refuse a file with one."""
+def _without_nan(value: Any) -> Any:
+    """The same with None for NaN, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: _numbers(part) for key, part in value.items()}
+        return {key: _without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_numbers(part) for part in value]
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Rows and bars as tables."""
+    """Print rows and bars as tables."""
     if report.rows:
         shown = list(report.shown) or [key for key in report.rows[0] if key != "values"]
         table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
         for row in report.rows:
             table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))
-        # a log has no width: a table squeezed into 80 columns cannot be read
+        # a log has no width, and a table of 80 columns is unreadable
         wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
         wide.print(table)
     for bar in report.bars:

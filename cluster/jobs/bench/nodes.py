@@ -1,8 +1,7 @@
 """An experiment's cells as Ray tasks over the nodes of a cluster: one timed cell a node at a time.
 
-Each node has at most one cell, which runs there in a process of its own. When a node is lost, its cell runs again on
-another; a node that joins takes part. With `ray_session.py`, `placement.py` and `attach.py` one of the files that place
-work on nodes.
+Each cell has a node and a process of its own. A lost node's cell runs again on another node; a node that joins takes
+part. `ray_session.py`, `placement.py` and `attach.py` also place work on nodes.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from ....errors import RuntimeFailure
 from ...ray_session import join, leave, refuse_second, without_ray_notices
 
 T = TypeVar("T")
-_LOSSES = 5  # of one cell: then the cluster, and not a node, is at fault
-_NOBODY_S = 60.0  # without any node
+_LOSSES = 5  # of one cell, before the experiment fails
+_NOBODY_S = 60.0  # without any node, before the experiment fails
 
 
 def in_a_ray_job() -> bool:
-    """Whether `ray job submit` started this process: the cluster is there to be used."""
+    """Whether `ray job submit` started this process."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Join a Ray at HOST:PORT, or with `auto` the one of this machine or of this Ray job; leave it at the end.
+    """Join the Ray at HOST:PORT, or with `auto` that of this machine or Ray job; leave it at the end.
 
     Raises:
         RuntimeFailure: this process uses Ray already, nobody answers, or the cluster refuses.
@@ -49,14 +48,14 @@ def over_nodes(
 
     Args:
         run: a function of a module that every node can import; its argument and result are pickled by Ray.
-        cpus: that each call takes of its node. gpu: it also takes one GPU of a node that has any, which Ray hides else.
+        cpus: CPUs of each call. gpu: each call also takes one GPU of a node that has any; Ray hides the others.
 
     Yields:
-        The index of the thing, the result, and the node's address, as they come.
+        The index of the thing, the result, and the node's address, in the order of completion.
 
     Raises:
-        Exception: what a call raised; the others are cancelled. RuntimeFailure: a thing was lost with five nodes, or
-            there has been no node for a minute.
+        Exception: of a call; the other calls are cancelled.
+        RuntimeFailure: a thing was lost five times, or there has been no node for a minute.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -87,7 +86,7 @@ def over_nodes(
                     found = ray.get(reference)
                 except RayTaskError as error:
                     raise error.cause if isinstance(error.cause, Exception) else error from None
-                except RayError as error:  # not of the call itself: the node, its process, or the result is lost
+                except RayError as error:  # the node, its process, or the result is lost
                     losses[number] = losses.get(number, 0) + 1
                     if losses[number] >= _LOSSES:
                         what = f"a cell was lost {_LOSSES} times, the last time with {address}"
@@ -98,4 +97,3 @@ def over_nodes(
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
-

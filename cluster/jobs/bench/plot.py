@@ -13,7 +13,7 @@ from .metrics import Spread
 from .table import select, show
 
 _OWN, _OTHER = "#c0504d", "#4878a8"
-_CROWDED = 9  # series, beyond which a legend hides the plot
+_CROWDED = 9  # labels of a legend, beyond which it would cover the plot
 Point = tuple[Any, float, float, float]  # x, y, and the y range
 
 
@@ -35,12 +35,18 @@ def plot(path: Path, figure: Plot, record: Mapping[str, Any]) -> None:
     for row, line in zip(axes, lines, strict=True):
         for cell, (panel, title, rows) in zip(row, line, strict=False):
             _draw(cell, panel, title, rows, figure.highlight)
-    _legends(canvas, axes)
+    for cell in axes.flat:
+        handles, labels = cell.get_legend_handles_labels()
+        if len(labels) > _CROWDED:  # one legend below all plots
+            canvas.legend(handles, labels, fontsize=6, ncols=4, loc="outside lower center")
+            break
+        if labels:
+            cell.legend(fontsize=6)
     save()
 
 
 def _split(panel: Panel, rows: list[dict[str, Any]]) -> list[list[tuple[Panel, str, list[dict[str, Any]]]]]:
-    """By the second key of `each` down, by the first across."""
+    """Rows of the record by the second key of `each` (down) and the first (across)."""
     first, second = (*panel.each, "", "")[:2]
     across, down = (list(dict.fromkeys(row.get(key) for row in rows)) if key else [None] for key in (first, second))
     found = []
@@ -83,19 +89,8 @@ def _draw(axes: Any, panel: Panel, title: str, rows: list[dict[str, Any]], highl
         axes.set_ylim(bottom=0)
 
 
-def _legends(canvas: Any, axes: Any) -> None:
-    """In each plot; of plots with many series one below them all."""
-    for cell in axes.flat:
-        handles, labels = cell.get_legend_handles_labels()
-        if len(labels) > _CROWDED:
-            canvas.legend(handles, labels, fontsize=6, ncols=4, loc="outside lower center")
-            return
-        if labels:
-            cell.legend(fontsize=6)
-
-
 def _point(panel: Panel, row: Mapping[str, Any]) -> Point | None:
-    """None where the row lacks one of the two."""
+    """None: the row lacks x or y."""
     x, y = _at(row, panel.x), _at(row, panel.y)
     if x is None or y is None:
         return None
@@ -109,7 +104,7 @@ def _point(panel: Panel, row: Mapping[str, Any]) -> Point | None:
 
 
 def _at(row: Mapping[str, Any], path: str) -> Any:
-    """A key of the row, a measure with its repetitions, or a path below a key such as `quality.kl_nats`."""
+    """A repeated measure's `Spread`, a key of the row, or a path below a key such as `quality.kl_nats`."""
     if path in row["spread"]:
         return row["spread"][path]
     found: Any = row

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ...config import RunConfig, check_model_dir, engine_settings
 from ...host import cpu, has_gpu, versions
 from ...simulate.executor import Machine, load_machine
 from ..replay import require_replayable
-from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, digest, measure_cell
+from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
 from .experiment import Experiment, Section
 from .metrics import METRICS, Bar, Report, Row, Spread, cells_of, median_of, paired, rounded
 from .serving import (
@@ -27,7 +29,6 @@ from .serving import (
     Split,
     calibrate,
     prompts_of_file,
-    read_split,
     record_split,
     run_config,
     shape_of,
@@ -40,7 +41,7 @@ _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
 
 @dataclass(frozen=True)
 class Judged:
-    """A bar on one cell's ratio, and the baseline that it is over."""
+    """A bar on one cell's ratio: variant `of` over the baseline `over`."""
 
     bar: Bar
     cell: Cell
@@ -52,9 +53,8 @@ class Judged:
 class Study:
     """A running experiment, as metric functions see it.
 
-    base: the configuration. passages: prompts to choose from, by context. scratch: a folder of its own.
-    calibration: None where no ratio is asked for. ran: engine cells with what was measured. earlier: the result of a
-    run before, whose sections are taken where they are not to be run again.
+    base: the configuration. passages: prompts to choose from, by context. scratch: a temporary folder.
+    calibration: None without ratios. ran: engine cells with their results.
     """
 
     experiment: Experiment
@@ -70,7 +70,7 @@ class Study:
     bars: list[Bar] = field(default_factory=list)
     judged: list[Judged] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    _traces: dict[str, Path] = field(default_factory=dict)
+    _traces: dict[str, Recorded] = field(default_factory=dict)
 
     @property
     def contexts(self) -> list[str]:
@@ -81,29 +81,24 @@ class Study:
         sizes = self.experiment.workload.trace
         return self.passages[context].take(sizes.learn, sizes.measure)
 
-    def trace(self, context: str) -> Path:
-        """The routing trace of a context's prompts; recorded when first asked for."""
+    def trace_path(self, context: str) -> Path:
+        return self.scratch / f"trace-{context}"
+
+    def recorded(self, context: str) -> Recorded:
+        """The routing trace of a context's prompts; the first call records it at `trace_path`."""
         if context not in self._traces:
-            sizes = self.experiment.workload.trace
-            out = self.scratch / f"trace-{context}"
+            sizes, out = self.experiment.workload.trace, self.trace_path(context)
             self._traces[context] = record_split(
                 self.base, self.traced(context), sizes.tokens, sizes.distances, out, self.progress
             )
         return self._traces[context]
 
-    def recorded(self, context: str) -> Recorded:
-        """The same in memory."""
-        return read_split(self.trace(context), len(self.traced(context).learn))
-
     def stepped(self, what: str, total: int) -> Callable[[], None]:
-        """Shows progress of something in so many steps; to be called after each."""
+        """Show a progress bar; call the result after each step."""
         if self.progress is None:
             return lambda: None
         progress, task = self.progress, self.progress.add_task(what, total=total)
         return lambda: progress.advance(task)
-
-    def add_bar(self, name: str, value: float, op: str, limit: float) -> None:
-        self.bars.append(Bar(name, value, op, limit))
 
 
 def run_experiment(
@@ -111,16 +106,16 @@ def run_experiment(
     progress: Progress | None = None, cells: Cells | None = None, start: Start = start_worker,
     score: Score | None = None, earlier: Path | None = None,
 ) -> tuple[Report, Journal]:  # fmt: skip
-    """Run an experiment, or the rest of it.
+    """Run an experiment, or resume it.
 
     Args:
-        model, file: checkpoint and configuration, of everything but the experiment's own keys.
-        out: the result's file: what is finished is kept beside it until the caller discards it. None: nowhere.
-        cells: where engine cells run; None: in this process, one after the other. start, score: see `measure_cell`.
-        earlier: the result of a run before, for sections that are not run now.
+        model, file: checkpoint and configuration, except for the experiment's own keys.
+        out: the result's file, which places the journal; None: no journal.
+        cells: where engine cells run; None: in this process, in turn. start, score: see `measure_cell`.
+        earlier: an earlier result, with the sections that are not run now.
 
     Returns:
-        The report, and the journal. A counter that no row of a section has was zero in all of them.
+        The report, and the journal, which the caller discards. A counter that no row of a section has was zero in all.
 
     Raises:
         ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
@@ -132,7 +127,12 @@ def run_experiment(
     if experiment.grid.latency_us is not None:
         link = base.link.model_copy(update={"latency_us": experiment.grid.latency_us})
         base = base.model_copy(update={"link": link})
-    _check_metrics(experiment)
+    for metric in experiment.metrics:
+        if metric.metric not in METRICS:
+            raise ConfigError(f"no metric '{metric.metric}'", f"choose one of {', '.join(METRICS)}")
+        known = {p.name for p in signature(METRICS[metric.metric]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        if unknown := set(metric.options) - known:
+            raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
         study = Study(experiment, base, _passages(experiment, base), journal, Path(scratch), progress)
@@ -143,22 +143,19 @@ def run_experiment(
             trace_metrics.take_earlier(study, earlier, [section.name for section in absent])
         links = _links(study)
         files = trace_metrics.predictor_files(study)
-        top_k = study.calibration.top_k if study.calibration is not None else None
         for section in experiment.running:
             if section.executor == "simulated":
                 simulate = partial(trace_metrics.simulate_section, study, section, links)
                 study.rows += journal.step(f"section {section.name}", simulate)
             else:
-                study.cells += _cells(study, section, links, files, top_k)
-        if cells is None:
-            cells = _in_turn(study, start, score)
-        _run_cells(study, cells)
+                study.cells += _cells(study, section, links, files)
+        _run_cells(study, cells or partial(_in_turn, study, start, score))
         _judge(study)
         figures: dict[str, Any] = {}
         if study.calibration is not None:
             figures["calibration"] = asdict(study.calibration)
         for metric in experiment.metrics:
-            figures |= METRICS[metric.metric].run(study, **metric.options)
+            figures |= METRICS[metric.metric](study, **metric.options)
     executors = {o.executor for _, found in study.ran for o in found.outcomes}
     executors |= {"simulated"} if any(s.executor == "simulated" for s in experiment.sections) else set()
     report = Report(
@@ -166,14 +163,6 @@ def run_experiment(
         study.bars, rounded(study.settings), experiment.shown or _shown(study.rows), rounded(figures),
     )  # fmt: skip
     return report, journal
-
-
-def _check_metrics(experiment: Experiment) -> None:
-    for metric in experiment.metrics:
-        if metric.metric not in METRICS:
-            raise ConfigError(f"no metric '{metric.metric}'", f"choose one of {', '.join(METRICS)}")
-        if unknown := set(metric.options) - METRICS[metric.metric].options:
-            raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
 
 
 def _passages(experiment: Experiment, base: RunConfig) -> dict[str, Split]:
@@ -198,7 +187,7 @@ def _served(study: Study, context: str) -> Split:
 
 
 def _refuse(study: Study) -> None:
-    """What could not be run, before anything is measured."""
+    """Refuse before anything is measured what cannot run."""
     experiment, base = study.experiment, study.base
     work, grid = experiment.workload, experiment.grid
     engine = [section for section in experiment.running if section.executor == "engine"]
@@ -207,14 +196,13 @@ def _refuse(study: Study) -> None:
     if throttled and on_gpu and any(section.links != "none" for section in engine):
         remedy = "pass --links none, leave the section out with --parts, or pass --config FILE with device: cpu"
         raise ConfigError("links are emulated on the CPU stand-in only", remedy)
-    if any(section.serve for section in engine):
-        for context in study.contexts:
-            count = len(_served(study, context).measure)
-            if work.fresh and count < work.repeats:
-                what = f"{count} prompts cannot be new in each of {work.repeats} repetitions"
-                raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
-            if count < 1:
-                raise ConfigError("--prompts is 0", "give at least 1")
+    for context in study.contexts if any(section.serve for section in engine) else ():
+        count = len(_served(study, context).measure)
+        if work.fresh and count < work.repeats:
+            what = f"{count} prompts cannot be new in each of {work.repeats} repetitions"
+            raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
+        if count < 1:
+            raise ConfigError("--prompts is 0", "give at least 1")
     if simulated := [section for section in experiment.running if section.executor == "simulated"]:
         for context in study.contexts:
             study.traced(context)
@@ -228,7 +216,7 @@ def _refuse(study: Study) -> None:
 
 
 def _policies(section: Section, tau: int | None, top_k: int | None) -> list[Policy]:
-    """top_k: experts of a token; None: of no matter."""
+    """The section's variants; with `top_k` only those for models of so many experts a token."""
     found = []
     for variant in section.variants:
         if top_k is not None and not variant.least_top_k <= top_k <= variant.most_top_k:
@@ -240,23 +228,28 @@ def _policies(section: Section, tau: int | None, top_k: int | None) -> list[Poli
 
 
 def _links(study: Study) -> list[tuple[float | None, float | None]]:
-    """Gigabytes (1e9) per second of each link, with its ratio of loading over computing where that is known."""
+    """Gigabytes (1e9) per second of each link, and its ratio of loading over computing; None: unknown."""
     grid, base = study.experiment.grid, study.base
     if grid.calibrate == "off":
         return [(gbps, None) for gbps in (grid.links or (base.link.gbps,))]
-    digits = 2
+    context = study.contexts[0]
     if grid.calibrate == "resident":
-        work, context = study.experiment.workload, study.contexts[0]
-        prompts = _served(study, context).measure
-        measure = partial(calibrate, base, prompts, work.max_tokens, study.progress)
+        prompts, max_tokens = _served(study, context).measure, study.experiment.workload.max_tokens
+        measure = partial(calibrate, base, prompts, max_tokens, study.progress)
         found = Calibration(**study.journal.step("calibration", lambda: asdict(measure())))
     else:
-        digits = 3
-        if "machine" not in study.settings:  # of an earlier result
-            study.settings |= study.journal.step("machine", partial(_machine, study))
-        machine = Machine(**study.settings["machine"])
-        found = Calibration.of_machine(study.settings["shape"], machine, base.link.latency_us)
+
+        def machine() -> dict[str, Any]:
+            header = study.recorded(context).header
+            return {"machine": load_machine(header, None, None, None).model_dump(), "shape": shape_of(header)}
+
+        if "machine" not in study.settings:  # an earlier result has one
+            study.settings |= study.journal.step("machine", machine)
+        found = Calibration.of_machine(
+            study.settings["shape"], Machine(**study.settings["machine"]), base.link.latency_us
+        )
     study.calibration = found
+    digits = 2 if grid.calibrate == "resident" else 3
     given = (grid.link,) if grid.link is not None else grid.links or tuple(
         dict.fromkeys(found.link(wanted, digits) for wanted in grid.ratios))  # fmt: skip
     low, high = study.experiment.regime
@@ -271,21 +264,14 @@ def _links(study: Study) -> list[tuple[float | None, float | None]]:
     ]
 
 
-def _machine(study: Study) -> dict[str, Any]:
-    """On which the first context's trace was recorded, and the shape of its model."""
-    header = study.recorded(study.contexts[0]).header
-    return {"machine": load_machine(header, None, None, None).model_dump(), "shape": shape_of(header)}
-
-
 def _cells(
-    study: Study, section: Section, links: Sequence[tuple[float | None, float | None]], files: Mapping[str, bytes],
-    top_k: int | None,
-) -> Iterator[Cell]:  # fmt: skip
-    work, grid = study.experiment.workload, study.experiment.grid
-    policies = tuple(_policies(section, work.tau, top_k))
+    study: Study, section: Section, links: Sequence[tuple[float | None, float | None]], files: Mapping[str, bytes]
+) -> Iterator[Cell]:
+    work, grid, calibration = study.experiment.workload, study.experiment.grid, study.calibration
+    policies = tuple(_policies(section, work.tau, calibration.top_k if calibration is not None else None))
     scoring = None
     if section.score != "none":
-        layer_us = study.calibration.compute_s * 1e6 if section.stepped and study.calibration is not None else None
+        layer_us = calibration.compute_s * 1e6 if section.stepped and calibration is not None else None
         scoring = Scoring(work.quality.options, section.score == "all", layer_us)
     chosen = {"all": links, "first": links[:1], "none": [(None, None)]}[section.links]
     for context in study.contexts if section.serve else study.contexts[:1]:
@@ -299,30 +285,19 @@ def _cells(
                 )  # fmt: skip
 
 
-def _in_turn(study: Study, start: Start, score: Score | None) -> Cells:
-    """In this process, with the tokens of the cells before."""
-
-    def run(cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]:
-        advanced = study.stepped("measuring", sum(_visits(cell) for cell in cells))
-        for i, cell in enumerate(cells):
-            known = study.journal.tokens.get(cell.context, {})
-            yield i, measure_cell(cell, known, study.progress, advanced, start, score)
-
-    return run
-
-
-def _visits(cell: Cell) -> int:
-    return len(cell.policies) * (cell.repeats + 1 if cell.serve else 1)
+def _in_turn(study: Study, start: Start, score: Score | None, cells: Sequence[Cell]) -> Iterator[tuple[int, Measured]]:
+    """Measure the cells in this process; each knows the tokens of those before."""
+    rounds = sum(len(cell.policies) * (cell.repeats + 1 if cell.serve else 1) for cell in cells)
+    advanced = study.stepped("measuring", rounds)
+    for i, cell in enumerate(cells):
+        known = study.journal.tokens.get(cell.context, {})
+        yield i, measure_cell(cell, known, study.progress, advanced, start, score)
 
 
 def _run_cells(study: Study, run: Cells) -> None:
-    """Those that the journal lacks; rows are in the order of the cells."""
-    found: dict[int, Measured] = {}
-    for i, cell in enumerate(study.cells):
-        if (known := study.journal.find(cell)) is not None:
-            found[i] = known
-    left = [i for i in range(len(study.cells)) if i not in found]
-    if left:
+    """Run the cells that the journal lacks; rows are in the order of the cells."""
+    found = {i: known for i, cell in enumerate(study.cells) if (known := study.journal.find(cell)) is not None}
+    if left := [i for i in range(len(study.cells)) if i not in found]:
         for number, measured in run([study.cells[i] for i in left]):
             found[left[number]] = measured
             study.journal.add(study.cells[left[number]], measured)
@@ -351,16 +326,13 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
             rows.append(row | {"case": outcome.policy} | rest)
             continue
         spreads = {key: Spread.of(values) for key, values in sorted(outcome.values.items()) if key in counted}
-
-        def middle(measure: str, spreads: Mapping[str, Spread] = spreads) -> float:
-            return spreads[measure].median if measure in spreads else 0.0
-
+        middle = {key: spread.median for key, spread in spreads.items()}
         row |= {
-            "hit_rate": middle("hit_rate"), "ttft_ms": 1e3 * middle("ttft_s"), "tpot_ms": 1e3 * middle("tpot_s"),
-            "blocked_io_s": middle("blocked_io_s"), "mb_loaded": middle("bytes_loaded") / 1e6,
-            "mb_wasted": middle("bytes_wasted") / 1e6,
+            "hit_rate": middle.get("hit_rate", 0.0), "ttft_ms": 1e3 * middle.get("ttft_s", 0.0),
+            "tpot_ms": 1e3 * middle.get("tpot_s", 0.0), "blocked_io_s": middle.get("blocked_io_s", 0.0),
+            "mb_loaded": middle.get("bytes_loaded", 0.0) / 1e6, "mb_wasted": middle.get("bytes_wasted", 0.0) / 1e6,
         }  # fmt: skip
-        known = quality | {"same_tokens": middle("same_tokens") if "same_tokens" in spreads else None}
+        known = quality | {"same_tokens": middle.get("same_tokens")}
         row |= {key: known.get(key) for key in _QUALITY}
         spread = {key: asdict(found) for key, found in spreads.items()}
         rows.append(row | {"spread": spread, "layers": outcome.layers, "quality": outcome.quality})
@@ -368,7 +340,7 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
 
 
 def _judge(study: Study) -> None:
-    """The experiment's bars on ratios."""
+    """Add the experiment's bars on ratios."""
     low, high = study.experiment.regime
     cells = {(c.section, c.context, c.budget, c.gbps): c for c in study.cells}
     for bar in study.experiment.bars:
@@ -382,7 +354,7 @@ def _judge(study: Study) -> None:
             link = "no emulated link" if cell.gbps is None else f"{cell.gbps:g} GB/s"
             what = bar.measure.removesuffix("_s")
             name = f"{what} of {bar.of} over {best}, budget {cell.budget}, {link}"
-            judged = Bar(name, paired(of[bar.of], of[best], bar.measure), bar.op, bar.limit)
+            judged = Bar(name, paired(of[bar.of], of[best], bar.measure), "<=", bar.limit)
             study.bars.append(judged)
             study.judged.append(Judged(judged, cell, bar.of, best))
 
@@ -399,10 +371,13 @@ def _settings(study: Study) -> dict[str, Any]:
 
 
 def _fingerprint(study: Study) -> dict[str, Any]:
-    """Whatever changes a figure, by name: an experiment resumes only with figures of the same."""
+    """All that changes a figure, by name: an experiment resumes only figures of the same fingerprint."""
     experiment, base = study.experiment, study.base
-    work = experiment.workload
-    matcher = base.matcher.warm
+    work, matcher = experiment.workload, base.matcher.warm
+
+    def digest(value: Any) -> str:
+        return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
     return {
         **work.model_dump(mode="json", exclude={"trace", "quality", "prompts_file", "warm_file"}),
         **experiment.grid.model_dump(mode="json"),
@@ -423,7 +398,7 @@ def _fingerprint(study: Study) -> dict[str, Any]:
 
 
 def _shown(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Columns of the printed table where the experiment names none."""
+    """Columns of the printed table, if the experiment names none."""
     first = next(iter(rows), {})
     wanted = ("section", "policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s", "mb_loaded",
               "mb_wasted", *_QUALITY)  # fmt: skip

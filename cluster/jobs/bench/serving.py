@@ -1,4 +1,4 @@
-"""What a benchmark runs on: workers in this process, prompts, recorded traces, stores, and what computing takes."""
+"""What benchmarks run on: workers in this process, prompts, recorded traces, stores, and the time of computing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
-from ....actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import EngineSettings, LinkSettings
 from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
@@ -31,9 +31,8 @@ from ..prepare import ensure_prepared, ensure_replicas
 from .metrics import Measures
 
 Prompt = tuple[int, ...]
-CALIBRATION = "calibration"  # folder of a checkpoint with text that is neither trained nor measured on
-CALIBRATED = 3  # prompts on which computing is measured, and times
-LEARNED_SHARE = 0.7
+_CALIBRATION_TEXT = "calibration"  # folder of a checkpoint: text that is neither trained nor measured on
+_CALIBRATION_RUNS = 3  # prompts on which computing is measured, and runs of each
 _MEASURED = frozenset({2, 5, 8})  # of ten documents, spread so that all kinds of text are on both sides
 
 Submit = Callable[[GenerationRequest], Any]
@@ -41,16 +40,16 @@ _ids = itertools.count()
 
 
 def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
-    """The configuration of a file (none: the defaults) with these options on top, on one thread and one GPU."""
+    """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU."""
     return load_run_config(file, {"model": model, "threads": 1, "cluster": {"shards": 1}, **options})
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:
-    """Keys that a configuration file sets and a benchmark, which runs in its own process, does not take from it.
+    """Keys that a configuration file sets and a benchmark ignores.
 
     Args:
         file: YAML file, or a name in configs/clusters.
-        fixed: what the benchmark sets itself.
+        fixed: keys that the benchmark sets itself.
     """
     unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
     return sorted(load_run_config(file).model_fields_set & unused)
@@ -69,15 +68,11 @@ def start_worker(config: RunConfig) -> Any:
 
 def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     """The store of the configured model, with the replicas that the policy needs."""
-    store = ensure_prepared(config.model_dir, store_dir(config), progress=False)
+    wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
+    store = ensure_prepared(config.model_dir, wanted, progress=False)
     if widths := settings.policy.replica_widths:
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=False)
     return store
-
-
-def store_dir(config: RunConfig) -> Path | None:
-    """Where a configuration wants the store; None: in the cache folder."""
-    return Path(config.store).expanduser() if config.store is not None else None
 
 
 def start_reference(config: RunConfig, experts: str) -> Any:
@@ -93,16 +88,14 @@ def start_reference(config: RunConfig, experts: str) -> Any:
     return ContinuousBatcher(model.eval(), config.kv)
 
 
-def heldout_prompts(
-    model_dir: Path, count: int, tokens: int, at_least: int | None = None
-) -> list[tuple[int, ...]]:
-    """The first `tokens` tokens of `count` held-out passages, taking the kinds of text in turn.
+def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | None = None) -> list[Prompt]:
+    """The first `tokens` tokens of `count` held-out passages; the kinds of text take turns.
 
     Args:
-        at_least: fewer than `count` will do where there are no more, but not fewer than this; None: `count`.
+        at_least: the smallest acceptable number of passages; None: `count`.
 
     Raises:
-        CheckpointError: the model ships no (or too little) held-out text.
+        CheckpointError: the model ships too few held-out passages.
     """
     least = count if at_least is None else at_least
     tokenizer = load_tokenizer(model_dir)
@@ -118,18 +111,26 @@ def heldout_prompts(
     return prompts
 
 
-def serve(submit: Submit, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Measures, list[list[int]]]:
-    """All prompts in flight together, greedy, past any stop token.
+def serve(submit: Submit, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Measures, list[list[int]]]:
+    """Serve all prompts together, greedy, and ignore stop tokens.
 
     Returns:
-        Mean `ttft_s` and `tpot_s` over the requests, and each one's tokens.
+        Mean `ttft_s` and `tpot_s` over the requests, and each request's tokens.
 
     Raises:
         RuntimeFailure: a request failed.
     """
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     streams = [submit(GenerationRequest(f"bench-{next(_ids)}", prompt, sampling)) for prompt in prompts]
-    done = [_gather(stream) for stream in streams]
+    done = []
+    for stream in streams:
+        generation = Generation("")
+        for event in stream:
+            generation.add(event)
+        if generation.finish != "length":
+            what = f"a request ended with {generation.finish}: {generation.error}"
+            raise RuntimeFailure(what, "run again; report it if it stays")
+        done.append(generation)
     measures = {
         "ttft_s": sum(g.ttft_s or 0.0 for g in done) / len(done),
         "tpot_s": sum(g.tpot_s or 0.0 for g in done) / len(done),
@@ -137,36 +138,26 @@ def serve(submit: Submit, prompts: Sequence[tuple[int, ...]], max_tokens: int) -
     return measures, [g.token_ids for g in done]
 
 
-def _gather(events: Sequence[TokenEvent]) -> Generation:
-    generation = Generation("")
-    for event in events:
-        generation.add(event)
-    if generation.finish != "length":
-        what = f"a request ended with {generation.finish}: {generation.error}"
-        raise RuntimeFailure(what, "run again; report it if it stays")
-    return generation
-
-
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Split:
-    """Prompts of documents that are learnt from, and of others. No document is on both sides."""
+    """Prompts to learn from, and prompts to measure on. Each document is on one side only."""
 
     learn: tuple[Prompt, ...]
     measure: tuple[Prompt, ...]
 
     def first(self, prompts: int) -> Split:
-        """The first so many, 70% of them to learn from. Raises as `take`."""
-        learn = round(LEARNED_SHARE * prompts)
+        """The first prompts, 70% of them to learn from. Raises as `take`."""
+        learn = round(0.7 * prompts)
         return self.take(learn, prompts - learn)
 
     def take(self, learn: int | None, measure: int | None) -> Split:
-        """The first so many of each side; None: all.
+        """The first prompts of each side; None: all.
 
         Raises:
-            CheckpointError: there are not as many.
+            CheckpointError: a side has fewer.
         """
         learn = len(self.learn) if learn is None else learn
         measure = len(self.measure) if measure is None else measure
@@ -178,10 +169,9 @@ class Split:
 
 
 def split_prompts(model_dir: Path, tokens: int) -> Split:
-    """The first `tokens` tokens of every held-out passage that has them, documents in turn, split 7:3 by document.
+    """The first `tokens` tokens of every held-out passage that is long enough, split 7:3 by document.
 
-    Raises:
-        CheckpointError: there is no held-out text.
+    Documents take turns. Raises CheckpointError without held-out text.
     """
     heldout = load_heldout(model_dir)
     head = tokens - len(heldout.leading)
@@ -189,20 +179,17 @@ def split_prompts(model_dir: Path, tokens: int) -> Split:
     def side(measured: bool) -> tuple[Prompt, ...]:
         chosen = [document for i, document in enumerate(heldout.documents) if (i % 10 in _MEASURED) == measured]
         passages = itertools.chain.from_iterable(itertools.zip_longest(*chosen))
-        return tuple(
-            (*heldout.leading, *passage.ids[:head])
-            for passage in passages
-            if passage is not None and len(passage.ids) >= head
-        )
+        long = (passage.ids[:head] for passage in passages if passage is not None and len(passage.ids) >= head)
+        return tuple((*heldout.leading, *ids) for ids in long)
 
     return Split(side(False), side(True))
 
 
 def prompts_of_file(file: Path, base: RunConfig, max_tokens: int, prompt_tokens: int | None) -> tuple[Prompt, ...]:
-    """The prompts of a file, cut to so many tokens.
+    """The first `prompt_tokens` tokens of each prompt of a file.
 
     Raises:
-        RequestError: a prompt with what is generated does not fit the model, or the file is refused.
+        RequestError: the file is refused, or a prompt and its generated tokens exceed the model's context.
     """
     from ..record.command import read_prompts
 
@@ -222,7 +209,7 @@ def prompts_of_file(file: Path, base: RunConfig, max_tokens: int, prompt_tokens:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A trace in memory: what is learnt from and what is measured."""
+    """A trace in memory: requests to learn from, and requests to measure on."""
 
     header: TraceHeader
     learn: Sequence[Request]
@@ -231,8 +218,8 @@ class Recorded:
 
 def record_split(
     base: RunConfig, split: Split, tokens: int, distances: int, out: Path, progress: Progress | None
-) -> Path:
-    """A trace of all prompts, those to learn from first, with `tokens` generated after each.
+) -> Recorded:
+    """Record a trace of both sides' prompts, with `tokens` generated after each, in the folder `out`.
 
     Raises:
         ConfigError, RuntimeFailure: as `record`.
@@ -242,11 +229,11 @@ def record_split(
     config = base.model_copy(update={"policy": "on-demand", "budget": "1.0", "link": LinkSettings()})
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     record(config, (*split.learn, *split.measure), out, sampling, distances, progress)
-    return out
+    return read_split(out, len(split.learn))
 
 
 def read_split(trace: Path, learned: int) -> Recorded:
-    """A trace of which the first `learned` requests are those to learn from. Raises TraceError where it is corrupt."""
+    """Read a trace whose first `learned` requests are those to learn from. Raises TraceError for a corrupt one."""
     opened = Trace(trace)
     found = list(opened.requests())
     return Recorded(opened.header, found[:learned], found[learned:])
@@ -256,7 +243,7 @@ def read_split(trace: Path, learned: int) -> Recorded:
 
 
 def own_store(base: RunConfig, folder: Path) -> Path:
-    """The prepared store as a folder of its own, which files may be added to; it takes hardly any space."""
+    """A copy of the prepared store, by hard links where possible, to which files can be added."""
     source, store = prepared_store(base, engine_settings(base)), folder / "store"
 
     def link_or_copy(source: str, target: str) -> None:
@@ -270,17 +257,15 @@ def own_store(base: RunConfig, folder: Path) -> Path:
 
 
 def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None:
-    """Add to the prepared store what these presets read: gates, sensitivities, a profile, replicas.
-
-    What the store has already is not made again.
+    """Add to the prepared store the gates, sensitivities, profile and replicas that these presets read and it lacks.
 
     Raises:
-        ConfigError: something is needed, and the checkpoint ships no calibration text.
+        ConfigError: an artifact is missing, and the checkpoint ships no calibration text.
     """
     from ..prepare.measures import add_gates, add_sensitivity
     from ..profile.job import profile_text
 
-    settings, text, quiet = engine_settings(base), base.model_dir / CALIBRATION, Console(quiet=True)
+    settings, text, quiet = engine_settings(base), base.model_dir / _CALIBRATION_TEXT, Console(quiet=True)
     for preset in presets:
         if not preset.needs and not preset.replica_widths:
             continue
@@ -300,8 +285,8 @@ def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None
 class Calibration:
     """One decode step with all experts resident, one request at a time.
 
-    tpot_s: seconds for each generated token. moe_s: of a layer's experts, host work included, in one step.
-    expert_bytes: of one expert in its slot. latency_us: of each copy on the emulated links.
+    tpot_s: seconds for each generated token. moe_s: seconds of a layer's experts in one step, with the host's work.
+    expert_bytes: bytes of one expert in its slot. latency_us: microseconds of each copy on the emulated links.
     """
 
     layers: int
@@ -314,35 +299,33 @@ class Calibration:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a layer, its share of the rest of the step included."""
+        """Seconds of a layer: the step divided by the layers."""
         return self.tpot_s / self.layers
 
     def load_s(self, gbps: float) -> float:
-        """Seconds in which a link of so many gigabytes (1e9) per second brings the K experts of a token in a layer."""
+        """Seconds in which a link of `gbps` (1e9 bytes per second) loads the K experts of a token in a layer."""
         return self.top_k * load_s(self.expert_bytes, Link(gbps, self.latency_us))
 
     def ratio(self, gbps: float) -> float:
-        """Loading over computing: a token's experts in a layer against all of the layer's decode time."""
+        """Loading over computing: `load_s` over `compute_s`."""
         return self.load_s(gbps) / self.compute_s
 
     def link(self, ratio: float, digits: int = 2) -> float:
-        """Gigabytes per second at which loading is `ratio` times computing, to so many digits.
+        """Gigabytes (1e9) per second at which loading over computing is `ratio`, to so many digits.
 
         Raises:
-            ConfigError: no link is as fast.
+            ConfigError: no link is fast enough.
         """
         transfer_s = ratio * self.compute_s / self.top_k - self.latency_us * 1e-6
         if transfer_s <= 0:
-            what = (
-                f"no link loads {ratio:g} times as long as computing takes: a copy's latency of {self.latency_us:g} us "
-                "alone is longer"
-            )
+            what = f"no link loads {ratio:g} times as long as computing takes: "
+            what += f"a copy's latency of {self.latency_us:g} us alone is longer"
             raise ConfigError(what, "give a greater ratio, or a smaller link.latency_us")
         return float(f"{self.expert_bytes / transfer_s / 1e9:.{digits}g}")
 
     @staticmethod
     def of_machine(shape: Mapping[str, int], machine: Machine, latency_us: float) -> Calibration:
-        """By the costs of the machine that a trace was recorded on. shape: layers, experts, top_k and slot_bytes."""
+        """From the costs of the machine that recorded a trace. shape: see `shape_of`."""
         moe_s = machine.experts(shape["top_k"], shape["top_k"])
         tpot_s = machine.forward_s + shape["layers"] * (machine.dense(1) + moe_s)
         return Calibration(
@@ -351,23 +334,21 @@ class Calibration:
 
 
 def shape_of(header: TraceHeader) -> dict[str, int]:
-    """Of a trace's model, for `Calibration.of_machine`."""
+    """Layers, experts, top_k and slot_bytes of a trace's model."""
     return {name: getattr(header, name) for name in ("layers", "experts", "top_k", "slot_bytes")}
 
 
-def calibrate(
-    base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None = None
-) -> Calibration:
-    """Measure it on the first three prompts, three times, one request after the other; medians."""
+def calibrate(base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None) -> Calibration:
+    """Measure the first three prompts three times, one request after the other; medians."""
     from ....actors.engine.model.profile import KERNEL_PARTS, host_passes
 
-    prompts = prompts[:CALIBRATED]
-    task = None if progress is None else progress.add_task("computing without waits", total=CALIBRATED * len(prompts))
+    prompts = _CALIBRATION_RUNS * list(prompts[:_CALIBRATION_RUNS])
+    task = None if progress is None else progress.add_task("computing without waits", total=len(prompts))
     config = base.model_copy(update={"policy": "all-resident", "budget": "1.0", "link": LinkSettings()})
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts[:1], max_tokens)
         taken = []
-        for prompt in CALIBRATED * list(prompts):
+        for prompt in prompts:
             taken.append(serve(worker.submit, [prompt], max_tokens)[0]["tpot_s"])
             if progress is not None and task is not None:
                 progress.advance(task)

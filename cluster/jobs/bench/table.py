@@ -1,7 +1,7 @@
-"""Tables of an experiment's record in Markdown, and the pages whose table blocks they fill.
+"""Tables of an experiment's record in Markdown, and the pages that contain them.
 
-A page is hand-written Markdown. Between `<!-- table: NAME -->` and `<!-- end -->` it holds a table that a program wrote
-from the data beside the page; all other text is a person's.
+A page is hand-written Markdown. Its blocks from `<!-- table: NAME -->` to `<!-- end -->` are generated from the data
+beside the page.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | Non
     """A page with its table blocks filled from a record.
 
     Args:
-        before: the page as it is; None: a page of all tables and plots is made.
+        before: the current page; None: a page of all tables and plots is made.
 
     Raises:
-        ConfigError: the page has a block that the experiment has no table for.
+        ConfigError: the page has a block whose table the experiment lacks.
     """
     if before is None:
         names = ("run", "bars", *experiment.tables)
@@ -39,13 +39,20 @@ def page_of(experiment: Experiment, record: Mapping[str, Any], before: str | Non
 
 
 def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> list[str]:
-    """Lines of a table by its name; `run` says what was run where, `bars` which bars hold.
+    """Lines of a table; `run` has model, hardware and settings, `bars` the bars.
 
     Raises:
         ConfigError: the experiment has no such table.
     """
     if name == "run":
-        return markdown(("", ""), _run(experiment, record))
+        settings, hardware = record["settings"], record["hardware"]
+        plain = {k.replace("_", " "): v for k, v in settings.items() if isinstance(v, str | int | float | bool)}
+        return markdown(("", ""), [
+            ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {experiment.name}`"),
+            ("executor", record["executor"]), ("hardware", f"{hardware['model']}, {hardware['cores']} cores"),
+            ("versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())),
+            *((key, f"{value:g}" if isinstance(value, float) else f"{value}") for key, value in plain.items()),
+        ])  # fmt: skip
     if name == "bars":
         body = (
             (bar["name"], f"{bar['op']} {bar['limit']:g}", "-" if bar["value"] is None else f"{bar['value']:.3g}",
@@ -56,8 +63,11 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
     if name not in experiment.tables:
         raise ConfigError(f"experiment {experiment.name} has no table '{name}'", "name one of its `tables`")
     table = experiment.tables[name]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in select(table.source, table.where, {**record, "paper": experiment.paper}):
+        groups.setdefault(tuple(row.get(key) for key in table.each), []).append(row)
     lines: list[str] = []
-    for group in _groups(_list_at(table.source, record, experiment.paper), table):
+    for group in groups.values():
         if table.heading:
             lines += [show(table.heading, group[0]), ""]
         lines += [*(_plain(table.columns, group) if table.columns else _pivot(table, group)), ""]
@@ -65,11 +75,7 @@ def table_of(experiment: Experiment, name: str, record: Mapping[str, Any]) -> li
 
 
 class _Cells(string.Formatter):
-    """Format strings over a row, with what tables need besides: what is missing is `-`.
-
-    `{tpot_s:*1e3 .2f}` multiplies first, `{bytes:/1e6 .1f}` divides, `{tpot_s:1/ .1f}` takes the reciprocal;
-    `{lossless:yes/no}` says a truth in words.
-    """
+    """Format strings over a row; see `show`."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -90,21 +96,16 @@ class _Cells(string.Formatter):
 
 
 def show(form: str, row: Mapping[str, Any]) -> str:
-    """A format string over a row, see `_Cells`."""
+    """A format string over a row; a missing value is `-`.
+
+    `{tpot_s:*1e3 .2f}` multiplies first, `{bytes:/1e6 .1f}` divides, `{tpot_s:1/ .1f}` takes the reciprocal;
+    `{lossless:yes/no}` gives a word for true and for false.
+    """
     return _Cells().vformat(form, (), row)
 
 
-def views(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as tables and plots read them: of a file's rows too, each measure's `Spread` under `spread`."""
-    found = []
-    for row in rows:
-        values = row["values"] if "values" in row else {k: s["values"] for k, s in row.get("spread", {}).items()}
-        found.append({**row, "spread": {name: Spread.of(v) for name, v in values.items() if v}})
-    return found
-
-
 def small(record: dict[str, Any]) -> dict[str, Any]:
-    """The record for a file: of each measure the repetitions' values, from which the rest follows; no layers."""
+    """The record for a file: without layers, and each measure as its values over the repetitions."""
     rows = []
     for row in record["rows"]:
         brief = {key: value for key, value in row.items() if value is not None and key not in ("layers", "spread")}
@@ -115,43 +116,34 @@ def small(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def select(source: str, where: Mapping[str, Any], record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows at a path of the record that have these values, or one of those in a list."""
-    return [row for row in _list_at(source, record, {}) if _matches(row, where)]
+    """The rows at a path of the record (of a run or a file) that have these values, or one of those in a list.
 
-
-def _list_at(source: str, record: Mapping[str, Any], paper: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: Any = {**record, "paper": paper}
+    Each row's `spread` holds a `Spread` for each repeated measure.
+    """
+    listed: Any = record
     for part in source.split("."):
-        found = found.get(part, []) if isinstance(found, Mapping) else []
-    return views(found)
-
-
-def _matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    return all(row.get(key) in (value if isinstance(value, list) else [value]) for key, value in where.items())
-
-
-def _groups(rows: Sequence[dict[str, Any]], table: Table) -> list[list[dict[str, Any]]]:
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        if _matches(row, table.where):
-            groups.setdefault(tuple(row.get(key) for key in table.each), []).append(row)
-    return list(groups.values())
+        listed = listed.get(part, []) if isinstance(listed, Mapping) else []
+    found = []
+    for row in listed:
+        if all(row.get(key) in (value if isinstance(value, list) else [value]) for key, value in where.items()):
+            values = row["values"] if "values" in row else {k: s["values"] for k, s in row.get("spread", {}).items()}
+            found.append({**row, "spread": {name: Spread.of(v) for name, v in values.items() if v}})
+    return found
 
 
 def _plain(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    def values(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"values": {name: spread.values for name, spread in row["spread"].items()}}
+
     def cell(column: Column, row: dict[str, Any]) -> str:
         if column.of is None:
             return show(column.show, row)
         same = ("section", "context", "budget", "link_gbps")
         others = [r for r in rows if r["policy"] == column.of and all(r.get(k) == row.get(k) for k in same)]
-        over = paired(_values(row), _values(others[0]), column.measure) if others else None
+        over = paired(values(row), values(others[0]), column.measure) if others else None
         return show(column.show, row | {"paired": over})
 
     return markdown([c.title for c in columns], ([cell(c, row) for c in columns] for row in rows))
-
-
-def _values(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"values": {name: spread.values for name, spread in row["spread"].items()}}
 
 
 def _pivot(table: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -163,23 +155,11 @@ def _pivot(table: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown((*table.rows, *across), ((*key, *(of.get(a, "-") for a in across)) for key, of in lines.items()))
 
 
-def _run(experiment: Experiment, record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    settings, hardware = record["settings"], record["hardware"]
-    found = [
-        ("data", f"[{experiment.name}.json]({experiment.name}.json), by `tiermoe bench {experiment.name}`"),
-        ("executor", record["executor"]), ("hardware", f"{hardware['model']}, {hardware['cores']} cores"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())),
-    ]  # fmt: skip
-    plain = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
-    return found + [(key.replace("_", " "), f"{value:g}" if isinstance(value, float) else f"{value}")
-                    for key, value in plain.items()]  # fmt: skip
-
-
 def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -> None:
     """Write NAME.json, the plots, and the table blocks of NAME.md.
 
     Raises:
-        ConfigError: the folder cannot be written, the page has an unknown block, or matplotlib is missing.
+        ConfigError: the folder is not writable, the page has an unknown block, or matplotlib is missing.
     """
     from .plot import plot
 

@@ -1,6 +1,6 @@
-"""What is simulated on recorded traces: sections, and figures that one paper measures (MoEpic, fMoE, ActiveEvict).
+"""Simulated sections, and the figures of one paper on recorded traces: ActiveEvict, MoEpic, fMoE.
 
-On a trace the routing is what the model picked; clocks are virtual, so that every figure is deterministic.
+A trace holds the model's own routing; clocks are virtual, so that every figure is deterministic.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,15 +40,17 @@ from ...simulate.executor import (
 )
 from ...simulate.hit_rates import POLICIES, Ids, hit_rates, policies, result, serve, token_ids
 from ...simulate.predictors import recall, shown, train_predictors
-from ...simulate.trace import Iteration, TraceHeader
+from ...simulate.trace import Iteration
 from ..prepare.measures import add_predictors
 from ..replay import checked_prefetch
 from .experiment import Section, Variant
-from .metrics import Row, Spread, metric, rounded, values_of
+from .metrics import Bar, Row, Spread, metric, rounded, values_of
 from .run import Study
-from .serving import Calibration, Recorded, Split, own_store, read_split, record_split, shape_of
+from .serving import Calibration, Recorded, Split, own_store, record_split, shape_of
 
-LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second, and its ratio of loading over computing
+LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
+# Of the expert maps: layers ahead, capacity of the store, share of the experts that fit, gigabytes (1e9) per second.
+_DISTANCE, _CAPACITY, _BUDGET, _GBPS = 3, 1000, 0.25, 2.0
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -56,69 +59,50 @@ LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second, and it
 def simulate_section(study: Study, section: Section, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
     """Rows of all variants at each context, link and budget, as plain values.
 
-    All contexts run on the machine that the first one's trace was recorded on. Links of the section's own `ratios` are
-    those of that machine.
+    All contexts run on the machine that recorded the first context's trace; the section's own `ratios` are of it.
 
     Raises:
-        ConfigError: a variant needs what a trace does not hold, or no link is as fast as a ratio asks for.
+        ConfigError: a variant needs what a trace lacks, or no link is as fast as a ratio.
     """
-    experiment, rows = study.experiment, list[dict[str, Any]]()
-    machine: Machine | None = None
+    experiment, rows, latency_us = study.experiment, list[dict[str, Any]](), study.base.link.latency_us
     presets: list[tuple[Variant, PolicySettings]] = []
     for variant in section.variants:
         preset = variant.policy(experiment.workload.tau)
         presets.append((variant, preset))
         if section.twins:
             presets.append((variant, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})))
+    machine = load_machine(study.recorded(study.contexts[0]).header, None, None, None)
+    budgets, chosen = section.budgets or experiment.grid.budgets, links[:1] if section.links == "first" else links
     for context in study.contexts:
         recorded = study.recorded(context)
-        header = recorded.header
-        if machine is None:
-            machine = load_machine(header, None, None, None)
-        chosen = _links(section, header, machine, study.base.link.latency_us, links)
-        budgets = section.budgets or experiment.grid.budgets
+        if section.ratios is not None:
+            computing = Calibration.of_machine(shape_of(recorded.header), machine, latency_us)
+            chosen = [(computing.link(ratio, digits=3), ratio) for ratio in section.ratios]
         stepped = study.stepped(f"replaying {section.name}", len(chosen) * len(budgets) * len(presets))
-        for gbps, ratio in chosen:
-            for budget in budgets:
-                for variant, preset in presets:
-                    (figures,) = replay(
-                        preset, budget, _throttled(machine, gbps, study), recorded, len(recorded.measure)
-                    )
-                    rows.append({
-                        "section": section.name, "context": context, "policy": variant.name,
-                        "preset": variant.preset, "budget": budget,
-                        "link_gbps": gbps, "ratio": ratio, "lossless": preset.lossless,
-                        "writes_back": preset.evict_writeback, **figures,
-                    })  # fmt: skip
-                    stepped()
+        for (gbps, ratio), budget, (variant, preset) in product(chosen, budgets, presets):
+            throttled = machine.model_copy(update={"link_gbps": gbps, "link_latency_us": latency_us})
+            (figures,) = replay(preset, budget, throttled, recorded, len(recorded.measure))
+            rows.append({
+                "section": section.name, "context": context, "policy": variant.name, "preset": variant.preset,
+                "budget": budget, "link_gbps": gbps, "ratio": ratio, "lossless": preset.lossless,
+                "writes_back": preset.evict_writeback, **figures,
+            })  # fmt: skip
+            stepped()
     return rows
-
-
-def _links(
-    section: Section, header: TraceHeader, machine: Machine, latency_us: float, links: Sequence[LinkAt]
-) -> Sequence[LinkAt]:
-    if section.ratios is None:
-        return links[:1] if section.links == "first" else links
-    computing = Calibration.of_machine(shape_of(header), machine, latency_us)
-    return [(computing.link(ratio, digits=3), ratio) for ratio in section.ratios]
-
-
-def _throttled(machine: Machine, gbps: float | None, study: Study) -> Machine:
-    return machine.model_copy(update={"link_gbps": gbps, "link_latency_us": study.base.link.latency_us})
 
 
 def replay(
     preset: PolicySettings, budget: str, machine: Machine, recorded: Recorded, each: int
 ) -> list[dict[str, float]]:
-    """Figures of a preset after the requests to learn from, of every `each` measured requests apart."""
+    """Serve the requests to learn from, then the measured ones; figures of every `each` measured requests."""
     header, share = recorded.header, parse_budget(budget)
     top = header.top_k if preset.prefetch.top is None else min(preset.prefetch.top, header.top_k)
     preset = preset.model_copy(update={"prefetch": preset.prefetch.model_copy(update={"top": top})})  # a trace's own
-    cut = None if preset.split.kind == "off" else first_cut(header, preset, share)
+    split = None if preset.split.kind == "off" else first_cut(header, preset, share)
     needed = "predictors" in preset.prefetch.needs
     trained = train_predictors(header, recorded.learn, preset.prefetch.distance) if needed else None
     policy = checked_prefetch(preset, context_of(header, predictors=trained), header)
-    engine = engine_of(preset, header, machine, share, eviction_of(preset, header), policy, cut)
+    engine = engine_of(preset, header, machine, share, eviction_of(preset, header), policy, split)
     serve(engine, recorded.learn)
     found = []
     for start in range(0, len(recorded.measure), each):
@@ -130,16 +114,17 @@ def replay(
 
 
 def predictor_files(study: Study) -> dict[str, bytes]:
-    """The stride predictors that variants read, trained on the prompts to learn from, by name of the file."""
+    """By file name, the stride predictors that variants read, trained on the prompts to learn from."""
     presets = [v.policy() for section in study.experiment.running for v in section.variants]
     distances = {preset.prefetch.distance for preset in presets if preset.prefetch.kind == "stride"}
     if not distances or study.experiment.workload.prompts_file is not None:
         return {}
 
     def train() -> dict[str, str]:
-        store, files = own_store(study.base, study.scratch), dict[str, str]()
+        store, files, context = own_store(study.base, study.scratch), dict[str, str](), study.contexts[0]
+        learned = len(study.recorded(context).learn)
         for distance in sorted(distances):
-            path = add_predictors(store, study.trace(study.contexts[0]), distance, len(study.traced("").learn))
+            path = add_predictors(store, study.trace_path(context), distance, learned)
             files[path.name] = path.read_bytes().hex()
         return files
 
@@ -147,16 +132,15 @@ def predictor_files(study: Study) -> dict[str, bytes]:
 
 
 def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> None:
-    """Rows of these sections, and the machine of their trace, from the result of an earlier run.
+    """Take the rows of these sections, and the machine of their trace, from an earlier result.
 
     Raises:
-        ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size, so that
-            new rows could not stand beside its own.
+        ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size.
     """
     name = study.experiment.name
     remedy = "leave --parts out, or give what that run had"
     if not any(s.executor == "simulated" for s in study.experiment.sections if s.name in sections):
-        return  # no running section depends on it
+        return  # the running sections are independent of them
     if file is None:
         given = ",".join(study.experiment.parts)
         raise ConfigError(f"--parts {given} needs rows from an earlier run", "give its --out")
@@ -177,7 +161,7 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
     if changed:
         raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", remedy)
     study.rows += rows
-    origin = then.get("earlier", {"versions": record["versions"]})  # unless that run had it from another
+    origin = then.get("earlier", {"versions": record["versions"]})  # where that run itself took the rows
     study.settings |= {"machine": before["machine"], "shape": before["shape"], "earlier": origin}
 
 
@@ -186,15 +170,14 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
 
 @dataclass(frozen=True)
 class Transfers:
-    """Of one run, for each generated token; what its prompts cost is in it.
+    """Transfers of a run, prefill included, for each generated token (ActiveEvict, Tables 2 and 3).
 
-    blocking_ms: the compute waited for copies (Table 3, blocking I/O). total_ms: the link was busy, by its own clock
-    (total I/O). loaded_mb: bytes brought to the device (transfer volume). written_back_mb: bytes copied back first.
-    redundant: of the bytes brought, the part that left unused or that pre-eviction had sent away since its layer last
-    ran (redundant transfer). precision: of the experts fetched before or after their gate, the part that was used
-    (Table 2). recall: of the experts that a layer needed and that were not there before, the part that the preset's own
-    way of fetching brought: by prefetch where it prefetches, by demand elsewhere. hit_rate: there when the routing
-    became known. dropped: (token, expert) pairs that did not run.
+    blocking_ms: the compute waited for copies. total_ms: the link was busy, by its own clock. loaded_mb: loaded to the
+    device. written_back_mb: copied back at evictions. redundant: share of the loaded bytes that left unused, or that
+    pre-eviction had removed since the layer's last run. precision: share of the prefetched and demanded experts that
+    were used. recall: share of the needed, absent experts that the preset's own fetches brought: by prefetch if it
+    prefetches, else by demand. hit_rate: share that was present when the routing was known. dropped: (token, expert)
+    pairs that did not run.
     """
 
     blocking_ms: float
@@ -229,13 +212,13 @@ def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
 
 
 def transfers_of_row(row: Row, tokens: int) -> dict[str, list[float]]:
-    """The same of each repetition of an engine's row, whose repetitions generated so many tokens each.
+    """`Transfers` of each repetition of an engine's row, whose repetitions generated so many tokens each.
 
-    late_ms: the link's copies ended later than at its stated rate, for each token.
+    late_ms: delay of the copies against the link's stated rate, for each token.
     """
     each: list[dict[str, float]] = []
     for number in range(len(row["spread"]["tpot_s"]["values"])):
-        counters: defaultdict[str, Any] = defaultdict(float)  # a counter that the row lacks was zero
+        counters: defaultdict[str, Any] = defaultdict(float)  # an absent counter was zero
         sources: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         for name, found in row["spread"].items():
             group, _, rest = name.partition(".")
@@ -251,9 +234,9 @@ def transfers_of_row(row: Row, tokens: int) -> dict[str, list[float]]:
 
 
 def median_ratio(values: Sequence[float], over: Sequence[float]) -> float | None:
-    """Median of the ratios, repetition by repetition; None where `over` is 0 too often for one.
+    """Median of the ratios by repetition; None where it is infinite.
 
-    A repetition with a 0 below counts as infinite: to leave it out would hide the worst.
+    A zero in `over` counts as infinite: without its repetition the worst ratio would be hidden.
     """
     ratios = [a / b if b else math.inf for a, b in zip(values, over, strict=True) if a or b]
     middle = median(ratios) if ratios else math.inf
@@ -262,31 +245,30 @@ def median_ratio(values: Sequence[float], over: Sequence[float]) -> float | None
 
 @metric("activeevict-transfers")
 def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
-    """Adds to a section's rows the measures of `Transfers`, and under `replayed` those of a replay of its prompts."""
+    """Add `Transfers` to a section's rows, and under `replayed` those of a replay of the same prompts."""
     work, latency_us = study.experiment.workload, study.base.link.latency_us
     cells = {(c.context, c.budget, c.gbps): c for c, _ in study.ran if c.section == section}
     recordings: dict[str, Recorded] = {}
-    stepped = study.stepped("replaying the same prompts", sum(row["section"] == section for row in study.rows))
-    for row in (row for row in study.rows if row["section"] == section):
+    rows = [row for row in study.rows if row["section"] == section]
+    stepped = study.stepped("replaying the same prompts", len(rows))
+    for row in rows:
         cell = cells[row["context"], row["budget"], row["link_gbps"]]
         if cell.context not in recordings:
             prompts, out = Split(cell.warm, cell.prompts), study.scratch / f"served-{cell.context}"
-            trace = record_split(study.base, prompts, work.max_tokens, 2, out, study.progress)
-            recordings[cell.context] = read_split(trace, len(cell.warm))
-        recorded = recordings[cell.context]
-        machine = _throttled(Machine(**study.settings["machine"]), cell.gbps, study)
+            recordings[cell.context] = record_split(study.base, prompts, work.max_tokens, 2, out, study.progress)
+        recorded, machine = recordings[cell.context], Machine(**study.settings["machine"])
+        throttled = machine.model_copy(update={"link_gbps": cell.gbps, "link_latency_us": latency_us})
         policy = next(policy for policy in cell.policies if policy.name == row["policy"])
-        again = replay(policy.settings, cell.budget, machine, recorded, work.prompts)
+        again = replay(policy.settings, cell.budget, throttled, recorded, work.prompts)
         for name, values in transfers_of_row(row, work.prompts * work.max_tokens).items():
             row[name] = median(values)
             row["spread"][name] = asdict(Spread.of(values))
         row["same_tokens"] = 1.0 if row["lossless"] else row["same_tokens"]
         row["replayed"] = {name: [found[name] for found in again] for name in again[0]}
         row["blocked_over_replay"] = median_ratio(values_of(row, "blocking_ms"), row["replayed"]["blocking_ms"])
-        if section not in study.settings:  # of the first context, as the machine of the replays is
-            header, then = recorded.header, Machine(**study.settings["machine"])
-            now = load_machine(header, None, None, None)
-            steps = [1e3 * Calibration.of_machine(shape_of(header), m, latency_us).tpot_s for m in (now, then)]
+        if section not in study.settings:  # the first context's, as the machine of the replays
+            header, now = recorded.header, load_machine(recorded.header, None, None, None)
+            steps = [1e3 * Calibration.of_machine(shape_of(header), m, latency_us).tpot_s for m in (now, machine)]
             study.settings[section] = {"slot_bytes": header.slot_bytes, "step_ms": steps[0],
                                        "replayed_step_ms": steps[1]}  # fmt: skip
         stepped()
@@ -297,13 +279,13 @@ def activeevict_transfers(study: Study, *, section: str) -> dict[str, Any]:
 def activeevict_bars(
     study: Study, *, sections: Mapping[str, str], own: str, lossy: str, baselines: Sequence[str], limit: float
 ) -> dict[str, Any]:
-    """Of each context the least blocking I/O of `own` over that of the best prefetching baseline of the same budget
-    and link: as the baselines are, which write back, and where nobody does; and whether all fetches were exact.
+    """Bars on the blocking I/O of `own` over the best prefetching baseline, and on the precision of all fetches.
 
-    Of engine rows the ratio is the median over repetitions, which the rows had with the same prompts.
+    The ratio is the least over budgets and links of a context, once with write-back in the baselines (as published)
+    and once without. Ratios of engine rows are medians over paired repetitions.
 
     Args:
-        sections: what a bar's name says after the context, by section.
+        sections: suffix of the context in a bar's name, by section.
     """
     for section, label in sections.items():
         for context in dict.fromkeys(row["context"] for row in study.rows if row["section"] == section):
@@ -319,12 +301,11 @@ def activeevict_bars(
                     ]  # fmt: skip
                     if over and None not in over:
                         ratios.append(max(ratio for ratio in over if ratio is not None))
-                study.add_bar(
-                    f"{context}{label}: blocking I/O, {of}", min(ratios, default=math.nan), "<=", limit
-                )
-            exact = [min(values_of(row, name)) for row in mine if row["preset"] in (own, lossy)
-                     for name in ("precision", "recall")]  # fmt: skip
-            study.add_bar(f"{context}{label}: fetch precision and recall", min(exact, default=math.nan), ">=", 1.0)
+                least = min(ratios, default=math.nan)
+                study.bars.append(Bar(f"{context}{label}: blocking I/O, {of}", least, "<=", limit))
+            fetches = [(row, name) for row in mine if row["preset"] in (own, lossy) for name in ("precision", "recall")]
+            least = min((min(values_of(row, name)) for row, name in fetches), default=math.nan)
+            study.bars.append(Bar(f"{context}{label}: fetch precision and recall", least, ">=", 1.0))
     return {}
 
 
@@ -337,26 +318,25 @@ def moepic_table1(
 ) -> dict[str, Any]:
     """Hit rates by policy and size of each layer's cache, and those of LCP by rho and omega at the middle size.
 
-    What is learnt from is played first and not counted. shares: of a layer's experts that its cache holds.
+    The requests to learn from are played first, uncounted. shares: of a layer's experts that its cache holds.
     """
 
     def measure() -> dict[str, Any]:
         recorded = study.recorded(study.contexts[0])
         header = recorded.header
         sizes = sorted({max(1, round(share * header.experts)) for share in shares})
-        half = sizes[len(sizes) // 2]
-        makers = {(rho, omega): partial(_lcp, rho, omega) for rho in rhos for omega in omegas}
-        stepped = study.stepped("hit rates on the trace", len(POLICIES) * len(sizes) + len(makers))
+        half, pairs = sizes[len(sizes) // 2], list(product(rhos, omegas))
+        stepped = study.stepped("hit rates on the trace", len(POLICIES) * len(sizes) + len(pairs))
         ids, _ = token_ids(header, [*recorded.learn, *recorded.measure])
         learnt, _ = token_ids(header, recorded.learn)
         counted = np.arange(ids.shape[1]) >= learnt.shape[1]
         table = hit_rates(ids, sizes, policies(), counted, stepped)
-        named = {f"{rho:g} {omega}": make for (rho, omega), make in makers.items()}
+        named = {f"{rho:g} {omega}": partial(_lcp, rho, omega) for rho, omega in pairs}
         grid = {row.policy: row.overall for row in hit_rates(ids, [half], named, counted, stepped)}
         return {
             "experts": header.experts, "tokens": int(counted.sum()), "lcp_size": half,
             "rates": [{"policy": row.policy, "size": row.size, "hit_rate": row.overall} for row in table],
-            "lcp": [{"rho": rho, "omega": omega, "hit_rate": grid[f"{rho:g} {omega}"]} for rho, omega in makers],
+            "lcp": [{"rho": rho, "omega": omega, "hit_rate": grid[f"{rho:g} {omega}"]} for rho, omega in pairs],
         }  # fmt: skip
 
     return {"hits": study.journal.step("moepic-table1", measure)}
@@ -370,10 +350,7 @@ def _lcp(rho: float, omega: int, ids: Ids) -> EvictionPolicy:
 
 
 @metric("fmoe-maps")
-def fmoe_maps(
-    study: Study, *, distances: Sequence[int], capacities: Sequence[int], distance: int = 3, capacity: int = 1000,
-    budget: float = 0.25, gbps: float = 2.0,
-) -> dict[str, Any]:  # fmt: skip
+def fmoe_maps(study: Study, *, distances: Sequence[int], capacities: Sequence[int]) -> dict[str, Any]:
     """Recall by source and distance, simulated hit rate by distance and capacity, similarity against hit rate.
 
     The search takes no time: it runs in the forward (`ExpertMapPolicy`), on the simulated executor's clock.
@@ -382,19 +359,19 @@ def fmoe_maps(
     def measure() -> dict[str, Any]:
         recorded = study.recorded(study.contexts[0])
         header = recorded.header
-        maps = Maps(recorded, distance, capacity)
+        maps = Maps(recorded, _DISTANCE, _CAPACITY)
         stepped = study.stepped("expert maps on the trace", len(distances) * 7 + len(capacities))
         cases = [("distance", d, max(capacities)) for d in distances if d < header.layers]
-        cases += [("capacity", distance, size) for size in capacities]
+        cases += [("capacity", _DISTANCE, size) for size in capacities]
         hits = []
         for varied, ahead, size in cases:
-            found = maps.replayed(ahead, size, budget, gbps)
-            hits.append({"varied": varied, "distance": ahead, "capacity": size, "budget": budget, "link_gbps": gbps,
+            found = maps.replayed(ahead, size, _BUDGET, _GBPS)
+            hits.append({"varied": varied, "distance": ahead, "capacity": size, "budget": _BUDGET, "link_gbps": _GBPS,
                          **found})  # fmt: skip
             stepped()
         return {
             "executor": "simulated", "layers": header.layers, "experts": header.experts, "top_k": header.top_k,
-            "recall": maps.recalls(distances, (capacity, max(capacities)), stepped), "hit_rates": hits,
+            "recall": maps.recalls(distances, (_CAPACITY, max(capacities)), stepped), "hit_rates": hits,
             "correlations": [row for learns in (True, False) for row in maps.correlations(learns)],
             "balance": balance(recorded),
         }  # fmt: skip
@@ -404,7 +381,7 @@ def fmoe_maps(
 
 @dataclass(frozen=True)
 class Maps:
-    """Expert maps on a trace. distance: layers ahead of the preset; capacity: of the matcher's store."""
+    """Expert maps on a trace. distance: of the prefetch, in layers. capacity: maps of the matcher's store."""
 
     recorded: Recorded
     distance: int
@@ -413,7 +390,7 @@ class Maps:
     def recalls(
         self, distances: Sequence[int], capacities: Sequence[int], stepped: Callable[[], None]
     ) -> list[dict[str, Any]]:
-        """Recall of the true top-k by source and distance; a map's distance counts from the layer seen last."""
+        """Recall of the true top-k by source and distance; a map's distance counts from the last layer seen."""
         header, learn = self.recorded.header, self.recorded.learn
 
         def plain(kind: str, ahead: int) -> PrefetchPolicy | None:
@@ -432,10 +409,9 @@ class Maps:
         }
         sources |= {f"expert-map, {size} maps": partial(of_maps, size) for size in capacities}
         usable = [d for d in distances if d < header.layers]
-        found = recall(header, sources, usable, learn, self.recorded.measure, stepped)
         return [
             {"source": r.source, "distance": r.distance, "recall": r.overall, "predictions": r.predictions}
-            for r in found
+            for r in recall(header, sources, usable, learn, self.recorded.measure, stepped)
         ]
 
     def replayed(self, distance: int, capacity: int, budget: float, gbps: float) -> dict[str, float]:
@@ -445,8 +421,7 @@ class Maps:
         assert isinstance(eviction, ExpertMapEviction)  # the preset's
         policy, store = self._policy(distance, capacity, eviction)
         self._teach(policy)
-        machine = load_machine(header, None, gbps, 10.0)
-        governor = PrefetchGovernor(preset.prefetch.min_useful)
+        machine, governor = load_machine(header, None, gbps, 10.0), PrefetchGovernor(preset.prefetch.min_useful)
         engine = SimulatedEngine(header, machine, budget, eviction, policy, governor)
         served = serve(engine, self.recorded.measure)
         total = engine.stats.total()
@@ -459,11 +434,11 @@ class Maps:
         """Pearson's r of a match's similarity and the share of the true top-k among the map's K most probable experts.
 
         Args:
-            learns: measured iterations are stored too, as when serving; earlier tokens of a request are then matched.
+            learns: measured iterations are stored too, as in serving, and match later tokens of the same request.
 
         Returns:
-            For each search (semantic, trajectory): seen, the layers observed ("-", their number, or "all" together); r,
-            None where one of the two does not vary; mean_score, mean_hit, pairs.
+            For each search (semantic, trajectory): seen, the number of layers observed ("-": none, "all": every one
+            together); r, None where one of the two is constant; mean_score, mean_hit, pairs.
         """
         header = self.recorded.header
         policy, store = self._policy(self.distance, self.capacity)
@@ -473,7 +448,7 @@ class Maps:
             for step in (step for step in request.iterations if step.decode):
                 search = MapSearch(store, sketch(step.embedding[None]))
                 match = search.semantic()
-                assert match is not None  # it has learnt
+                assert match is not None  # the store has learnt
                 first = range(min(self.distance, header.layers))
                 shares = [_share(store, match.entries, step.ids[0], layer) for layer in first]
                 pairs.setdefault(("semantic", "-"), []).append((float(match.scores[0]), float(np.mean(shares))))
@@ -489,10 +464,16 @@ class Maps:
                     for layer in range(store.layers):
                         whole.observe(layer, _mean(step, layer))
                     whole.commit()
-        return [_correlation(search, seen, learns, found) for (search, seen), found in pairs.items()]
+        rows = []
+        for (kind, seen), found in pairs.items():
+            scores, hits = np.array(found).T
+            r = float(np.corrcoef(scores, hits)[0, 1]) if scores.std() > 0 and hits.std() > 0 else None
+            rows.append({"search": kind, "seen": seen, "learns": learns, "r": r, "mean_score": float(scores.mean()),
+                         "mean_hit": float(hits.mean()), "pairs": len(found)})  # fmt: skip
+        return rows
 
     def _teach(self, policy: PrefetchPolicy) -> None:
-        """Show a policy what it would have seen while serving the requests to learn from."""
+        """Show a policy the requests to learn from, as in serving."""
         for request in self.recorded.learn:
             for _ in shown(policy, request, self.recorded.header):
                 pass
@@ -510,9 +491,9 @@ class Maps:
 def balance(recorded: Recorded) -> dict[str, float]:
     """How even routing is over the measured decode rows.
 
-    entropy: of the experts' shares in a layer over log E, mean over layers; 1 is even. top_share: part of all choices
-    that falls on the K most popular experts of each layer. persistence: part of a token's experts that the token
-    before it used in the same layer.
+    entropy: of the experts' shares in a layer over log E, mean over layers; 1 is even. top_share: share of all choices
+    that falls on the K most popular experts of each layer. persistence: share of a token's experts that the previous
+    token used in the same layer.
     """
     header = recorded.header
     counts = np.zeros((header.layers, header.experts))
@@ -539,16 +520,6 @@ def _mean(step: Iteration, layer: int) -> NDArray[np.float32]:
 
 
 def _share(store: ExpertMapStore, entries: NDArray[np.int64], ids: NDArray[Any], layer: int) -> float:
-    """Of the experts ids [L, K] of a layer, those among the K most probable of the matched map."""
+    """Share of the layer's experts ids[layer] [K] that are among the K most probable of the matched map."""
     row = store.maps_of(entries, range(layer, layer + 1))[0, 0]
     return len(set(most_probable(row, ids.shape[1])) & set(ids[layer].tolist())) / ids.shape[1]
-
-
-def _correlation(search: str, seen: str, learns: bool, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    scores, hits = np.array(pairs).T
-    varies = scores.std() > 0 and hits.std() > 0
-    return {
-        "search": search, "seen": seen, "learns": learns,
-        "r": float(np.corrcoef(scores, hits)[0, 1]) if varies else None, "mean_score": float(scores.mean()),
-        "mean_hit": float(hits.mean()), "pairs": len(pairs),
-    }  # fmt: skip
