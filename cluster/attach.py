@@ -246,10 +246,6 @@ class Attachment:
             )
         return deployment or ids[0]
 
-    def lead(self, deployment: str) -> Lead:
-        """See `lead_of`."""
-        return lead_of(deployment)
-
     def ask(self, deployment: str, method: str) -> Any:
         """What a method of the deployment's lead returns. Raises as `Lead.ask`."""
         return lead_of(deployment).ask(method, deadline_s=_ANSWER_DEADLINE_S)

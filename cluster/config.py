@@ -1,6 +1,6 @@
-"""What a run is: frozen settings from a YAML file with command-line options on top, checked before Ray starts.
+"""The configuration of a run: frozen, from a YAML file and command-line options, checked before Ray starts.
 
-Order of precedence: option > YAML file > the defaults written here. Nothing comes from environment variables. A field's
+Options win over the file, and the file over the defaults here. Environment variables set nothing. A field's
 description is also the help of its command-line option (`jobs.options`).
 """
 
@@ -335,11 +335,7 @@ def _presets(section: str) -> list[str]:
 
 
 def _preset(section: str, name_or_path: str, what: str) -> Path:
-    """The file of a preset: a bare word is a name in configs/SECTION; anything with a suffix or a separator is a path.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """The file of a preset: a bare word is a name in configs/SECTION; with a suffix or a separator it is a path."""
     path = Path(name_or_path).expanduser()
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         path = configs_dir() / section / f"{name_or_path}.yaml"

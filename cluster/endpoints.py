@@ -9,27 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import RuntimeFailure
+from ..proto.peers import LocalDirectory
 
 _ANSWER_DEADLINE_S = 10.0
 
 
-class EndpointDirectory:
+class EndpointDirectory(LocalDirectory):
     """Names such as "ndp/0", and the HOST:PORT that each registered last."""
-
-    def __init__(self) -> None:
-        self._addresses: dict[str, str] = {}
-
-    def register(self, name: str, address: str) -> None:
-        """Enter or replace an address."""
-        self._addresses[name] = address
-
-    def lookup(self, name: str) -> str | None:
-        """The address; None: the name is not registered."""
-        return self._addresses.get(name)
 
     def entries(self) -> dict[str, str]:
         """All addresses by name."""
-        return dict(sorted(self._addresses.copy().items()))
+        return dict(sorted(self.addresses.copy().items()))
 
 
 class Endpoints:

@@ -1,8 +1,7 @@
-"""Ray's token authentication: the token kept private, and the mode of a cluster known before it is joined.
+"""Ray's token authentication: a private token, and the mode of a cluster before it is joined.
 
-A local Ray turns on token authentication and reads its token from ~/.ray/auth_token. It writes that file readable to
-everybody, and two drivers that start at the same moment on a fresh machine would each write a token of their own. So
-the token is made here first, atomically and with mode 0600.
+A local Ray reads its token from ~/.ray/auth_token. Ray itself would write that file readable to everybody, and two
+drivers that start together would each write their own. So the token is made here, atomically and with mode 0600.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def _token_elsewhere() -> bool:
 
 
 def check_joinable(address: str) -> None:
-    """Find out in a moment what Ray's own client needs twenty seconds for, and then does not say.
+    """Check in a moment that a Ray answers and has this process's mode; Ray's client takes twenty seconds.
 
     Asks the head node for its cluster id, once and without a token. Ray's client fixes its authentication mode when it
-    is imported, so a mismatch cannot be mended from here.
+    is imported, so this process cannot change it.
 
     Args:
         address: HOST:PORT of a head node.

@@ -1,8 +1,7 @@
 """The runtimes that `tiermoe up` has started on this machine: one small private file for each, removed at its end.
 
 The folder is `tiermoe` in the user's runtime directory (XDG_RUNTIME_DIR), or `tiermoe.run.UID` in the temporary one. An
-entry counts only while its process lives: the same pid and the same start time. Others are what a killed process left,
-and are removed by the next reader.
+entry counts while a process with its pid and start time lives. A reader removes the entries that killed processes left.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The temporary directory of a local Ray, and a process that outlives the driver just long enough to clear it.
+"""The temporary directory of a local Ray, and a helper process that clears it after the driver.
 
-Ray's processes die with their driver in most cases, but not after SIGKILL or an interrupted start, and nobody removes
-their files then. So a small helper, run from this very file, waits for the end of a pipe whose other end only the
-driver holds. The end comes when the driver closes it or dies, however it dies. Then the helper kills every process
-that still has a file open below the directory (all of Ray's log there) and removes the directory. Both an orderly end
-and a crash take this one path.
+After SIGKILL or an interrupted start, Ray's processes and files may stay. So a helper process, run from this file,
+reads a pipe whose other end only the driver holds. The pipe ends when the driver closes it or dies. Then the helper
+kills every process that has a file open below the directory (all of Ray's log there) and removes the directory. An
+orderly end and a crash take the same path.
 """
 
 from __future__ import annotations

@@ -255,15 +255,7 @@ class Service:
         return None
 
     async def _generate(self, choice: Choice, name: str, arrived_s: float) -> AsyncGenerator[Delta]:
-        """Wait for a slot, then generate; closing it early cancels the choice.
-
-        Args:
-            name: id of the choice in the runtime.
-            arrived_s: when the request came, on `time.perf_counter`.
-
-        Raises:
-            TierMoeError: the runtime refused or failed.
-        """
+        """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
         request = GenerationRequest(name, choice.prompt_ids, choice.sampling)
         text = ChoiceText(self.tokenizer, choice.stops, choice.sampling.min_tokens)
         async with self.admission.slot():

@@ -35,12 +35,10 @@ RUNTIME = (
     "model", "policy", "budget", "device", "dtype", "threads", "link.gbps", "link.latency_us", "ndp.threads",
     "ndp.hardware", "ndp.pace", "cluster.shards", "cluster.ndp_workers", "store",
 )  # fmt: skip
-def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
-    """A typer option whose help is the description of a field.
 
-    Args:
-        more: as for `typer.Option`.
-    """
+
+def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
+    """A typer option whose help is the description of a field; `more` as for `typer.Option`."""
     return typer.Option(help=_help(model.model_fields[key].description or ""), **more)
 
 
@@ -181,11 +179,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSetting
 
 
 def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:
-    """The expert store of the configured model, made where there is none, with the replicas that the policy needs.
-
-    Raises:
-        TierMoeError: the checkpoint, the store or the budget was refused.
-    """
+    """The expert store of the configured model and the replicas that the policy needs; what is missing is made."""
     from .prepare import ensure_prepared, ensure_replicas
 
     out_dir = Path(config.store).expanduser() if config.store is not None else None
@@ -223,7 +217,7 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
 def _option(key: str) -> tuple[Any, Any]:
     """Type, as typer reads it, and default of a key's option: plain numbers and flags by their type, all else as text.
 
-    The default is None, which leaves the value to the file; the help names the default without a file.
+    The default None leaves the value to the file; the help names the value without a file.
     """
     value: Any = RunConfig()
     for part in key.split("."):

@@ -51,12 +51,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
 
 
 def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeInfo], str]:
-    """The nodes and where they come from.
-
-    Raises:
-        ConfigError: the two sources exclude each other, or there is no address to ask.
-        RuntimeFailure: the cluster did not answer.
-    """
+    """The nodes and where they come from."""
     if file is not None and live:
         raise ConfigError("--nodes and --live both name the nodes", "leave one of them out")
     if file is not None:

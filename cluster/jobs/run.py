@@ -85,13 +85,7 @@ def _run_here(
 ) -> dict[str, Any]:
     """Check all inputs against each other, prepare, deploy, generate; the record of `tiermoe run --json`.
 
-    Args:
-        text_out: where the text goes as it comes.
-        report: where the plan goes.
-
-    Raises:
-        RuntimeFailure: Ray or an actor failed, or a deadline passed.
-        TierMoeError: an input, the checkpoint, the store or the budget was refused.
+    The text goes to `text_out` as it comes, and the plan to `report`.
     """
     settings = checked_settings(config, trace=trace is not None)
     if trace is not None:
@@ -123,18 +117,13 @@ def _run_attached(
 ) -> dict[str, Any]:
     """Attach to a runtime, generate, leave; the record of `tiermoe run --json`.
 
-    Its counters are the runtime's since it started, whoever sent the requests; `attached_to` says which.
-
-    Args:
-        address: HOST:PORT of the runtime's Ray.
-        wanted: id of the runtime; None where there is only one.
-        model: folder with tokenizer.json; None: the runtime's expert store, if it is on this machine.
-
-    Raises:
-        RuntimeFailure: there is no such runtime, or it failed. RequestError: the prompt does not fit.
+    Its counters are the runtime's since it started, for the requests of all clients. Without `model` the tokenizer is
+    that of the runtime's expert store, if the store is on this machine.
     """
     begin_s = time.monotonic()
     with attached(address) as attachment:
+        from ..attach import lead_of  # Ray
+
         deployment = attachment.choose(wanted)
         plan = attachment.ask(deployment, "plan")
         folder = Path(model).expanduser() if model is not None else Path(plan["store_path"])
@@ -151,7 +140,7 @@ def _run_attached(
                 "shorten the prompt or lower --max-tokens",
             )
         startup_s = time.monotonic() - begin_s
-        generate = partial(attachment.lead(deployment).generate, deadline_s=_ATTACHED_DEADLINE_S)
+        generate = partial(lead_of(deployment).generate, deadline_s=_ATTACHED_DEADLINE_S)
         generation, text = _stream_text(generate, tokenizer, prompt, ids, sampling, text_out)
         stats = attachment.ask(deployment, "stats")
     record = _record(plan, prompt, ids, sampling, generation, text, stats, startup_s)
@@ -210,11 +199,6 @@ def _record(
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from exactly one of its two sources.
-
-    Raises:
-        RequestError: none or both are given, or the file cannot be read.
-    """
     if (prompt is None) == (prompt_file is None):
         given = "no prompt" if prompt is None else "both PROMPT and --prompt-file are given"
         raise RequestError(given, "pass either PROMPT or --prompt-file")

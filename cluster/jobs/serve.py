@@ -94,11 +94,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, host:
 
 @contextmanager
 def _http_server(server: ApiSettings, host: str, port: int, where: str) -> Iterator[Check]:
-    """The server, announced once it is ready.
-
-    Args:
-        where: a line about the runtime behind it.
-    """
+    """The server, announced once it is ready, with the line `where` about its runtime."""
     from ..api.app import HttpServer
 
     with ExitStack() as stack:

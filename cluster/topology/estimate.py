@@ -26,9 +26,8 @@ dispatch does. With NDP workers nothing is loaded during decode, and both sides 
 
 Left out: reading the KV cache, the planner, Python, launches, batching (weights that several tokens share).
 
-A plan with all that it came from: what `tiermoe plan` prints, and what a deployment carries out.
-
-configuration + sizes of the model + nodes -> topology -> prediction
+`make_plan`: configuration + sizes of the model + nodes -> topology -> prediction; `tiermoe plan` prints it, and a
+deployment carries it out.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, 
 
 
 def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> Prediction:
-    """Evaluate the model of this module's docstring."""
+    """Evaluate the equations of this module's docstring."""
     workers = topology.having("lead", "shard")
     slots = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
     share = min(1.0, slots / (facts.layers * facts.experts))

@@ -105,11 +105,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
-    """The first of some fields that is there.
-
-    Raises:
-        CheckpointError: none is, or it is no count.
-    """
+    """The first of some fields that is present; one of them must be."""
     for name in names:
         if (value := config.get(name)) is not None:
             if type(value) is not int or not 1 <= value <= 1 << 40:
@@ -122,11 +118,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) 
 
 
 def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
-    """A field that may be absent, which is 0.
-
-    Raises:
-        CheckpointError: it is there and no count.
-    """
+    """A field that may be absent: then 0."""
     value = config.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= 1 << 40):
         raise _malformed(name, value, model_dir)

@@ -1,6 +1,6 @@
-"""From what is wanted and what there is to what runs where; or which resource is short, on which node, by how much.
+"""The planner: places each actor on a node, or says which resource is short, on which node, by how much.
 
-The most bound go first, so that the others cannot take their room:
+The most constrained actors go first, so that the others cannot take their room:
 
     NDP workers            on nodes with the resource `ndp`, round-robin
     marked stores          on nodes with the resource `store`
@@ -8,7 +8,7 @@ The most bound go first, so that the others cannot take their room:
     matcher                beside the lead, where the policy follows expert maps
     endpoint directory     beside the lead, where an actor is not on the lead's node or is not reached by mapping
 
-Pure and deterministic: nodes are taken in the order of their ids wherever nothing else decides.
+Pure and deterministic: ties go to the lower node id.
 """
 
 from __future__ import annotations
@@ -145,10 +145,7 @@ def plan_topology(spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo
 
 
 def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
-    """Slots of each shard [G]: what the budget holds, but no more than the experts that the shard owns.
-
-    Beside them those for replicas, which the lead has where misses are loaded as such.
-    """
+    """Slots of each shard [G], at most the experts that the shard owns; and the lead's slots for low-bit replicas."""
     owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
     if min(owned) == 0:
         raise ConfigError(
@@ -298,7 +295,7 @@ class _Planner:
     def _worker_stores(self) -> list[PlannedActor]:
         """The stores beside the workers; CPUs (and all layers, if replicated) were booked with the first worker.
 
-        How large a slice is depends on how many nodes have workers, so slices are checked once those are known.
+        The size of a slice depends on the number of nodes with workers, so slices are checked here.
         """
         actors = []
         for index, layers in enumerate(self._layers_of_stores(len(self._with_workers))):
@@ -366,20 +363,20 @@ class _Planner:
         return int(max(0, min(room, usage.left("GPU")) if self._spec.gpu else room))
 
     def _first_worker(self, order: Sequence[NodeInfo], index: int) -> str:
-        name = "the lead" if index == 0 else f"shard {index}"
-        alone = self._worker_need(index, with_store=False)
-        beside = self._worker_need(index, with_store=True) if self._spec.store_nodes == "workers" else alone
+        spec, name = self._spec, f"shard {index}" if index else "the lead"
+        alone = Need(self._worker_resources(), self._worker_bytes(index))
+        beside = alone  # with the node's store
+        if spec.store_nodes == "workers":
+            layers = self._every_layer if spec.store_layout == "replicated" else frozenset[int]()
+            beside = Need(self._worker_resources(STORE_CPUS), self._worker_bytes(index), layers)
         needs = {node.id: alone if node.id in self._with_workers else beside for node in order}
         node = self._first_fit(name, order, needs)
         if node not in self._with_workers:
             self._with_workers.append(node)
         return node
 
-    def _worker_need(self, index: int, *, with_store: bool) -> Need:
-        spec = self._spec
-        resources = {"CPU": spec.threads + (STORE_CPUS if with_store else 0.0)} | ({"GPU": 1.0} if spec.gpu else {})
-        layers = self._every_layer if with_store and spec.store_layout == "replicated" else frozenset[int]()
-        return Need(resources, self._worker_bytes(index), layers)
+    def _worker_resources(self, store_cpus: float = 0.0) -> dict[str, float]:
+        return {"CPU": self._spec.threads + store_cpus} | ({"GPU": 1.0} if self._spec.gpu else {})
 
     def _worker_bytes(self, index: int) -> PlannedBytes:
         spec, slots = self._spec, self._slots[index] * self._spec.slot_bytes
@@ -392,7 +389,7 @@ class _Planner:
         )
 
     def _workers(self, homes: Sequence[str]) -> list[PlannedActor]:
-        resources = {"CPU": float(self._spec.threads)} | ({"GPU": 1.0} if self._spec.gpu else {})
+        resources = self._worker_resources()
         return [
             PlannedActor(
                 f"shard-{index}" if index else "lead", "shard" if index else "lead", index, node, resources, _GROUP,
@@ -443,11 +440,7 @@ class _Planner:
         return group, bundled
 
     def _first_fit(self, name: str, order: Sequence[NodeInfo], need: Need | Mapping[str, Need]) -> str:
-        """Book an actor on the first node that has room.
-
-        Raises:
-            ConfigError: none has.
-        """
+        """Book an actor on the first node that has room."""
         short = []
         for node in order:
             wanted, usage = need if isinstance(need, Need) else need[node.id], self._usage[node.id]
