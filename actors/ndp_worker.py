@@ -60,13 +60,7 @@ class NdpWorker:
             self._profile = settings.profile
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
-        view = ExpertStore(store, verify).describe()
-        self._full = open_views(view)
-        self._shape = view.manifest.experts
-        replicas = describe_replicas(store, verify)
-        self._group = replicas.manifest.group if replicas is not None else None
-        self._replicas = open_replicas(replicas) if replicas is not None else {}
-        self._packed_shapes = replicas.shapes if replicas is not None else {}
+        self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
         self._batches = self._pairs = 0
@@ -74,6 +68,16 @@ class NdpWorker:
         options = replace(options or ServerOptions(), host=directory.host(), token=token)
         self._server = ChannelServer(self.handle, options)
         directory.register(ndp_name(index), self._server.address)
+
+    def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
+        """Map the store's experts and replicas; `bench gpu` overrides it with random ones."""
+        view = ExpertStore(store, verify).describe()
+        self._full = open_views(view)
+        self._shape = view.manifest.experts
+        replicas = describe_replicas(store, verify)
+        self._group = replicas.manifest.group if replicas is not None else None
+        self._replicas = open_replicas(replicas) if replicas is not None else {}
+        self._packed_shapes = replicas.shapes if replicas is not None else {}
 
     @property
     def address(self) -> str:
