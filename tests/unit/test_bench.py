@@ -93,13 +93,15 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 SERVING = {"overhead", "prefetch", "scale", "ndp", "compare", "fmoe", "moepic", "activeevict", "buddymoe"}
 
 
-def test_every_benchmark_that_serves_a_model_takes_the_common_options() -> None:
+def test_every_benchmark_takes_the_common_options() -> None:
+    """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
     commands = {info.name or info.callback.__name__: info for info in command.bench_app.registered_commands}
     del commands["gpu"]  # writes its JSON into the folder of its page, and always judges
     for name, info in commands.items():
         options = set(inspect.signature(info.callback).parameters)
         assert {"out", "as_json", "check"} <= options, name
         assert ("config" in options) == (name in SERVING), name
+        assert info.cls is JsonCommand, name
 
 
 def test_json_has_no_nan() -> None:
@@ -110,26 +112,19 @@ def test_json_has_no_nan() -> None:
     assert (found["bars"][0]["value"], found["bars"][0]["ok"]) == (None, False)
 
 
-def test_a_benchmark_runs_on_one_gpu_whatever_the_file_says(tmp_path: Path) -> None:
-    """Guards against shards that were started, and said not to be, by a file for a cluster."""
-    file = tmp_path / "job.yaml"
-    file.write_text("cluster:\n  shards: 4\n")
-    assert run_config(None, str(file)).cluster.shards == 1
-    assert overridden(str(file), micro.Prefetch.own_keys) == ["cluster"]
-
-
 def test_out_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(micro_serving, "prefetch", lambda *_: pytest.fail("measured"))
     done = CliRunner().invoke(command.bench_app, ["prefetch", "--out", str(tmp_path / "none" / "out.json")])
     assert isinstance(done.exception, ConfigError)
 
 
-def test_keys_that_a_benchmark_does_not_take_are_named(tmp_path: Path) -> None:
+def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:
+    """Guards against shards that were started, and said not to be, by a file for a cluster."""
     file = tmp_path / "job.yaml"
-    file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\n")
-    assert overridden(str(file), micro.Prefetch.own_keys) == ["policy", "threads"]
+    file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\ncluster:\n  shards: 4\n")
+    assert overridden(str(file), micro.Prefetch.own_keys) == ["cluster", "policy", "threads"]
     config = run_config(None, str(file), policy="next-gate")
-    assert (config.policy, config.threads, config.kv.page_size) == ("next-gate", 1, 32)
+    assert (config.policy, config.threads, config.kv.page_size, config.cluster.shards) == ("next-gate", 1, 32, 1)
 
 
 def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
@@ -143,10 +138,3 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
         done = CliRunner().invoke(command.bench_app, [name, "--help"])
         assert done.exit_code == 0
         assert "--out" in done.output
-
-
-def test_the_json_flag_takes_a_file_wherever_there_is_one() -> None:
-    """Guards `bench matcher --json FILE.json`, which its help offers and which was an error."""
-    for info in command.bench_app.registered_commands:
-        assert info.callback is not None
-        assert ("as_json" in inspect.signature(info.callback).parameters) == (info.cls is JsonCommand), info.callback

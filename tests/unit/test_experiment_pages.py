@@ -18,7 +18,7 @@ from tiermoe.cluster.jobs.bench.table import page_of, select, show, small, table
 from tiermoe.errors import ConfigError
 
 _DOCS = configs_dir().parent / "docs" / "results"
-KEPT = [name for name in experiment_names() if (_DOCS / f"{name}.json").exists()]
+WITH_DATA = [name for name in experiment_names() if (_DOCS / f"{name}.json").exists()]
 
 
 def _row(policy: str, budget: str, tpot_s: list[float], **more: Any) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def test_tables_of_columns_and_pivots() -> None:
         "paper": {"from": "paper.numbers", "columns": [{"title": "n", "show": "{n}"}]},
     }  # fmt: skip
     experiment, record = _experiment(tables=tables, paper={"numbers": [{"n": 7}]}), _report()
-    for kept in (record, small(record)):  # of a run, and of its file
-        assert table_of(experiment, "plain", kept)[2:] == ["| a | 10 (20) | 3.0 |", "| b | 5 (5) | 1.0 |"]
-        assert table_of(experiment, "pivot", kept) == [
+    for shown in (record, small(record)):  # of a run, and of its file
+        assert table_of(experiment, "plain", shown)[2:] == ["| a | 10 (20) | 3.0 |", "| b | 5 (5) | 1.0 |"]
+        assert table_of(experiment, "pivot", shown) == [
             "| policy | 0.25 | 0.5 |", "|---|---|---|", "| a | 10 | - |", "| b | 5 | 4 |",
         ]  # fmt: skip
     assert table_of(experiment, "each", record).count("### 0.5") == 1
@@ -100,13 +100,13 @@ def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
     write_folder(experiment, _report(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"x.md", "x.json", "x.png"}
     assert (tmp_path / "x.md").read_text() == "By hand.\n"
-    kept = json.loads((tmp_path / "x.json").read_text())
-    assert kept["rows"][0]["values"] == {"tpot_s": [0.01, 0.02]}  # without what is constant, and without layers
-    assert kept["more"] == {"n": 3}
-    assert "layers" not in kept["rows"][0]
+    saved = json.loads((tmp_path / "x.json").read_text())
+    assert saved["rows"][0]["values"] == {"tpot_s": [0.01, 0.02]}  # without what is constant, and without layers
+    assert saved["more"] == {"n": 3}
+    assert "layers" not in saved["rows"][0]
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", WITH_DATA)
 def test_the_pages_of_docs_show_the_data_beside_them(name: str) -> None:
     """`python -c` of `page_of` renews a page whose tables or data were changed by hand."""
     record, page = json.loads((_DOCS / f"{name}.json").read_text()), (_DOCS / f"{name}.md").read_text()

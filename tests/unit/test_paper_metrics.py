@@ -1,4 +1,4 @@
-"""Named metrics: what one paper measures, on traces and on rows, in exact small cases."""
+"""Named metrics of one paper each, on traces and on rows, in exact small cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from tiermoe.cluster.jobs.bench.serving import Calibration, Recorded, read_split
 from tiermoe.cluster.jobs.bench.trace_metrics import (
     Maps,
     activeevict_bars,
-    balance,
     median_ratio,
     moepic_table1,
     simulate_section,
@@ -123,7 +122,7 @@ def _memory(tpot_ms: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
 def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_path: Path) -> None:
     points = [(10.0, 30.0), (20.0, 20.0), (40.0, 25.0), (80.0, 10.0)]
     assert least_budget(points, 25.0) == {"bytes": 15.0, "at_most": False}
-    assert least_budget(points, 15.0) ["bytes"] == 60.0  # from 20 ms at 40: more memory is not slower
+    assert least_budget(points, 15.0)["bytes"] == 60.0  # from 20 ms at 40: more memory is not slower
     assert least_budget(points, 30.0) == {"bytes": 10.0, "at_most": True}
     assert least_budget(points, 9.0) == {"bytes": None, "at_most": False}
     study = _study("moepic", tmp_path)
@@ -156,9 +155,6 @@ def test_a_decode_step_of_a_timeline_is_taken_apart() -> None:
     })  # fmt: skip
     with pytest.raises(RuntimeFailure, match="no decode step"):
         decode_of(events[:3], 2)
-
-
-def test_overlapping_spans() -> None:
     merged = joined([(5, 7), (0, 2), (1, 3), (8, 12)], 1, 10)
     assert merged == [(1, 3), (5, 7), (8, 10)]
     assert common(merged, [(2, 6), (9, 20)]) == [(2, 3), (5, 6), (9, 10)]
@@ -210,7 +206,7 @@ def test_maps_of_what_is_measured_itself_foretell_it_all(recorded: Recorded) -> 
     assert best["expert-map, 1000 maps", 1] > best["popularity", 1]
 
 
-def test_hit_rates_by_distance_and_capacity(recorded: Recorded, tmp_path: Path) -> None:
+def test_hit_rates_by_distance_and_capacity_and_balance(recorded: Recorded, tmp_path: Path) -> None:
     study = _study("fmoe", tmp_path, recorded)
     found = trace_metrics.fmoe_maps(study, distances=(1, 2, 9), capacities=(2, 8))["expert_maps"]
     rows = found["hit_rates"]
@@ -220,13 +216,10 @@ def test_hit_rates_by_distance_and_capacity(recorded: Recorded, tmp_path: Path) 
     assert [r["maps"] for r in rows] == [8, 8, 2, 8]
     assert all(0 < r["hit_rate"] < 1 for r in rows)
     assert {row["learns"] for row in found["correlations"]} == {True, False}
-
-
-def test_balance_of_routing(recorded: Recorded) -> None:
-    found = balance(recorded)
-    assert 0 < found["persistence"] < 1
-    assert found["top_share"] >= 2 / 6
-    assert 0 < found["entropy"] <= 1
+    even = found["balance"]
+    assert 0 < even["persistence"] < 1
+    assert even["top_share"] >= 2 / 6
+    assert 0 < even["entropy"] <= 1
 
 
 # -- ActiveEvict -------------------------------------------------------------------------------------------------------
@@ -246,22 +239,20 @@ def test_measures_of_a_preset_that_prefetches() -> None:
 
 
 def test_measures_of_a_preset_that_fetches_after_the_router() -> None:
-    found = transfers(EngineStats(layers=[LayerStats(misses=3, bytes_loaded_demand=30)]).as_dict(), 1)
-    assert (found.precision, found.recall, found.redundant) == (1.0, 1.0, 0.0)
-    nothing = transfers(EngineStats(layers=[LayerStats()]).as_dict(), 1)
-    assert (nothing.precision, nothing.recall, nothing.redundant) == (1.0, 1.0, 0.0)
+    for layer in (LayerStats(misses=3, bytes_loaded_demand=30), LayerStats()):
+        found = transfers(EngineStats(layers=[layer]).as_dict(), 1)
+        assert (found.precision, found.recall, found.redundant) == (1.0, 1.0, 0.0)
 
 
 def test_measures_of_a_repetition_are_those_of_its_counters() -> None:
-    def stats(scale: int) -> EngineStats:
-        layer = LayerStats(
+    sources = {"next-gate": SourceStats(queued=8, hits=4, late=1, wasted=2, cancelled=1)}
+    each = [
+        EngineStats(prefetch_sources=sources, layers=[LayerStats(
             hits=6, misses=4, late_prefetches=1, bytes_loaded_demand=300 * scale, bytes_loaded_prefetch=700 * scale,
             bytes_wasted=200, blocked_io_s=0.02 * scale, link_s=0.1, total_io_s=0.16,
-        )  # fmt: skip
-        sources = {"next-gate": SourceStats(queued=8, hits=4, late=1, wasted=2, cancelled=1)}
-        return EngineStats(layers=[layer], prefetch_sources=sources)
-
-    each = [stats(scale) for scale in (1, 3)]
+        )])
+        for scale in (1, 3)
+    ]  # fmt: skip
     spread = {
         name: asdict(Spread.of([counters(found)[name] for found in each]))
         for name in counters(each[0])
@@ -333,13 +324,13 @@ def test_bars_of_served_rows_are_paired_by_repetition(tmp_path: Path) -> None:
 def _earlier(study: Study, **changes: Any) -> Path:
     sections = ("table", "capacity", "alpha")
     machine = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
-    kept = {
+    saved = {
         "name": "activeevict", "hardware": {"model": "this one"}, "versions": {"tiermoe": "1"},
         "rows": [_row("on-demand", [1.0], name) for name in (*sections, "emulated")],
         "settings": rounded(study.settings) | {"machine": machine.model_dump(), "shape": {"layers": 8}},
     }  # fmt: skip
     path = study.scratch / "activeevict.json"
-    path.write_text(json.dumps(kept | changes))
+    path.write_text(json.dumps(saved | changes))
     return path
 
 
@@ -358,8 +349,8 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
     assert now.settings["machine"]["name"] == "x"
     assert now.settings["earlier"] == {"versions": {"tiermoe": "1"}}
     again = study()
-    kept = _earlier(study(), versions={"tiermoe": "9"}, settings=rounded(now.settings))  # of its emulated part
-    take_earlier(again, kept, sections)
+    saved = _earlier(study(), versions={"tiermoe": "9"}, settings=rounded(now.settings))  # of its emulated part
+    take_earlier(again, saved, sections)
     assert again.settings["earlier"] == {"versions": {"tiermoe": "1"}}
     for options, said in (({"short-tokens": 9, "max-tokens": 9}, "another contexts, max_tokens"),
                           ({"ratios": "2.5,1"}, "another ratios")):  # fmt: skip
@@ -444,21 +435,18 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
     assert found[_PAPER, "original", "loaded_per_token"].verdict == "better"
     assert found[_PAPER, "random", "kl_nats"].value == pytest.approx(-0.01)
     assert found[_OWN, "random", "loaded_per_token"].bar.ok  # a tie
-    kept = json.loads(json.dumps(rows[1]))
-    assert quality_of(kept["quality"], kept, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)
+    saved = json.loads(json.dumps(rows[1]))
+    assert quality_of(saved["quality"], saved, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)
 
 
 # -- near-data execution -----------------------------------------------------------------------------------------------
 
 
-def test_similarity_of_distributions_whatever_their_length() -> None:
-    result = activation_similarity([[[6, 2, 0, 2]]], [[[60, 20, 0, 20]]])
-    assert result.per_layer == pytest.approx((1.0,))
-    assert (result.overall, result.sequences) == (pytest.approx(1.0), 1)
+def test_similarity_of_distributions_is_the_mean_over_sequences_then_layers() -> None:
+    longer = activation_similarity([[[6, 2, 0, 2]]], [[[60, 20, 0, 20]]])
+    assert longer.per_layer == pytest.approx((1.0,))
+    assert (longer.overall, longer.sequences) == (pytest.approx(1.0), 1)
     assert activation_similarity([[[1, 1, 0, 0]]], [[[0, 0, 3, 0]]]).overall == 0.0
-
-
-def test_similarity_is_the_mean_over_sequences_then_layers() -> None:
     prefill = [[[1, 0], [1, 1]], [[1, 0], [3, 4]]]
     decode = [[[1, 0], [1, 0]], [[0, 1], [4, 3]]]
     result = activation_similarity(prefill, decode)
@@ -468,16 +456,13 @@ def test_similarity_is_the_mean_over_sequences_then_layers() -> None:
     assert result.sequences == 2
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [([[1, 2]], [[1, 2]]), ([[[1, 2]]], [[[1, 2, 3]]]), ([[[1, -2]]], [[[1, 2]]]), ([[[math.nan]]], [[[1]]]), ([], [])],
-)
-def test_malformed_counts(prefill: Any, decode: Any) -> None:
-    with pytest.raises(ValueError, match="counts must"):
-        activation_similarity(prefill, decode)
-
-
-def test_a_sequence_without_decoding_is_refused() -> None:
+def test_malformed_counts() -> None:
+    for prefill, decode in (
+        ([[1, 2]], [[1, 2]]), ([[[1, 2]]], [[[1, 2, 3]]]), ([[[1, -2]]], [[[1, 2]]]), ([[[math.nan]]], [[[1]]]),
+        ([], []),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="counts must"):
+            activation_similarity(prefill, decode)
     with pytest.raises(ConfigError, match="sequence 1 activated no expert of layer 0 during decode; give each"):
         activation_similarity([[[1, 0]], [[1, 0]]], [[[1, 0]], [[0, 0]]])
 
@@ -492,4 +477,3 @@ def test_a_layer_s_parts_are_read_off_a_timeline() -> None:
     ]  # fmt: skip
     (found,) = layer_times(events)
     assert asdict(found) == pytest.approx({"layer_s": 100e-6, "gpu_s": 90e-6, "ndp_s": 70e-6})
-
