@@ -1,5 +1,5 @@
-"""Context-aware inference on GPU and near-data processing (NDP): which experts live on the GPU, and how many bits the
-others have where they lie. MoNDE's rule and Fiddler's placement, with which it is compared, are here too.
+"""Context-aware inference on GPU and near-data processing (NDP): the hot experts on the GPU, the bits of the others on
+the NDP workers. Also MoNDE's rule and Fiddler's placement, the paper's baselines.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @register("placement", "cache", "context", "static", "monde")
 class PlacementOptions(PolicyOptions):
-    """Which experts belong to the GPUs and which to the NDP workers.
+    """Which experts run on the GPUs and which on the NDP workers.
 
-    cache: none belongs to an NDP worker, the caches decide. context: after a sequence's prefill its most important
-    experts, fixed for its decode. static: the most popular ones of the calibration text, for good. monde: in every
-    layer those with the most tokens, as far as moving them pays.
+    cache: no NDP workers; the caches decide. context: a sequence's most important experts after its prefill, fixed for
+    its decode. static: the most popular experts of the calibration text. monde: in every layer those with the most
+    tokens, as far as loading them pays.
     """
 
     kind: str = "cache"
@@ -42,10 +42,10 @@ class PlacementOptions(PolicyOptions):
 
 @register("precision", "full", "uniform", "prefix-split")
 class PrecisionOptions(PolicyOptions):
-    """On which replicas the NDP workers compute.
+    """Replicas that the NDP workers compute on.
 
-    full: on the store's own weights. uniform: all experts at `bits`. prefix-split: `bits` on average, where the loss
-    table says that they gain most, never more for a less important expert.
+    full: the store's own weights. uniform: all experts at `bits`. prefix-split: `bits` on average, widths by the gains
+    in the loss table, never wider for a less important expert.
     """
 
     kind: str = "full"
@@ -63,7 +63,7 @@ class PrecisionOptions(PolicyOptions):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of the replicas that may be used, ascending."""
+        """Replica widths that may be used, ascending."""
         if self.kind == "prefix-split":
             return (1, 2, 3, 4)
         return () if self.bits is None else (int(self.bits),)
@@ -79,14 +79,14 @@ class PrecisionOptions(PolicyOptions):
 
 @dataclass(frozen=True, eq=False)
 class HotSlots:
-    """The GPU of each expert, and the slots for hot experts of each GPU in each layer: what a hot set must fit into.
+    """The GPU of each expert, and the hot slots of each GPU in each layer: the capacity of a hot set.
 
-    Every GPU has hot slots of its own in every layer. So none is given more hot experts than it has slots, whatever is
-    important, and the hot experts of a layer, which run side by side, are spread over all GPUs.
+    Every GPU has its own hot slots in every layer, so the hot experts of a layer, which run in parallel, spread over
+    all GPUs.
 
     Args:
         owner: int [L, E], GPU 0..G-1 of each expert.
-        count: int [L, G], hot slots of each GPU in each layer; at most as many as it owns experts there.
+        count: int [L, G], hot slots of each GPU in each layer; at most the experts that it owns there.
     """
 
     owner: NDArray[np.int64]
@@ -99,11 +99,11 @@ class HotSlots:
         Args:
             owner: int [L, E].
             slots: of each of G GPUs.
-            per_layer: K, hot slots of a layer over all GPUs: dealt out one by one, in layer l beginning with GPU l
-                mod G. None: as many as fit; the slots of a GPU divided by L, rounded down.
+            per_layer: K, hot slots of a layer over all GPUs, dealt round-robin from GPU l mod G in layer l. None: as
+                many as fit, floor(slots of the GPU / L) each.
 
         Raises:
-            ValueError: K is outside [0, E], or a GPU has too few slots; the message says which.
+            ValueError: K is outside [0, E], or a GPU has too few slots.
         """
         table = np.asarray(owner, np.int64)
         layers, experts = table.shape
@@ -124,21 +124,19 @@ class HotSlots:
 
     @property
     def layers(self) -> int:
-        """L."""
         return len(self.owner)
 
     @property
     def experts(self) -> int:
-        """E."""
         return self.owner.shape[1]
 
     @property
     def per_layer(self) -> int:
-        """Hot slots of a layer over all GPUs; of the layer with the fewest."""
+        """Hot slots over all GPUs of the layer with the fewest."""
         return int(self.count.sum(axis=1).min())
 
     def first(self, layer: int, order: Sequence[int]) -> list[int]:
-        """The experts that get the hot slots of a layer if they come in this order, in this order."""
+        """The experts that get a layer's hot slots when assigned in this order."""
         left, owner = self.count[layer].tolist(), self.owner[layer].tolist()
         out = []
         for expert in order:
@@ -149,7 +147,7 @@ class HotSlots:
 
 
 def _dealt(slots: int, owned: Sequence[int], first: int) -> list[int]:
-    """Hot slots of each GPU when `slots` are dealt out in turn, none getting more than it owns."""
+    """Hot slots of each GPU: `slots` dealt round-robin, none above the experts that it owns."""
     out, gpu = [0] * len(owned), first
     while slots:
         if out[gpu] < owned[gpu]:
@@ -160,10 +158,10 @@ def _dealt(slots: int, owned: Sequence[int], first: int) -> list[int]:
 
 
 class RoutingCounts:
-    """What the routers of one sequence asked for: P and W of Algorithm 1, line 11.
+    """P and W of Algorithm 1, line 11, for one sequence.
 
-    State: `P` int64 [L, E], how often expert e of layer l was selected, and `W` float64 [L, E], the sum of its routing
-    weights. `add` is O(T K + E).
+    State: `P` int64 [L, E], how often each expert was selected; `W` float64 [L, E], the sum of its routing weights.
+    `add` is O(T K + E).
     """
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -171,12 +169,10 @@ class RoutingCounts:
         self.W = np.zeros((layers, experts), np.float64)
 
     def add(self, layer: int, ids: ArrayLike, weights: ArrayLike) -> None:
-        """Count the routing of some token rows in one layer.
+        """Count the routing of token rows in one layer.
 
         Args:
-            layer: of the MoE layers.
-            ids: int [T, K], the selected experts.
-            weights: float [T, K], their routing weights.
+            ids: int [T, K], the selected experts. weights: float [T, K], their routing weights.
 
         Raises:
             ValueError: an id is out of range, or the shapes differ; nothing is counted.
@@ -194,11 +190,10 @@ class RoutingCounts:
 def importance(counts: RoutingCounts, alpha: float) -> NDArray[np.float64]:
     """S = alpha Norm(P) + (1 - alpha) Norm(W), float64 [L, E] (section 4.1; Algorithm 1, lines 14 and 15).
 
-    Norm is the share of the layer's sum, so that a long prompt does not weigh more than a short one; a layer without
-    any selection stays zero.
+    Norm is the share of the layer's sum, so prompt length does not matter; an empty layer stays zero.
 
     Raises:
-        ValueError: alpha is outside [0, 1], or a routing weight was not finite.
+        ValueError: alpha is outside [0, 1], or a routing weight is not finite.
     """
     _check_alpha(alpha)
     if not np.isfinite(counts.W).all():
@@ -209,26 +204,22 @@ def importance(counts: RoutingCounts, alpha: float) -> NDArray[np.float64]:
 class HotSet:
     """Prefill-guided placement: the K most important experts of each layer live on the GPU (section 4.1).
 
-    State: the importance S [L, E] of every active sequence, by name, and the hot set H_l of each layer.
+    State: the importance S [L, E] of every active sequence, and the hot set H_l of each layer.
 
-    Rule: one migration per sequence, when its prefill has ended (`admit`). H_l follows the sum of the active sequences'
-    S: its top-K experts that are not hot enter, highest first, and the lowest of H_l leave. No more than
-    |topK(S_incoming) - H_l| of them, so a sequence that is content with what is hot moves nothing, whatever
-    older sequences have left undone. With one active sequence H_l becomes exactly topK(S). `release` moves nothing:
-    what ended sequences had is only replaced when another one comes.
+    Rule: one migration per sequence, at the end of its prefill (`admit`). The top-K experts by the active sequences'
+    sum of S that are not hot enter, highest first; the lowest of H_l leave. At most |topK(S_incoming) - H_l| move, so a
+    sequence whose top-K is hot moves nothing. With one active sequence H_l becomes exactly topK(S). `release` moves
+    nothing. With several GPUs each applies the rule to its own experts and slots (`HotSlots`); the paper has one GPU.
 
-    Several GPUs: the rule holds for each on its own, over the experts that belong to it and with its own K
-    (`HotSlots`). (The paper has one GPU; with one this is its rule.)
+    Ties: the lower number, hot or not, so that the hot set does not depend on ended sequences; a lossy preset would
+    otherwise answer the same prompt differently.
 
-    Ties go to the lower number and not to what is hot already: what is hot must not depend on sequences that have
-    ended, or a lossy preset would answer the same prompt differently after another one.
-
-    Cost: `admit` O(L E (n + G + log E)) for n active sequences; about as much state as n routing tables. The sum is
-    taken anew each time, in order of admission, so that it has no rounding left over from sequences that are gone.
+    Cost: `admit` O(L E (n + G + log E)) for n active sequences. The sum is recomputed in order of admission, so that
+    ended sequences leave no rounding error.
 
     Args:
         hot_slots: K of each GPU in each layer.
-        alpha: share of activation counts in S; the paper takes 0.5.
+        alpha: share of activation counts in S; 0.5 in the paper.
 
     Raises:
         ValueError: alpha is outside [0, 1].
@@ -243,10 +234,10 @@ class HotSet:
         self._rank()
 
     def admit(self, name: str, counts: RoutingCounts) -> None:
-        """The prefill of `name` has ended: make it active (or replace its S, if it is) and move what that changes.
+        """The prefill of `name` has ended: make it active, or replace its S, and migrate.
 
         Raises:
-            ValueError: the counts are of another shape, or not finite; nothing changes.
+            ValueError: the counts have another shape, or are not finite; nothing changes.
         """
         if counts.P.shape != self._shape:
             raise ValueError(f"counts are {list(counts.P.shape)}; this hot set is {list(self._shape)}")
@@ -256,16 +247,16 @@ class HotSet:
         self._hot = [self._moved(layer, own.tolist()) for layer, own in enumerate(_descending(incoming))]
 
     def release(self, name: str) -> None:
-        """Sequence `name` has ended; nothing migrates. KeyError if it is not active."""
+        """Sequence `name` has ended; nothing migrates. Raises KeyError if it is not active."""
         del self._active[name]
         self._rank()
 
     def hot(self, layer: int) -> frozenset[int]:
-        """H_l, the experts of this layer that are on a GPU."""
+        """H_l, the experts of this layer on a GPU."""
         return self._hot[layer]
 
     def order(self, layer: int) -> list[int]:
-        """All experts of this layer by descending importance to the active sequences, ties by number."""
+        """The experts of this layer by descending importance to the active sequences, ties by number."""
         return list(self._order[layer].tolist())
 
     @property
@@ -295,11 +286,10 @@ class HotSet:
 
 
 def static_hot(popularity: ArrayLike, hot_slots: HotSlots) -> list[frozenset[int]]:
-    """The most popular experts of each layer, for good: what Fiddler places. Ties go to the lower number.
+    """Fiddler's placement: the most popular experts of each layer, ties to the lower number.
 
     Args:
-        popularity: [L, E], selections counted over a calibration text.
-        hot_slots: of each GPU in each layer.
+        popularity: [L, E], selections counted over a calibration text. hot_slots: of each GPU in each layer.
 
     Raises:
         ValueError: the popularity is not [L, E], or not finite.
@@ -311,13 +301,12 @@ def static_hot(popularity: ArrayLike, hot_slots: HotSlots) -> list[frozenset[int
 
 
 def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts) -> list[bool]:
-    """Where each needed expert of a layer runs by MoNDE's rule (DAC'24): hot by load on the GPU, cold near data.
+    """MoNDE's rule (DAC'24): where each needed expert of a layer runs, hot ones on the GPU, cold ones near data.
 
-    Rule: the experts with the most token rows go to the GPU, as many as minimise max(GPU time, NDP time). Absent ones
-    are loaded for it, one after the other, and run after their load; those that a cache holds already come without. So
-    two numbers are searched: how many of the resident experts and how many of the absent ones, each by descending rows.
-    Among equally fast splits: fewest loads, then fewest experts near data. (MoNDE has no cache; with no
-    expert resident this is its rule.) Equal rows go by position. O(n log n + residents x absent).
+    Rule: experts by descending token rows go to the GPU, as many as minimise max(GPU time, NDP time). An absent expert
+    is loaded first, one after another; a resident one runs at once. So two counts are searched, of resident and of
+    absent experts. Ties: fewest loads, then fewest experts near data, then position. (MoNDE has no cache; without
+    residents this is its rule.) O(n log n + residents x absent).
 
     Args:
         rows: token rows of each needed expert.
@@ -328,7 +317,7 @@ def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts
         For each expert, True: on the GPU; False: near data.
 
     Raises:
-        ValueError: the three do not have one entry for each expert.
+        ValueError: the lengths differ.
     """
     count = len(rows)
     if not count == len(resident) == len(costs.gpu_s):
@@ -348,12 +337,10 @@ def monde_split(rows: Sequence[int], resident: Sequence[bool], costs: SplitCosts
 
 
 def _prefix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums of the first 0, 1, .. n."""
     return np.concatenate(([0.0], np.cumsum(seconds)))
 
 
 def _suffix(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums of all but the first 0, 1, .. n."""
     return _prefix(seconds[::-1])[::-1]
 
 
@@ -379,21 +366,20 @@ _ROUNDING = 1e-9  # n (average - 1) may fall this short of a whole number by flo
 def prefix_split(losses: ArrayLike, widths: Sequence[int], average: float) -> list[int]:
     """PREFIXSPLIT of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 4.2.
 
-    Symbols: experts i = 1..n in descending importance; L_i(b) = `losses`; Delta_i(b) = L_i(1) - L_i(b), the gain over
-    1 bit; C_b(k) its prefix sums; n_b the number of experts at b bits; R = floor(n (average - 1)) increments.
+    Symbols: experts i = 1..n by descending importance; L_i(b) = `losses`; Delta_i(b) = L_i(1) - L_i(b); C_b(k) its
+    prefix sums; n_b the number of experts at b bits; R = floor(n (average - 1)) increments.
 
-    Rule: the n4 most important experts get 4 bits, the next n3 get 3, then n2 get 2 and n1 get 1. Every n4 and n3 is
-    tried, n2 and n1 follow from 3 n4 + 2 n3 + n2 = R and n4 + n3 + n2 + n1 = n, and the largest gain
-    G = C4(n4) + [C3(n4+n3) - C3(n4)] + [C2(n4+n3+n2) - C2(n4+n3)] wins. The whole budget is spent even where more bits
-    lose more, as in the paper. Ties: the fewest at 4 bits, then the fewest at 3, so the most even assignment.
+    Rule: the n4 most important experts get 4 bits, the next n3 get 3, then n2 get 2 and n1 get 1. All n4 and n3 are
+    tried; n2 and n1 follow from 3 n4 + 2 n3 + n2 = R and n4 + n3 + n2 + n1 = n; the largest gain G = C4(n4) +
+    [C3(n4+n3) - C3(n4)] + [C2(n4+n3+n2) - C2(n4+n3)] wins. As in the paper, the whole budget is spent even where more
+    bits lose more. Ties: fewest at 4 bits, then fewest at 3.
 
-    Other widths work alike if they follow each other, as (2, 3, 4): the lowest takes the place of 1 bit.
-    O(n^2), vectorised; n = 256 takes about a millisecond.
+    Other consecutive widths work alike, as (2, 3, 4): the lowest takes the place of 1 bit. O(n^2), vectorised.
 
     Args:
         losses: float [n, W], the loss of each expert at each width.
         widths: the W widths, ascending by 1; at most 4.
-        average: in bits, between the lowest and the highest width; n average need not be whole.
+        average: bits, between the lowest and the highest width; n average need not be whole.
 
     Returns:
         The width of each expert, [n], never ascending.
@@ -425,8 +411,7 @@ def _search(sums: NDArray[np.float64], increments: int, widths: int) -> tuple[in
     """(n4, n3, n2) of the largest gain.
 
     Args:
-        sums: C [4, n + 1] by increments over the lowest width; rows above the highest width are not used.
-        increments: R, at most (widths - 1) n.
+        sums: C [4, n + 1] by increments over the lowest width. increments: R, at most (widths - 1) n.
         widths: how many there are; 3: none at 4 bits, 2: none at 3.
     """
     _, c2, c3, c4 = sums

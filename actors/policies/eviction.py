@@ -1,7 +1,7 @@
-"""Who leaves the cache first. The cache owns slots, pins and bytes; an eviction policy owns the order.
+"""Order of eviction: the cache owns slots, pins and bytes, an eviction policy decides which expert leaves first.
 
-Least recently and least frequently used, random, Belady's optimum, Least-Stale, and what joins policies where slots
-belong to layers (`PerLayer`) or are of two sorts (`TwoPools`). Those of a paper are in the paper's file.
+Here: LRU, LFU, random, Least-Stale and Belady's optimum, and the compositions `PerLayer` and `TwoPools`. The policy of
+a paper is in the paper's file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class EvictionPolicy(ABC):
 
     Attributes:
         Options: of the policy.
-        counted_as: the order by which `moepic.split.observe` counts hits at every cache size; None: it has none.
-        uses_maps: whether it goes by the expert maps of prefetch.
-        per_layer: whether the experts of one layer alone can have an order, as a split cache needs.
+        counted_as: the order in which `moepic.split.observe` counts hits at every cache size; None: no such count.
+        uses_maps: whether it needs the expert maps of prefetch.
+        per_layer: whether it can order the experts of one layer alone, as a split cache needs.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
@@ -47,14 +47,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def admitted(self, key: int) -> None:
-        """An expert was given a slot (its bytes may still be on their way)."""
+        """An expert got a slot; its bytes may still be in flight."""
 
     @abstractmethod
     def used(self, keys: Iterable[int]) -> None:
         """A forward ran these experts, in this order."""
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        """A layer's routing is known, before anything is planned; once a layer and forward, layers in rising order.
+        """A layer's routing is known. Called once per layer and forward, before planning, layers in rising order.
 
         Args:
             keys: experts of the layer that are needed, resident or not.
@@ -63,7 +63,7 @@ class EvictionPolicy(ABC):
         return None
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        """These experts, resident or not, the one to evict last first; changes nothing."""
+        """These experts, resident or not, in reverse order of eviction; changes nothing."""
         return list(keys)
 
     @abstractmethod
@@ -72,10 +72,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """At most `count` admitted keys for which `evictable` holds, first to go first; changes nothing."""
+        """At most `count` admitted keys for which `evictable` holds, in order of eviction; changes nothing."""
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        """The order of eviction within one class of slots (`Residency`)."""
+        """The order of eviction within one slot class (`Residency`)."""
         return self
 
 
@@ -85,11 +85,11 @@ def make_eviction(
     """The policy of a cache in its first state.
 
     Args:
-        split: experts are split, so that the tops of each layer have an order of their own.
-        low_bit: replicas have slots of their own.
+        split: experts are split; the tops of each layer get a policy of their own.
+        low_bit: replicas have their own slots.
 
     Raises:
-        ValueError: the policy has no order for the experts of one layer, which a split needs.
+        ValueError: split, and the policy cannot order the experts of one layer.
     """
     if split:
         if not policy_class("eviction", options.kind).per_layer:
@@ -101,7 +101,7 @@ def make_eviction(
 
 
 def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int], bool]) -> list[int]:
-    """At most `count` keys of an order for which `evictable` holds; it looks no further than it must."""
+    """The first `count` keys of an order for which `evictable` holds; scans no further than needed."""
     return list(islice(filter(evictable, order), max(0, count)))
 
 
@@ -109,12 +109,10 @@ def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int],
 class Lru(EvictionPolicy):
     """Least recently used.
 
-    State: admitted keys in order of last use (admission counts as a use, so that a prefetched expert is not the first
-    to go). `admitted`, `used`, `removed` are O(1) per key, `victims` is O(count + protected keys older than the
-    victims).
+    State: admitted keys in order of last use; admission counts as a use. O(1) per key, `victims` O(keys passed).
 
     Attributes:
-        order: the keys, the least recently used first.
+        order: the keys, least recently used first.
     """
 
     counted_as = "lru"
@@ -148,11 +146,11 @@ _RESCALE_AT = 2.0**512
 
 
 class ValueOrder:
-    """Keys by rising value, then by rising stamp, then by key.
+    """Keys by rising value, then rising stamp, then key.
 
-    State: a binary heap of entries, of which those that were overtaken stay until they are as many as the others, and
-    the present entry of each key (`present`). `set` is O(log n) amortized for each entry, `remove` O(1) amortized,
-    `first` O(k log k) for the k entries that it passes: it walks down from the heap's root and changes nothing.
+    State: a binary heap, and the current entry of each key (`present`). Outdated entries stay in the heap until they
+    outnumber the current ones. `set` is O(log n) amortized per entry, `remove` O(1), `first` O(k log k) for k entries
+    passed: it walks down from the heap's root and changes nothing.
     """
 
     def __init__(self) -> None:
@@ -170,7 +168,7 @@ class ValueOrder:
             heapify(self._heap)
 
     def remove(self, key: int) -> None:
-        """KeyError: there is no such key."""
+        """Raises KeyError if the key is absent."""
         del self.present[key]
 
     def first(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
@@ -194,17 +192,17 @@ class ValueOrder:
 class Lfu(EvictionPolicy):
     """Least frequently used (MoE-Infinity's cache; the base of fMoE's).
 
-    State: freq, the number of forwards that ran each expert; it outlives eviction. Until its first use an admitted
-    expert counts as used once at least, so that a prefetched one is not the first to go. Equal ones: the one that was
-    admitted or used longest ago.
+    State: freq, the forwards that ran each expert; it outlives eviction. An admitted expert counts as used at least
+    once until its first use, so that a new prefetch is not the first victim. Ties: the expert admitted or used longest
+    ago.
 
-    Decay: with a half-life h, a use counts 2^(-a/h) after a further calls of `used` (each is one layer run). It is kept
-    by making later uses count more, which orders the experts alike, so nothing has to be aged.
+    Decay: with half-life h, a use counts 2^(-a/h) after a more calls of `used` (one layer each). Later uses count more
+    instead, which gives the same order without aging.
 
-    O(log n) per key admitted or used, O(1) per removal, `victims` O(k log k) where k keys are looked at.
+    O(log n) per key admitted or used, O(1) per removal, `victims` O(k log k) for k keys passed.
 
     Args:
-        half_life: h; None: uses count for good.
+        half_life: h; None: no decay.
     """
 
     class Options(PolicyOptions):
@@ -258,7 +256,7 @@ class Lfu(EvictionPolicy):
         return self._order.first(count, evictable)
 
     def _move(self, keys: Iterable[int]) -> None:
-        """Frequencies or weights of these have changed; those that are not resident have no place."""
+        """Frequencies or weights of these have changed."""
         present, freq, weight, usual = self._order.present, self._freq, self._weight, self._usual
         moved = [(weight.get(key, usual) * freq[key], present[key][1], key) for key in keys if key in present]
         self._order.set(moved)
@@ -273,7 +271,7 @@ class Lfu(EvictionPolicy):
 
 @register("eviction", "lfu-decay")
 class LfuDecay(Lfu):
-    """`Lfu` that forgets: a use counts half after 128 tokens of a model of 32 layers."""
+    """`Lfu` with a half-life of 128 tokens of a 32-layer model."""
 
     class Options(Lfu.Options):
         half_life: float | None = Field(default=HALF_LIFE, gt=0, description="layers run until a use counts half")
@@ -286,16 +284,11 @@ _MASK = (1 << 64) - 1
 
 @register("eviction", "random")
 class RandomOrder(EvictionPolicy):
-    """Evicts any expert, all with the same probability (RND of MoEpic's Table 1); the same ones in every run.
+    """Evicts any expert with equal probability (RND of MoEpic's Table 1), reproducibly.
 
-    State: the admitted experts and the number of changes so far, of which, with the seed, the order is drawn
-    (SplitMix64 numbers and a Fisher-Yates shuffle as far as it is looked at). So it is another after each admission and
-    removal, and `victims` gives the same when asked twice.
-
-    O(1) per change, `victims` O(keys passed).
-
-    Args:
-        seed: of the order.
+    State: the admitted experts and the number of changes. Seed and changes determine the order (SplitMix64,
+    Fisher-Yates as far as needed), so each admission or removal gives a new order, and repeated calls of `victims`
+    agree. O(1) per change, `victims` O(keys passed).
     """
 
     counted_as = "random"
@@ -352,23 +345,17 @@ def _mixed(number: int) -> int:
 
 @register("eviction", "least-stale")
 class LeastStale(EvictionPolicy):
-    """Evicts stale experts first (Least-Stale of SpecMD, arXiv 2602.03921): temporal and spatial locality joined.
+    """Least-Stale of SpecMD (arXiv 2602.03921): temporal and spatial locality.
 
-    An expert is fresh if the present forward has used it, or admitted it for one of its layers; else it is stale. A
-    forward runs the layers in order, so the layer l of an expert says when it can be needed again: after
-    (l - l_now - 1) mod L other layers, l_now the layer whose routing is known. LRU gives up what the previous forward
-    used in the layers that come next, the very experts that are needed soonest (the paper's collision misses).
+    An expert is fresh if the current forward used it or admitted it for one of its layers, else stale. An expert of
+    layer l can be needed again after (l - l_now - 1) mod L other layers, l_now the layer whose routing is known. LRU
+    evicts what the previous forward used in the coming layers, which is needed soonest (the paper's collision misses).
 
-    Rule: stale experts before fresh ones; among each, the layer that runs again last goes first; within a layer the
-    least recently used, then by key. This is our reading of the paper's abstract and summary, which name staleness and
-    both localities; the exact order of the paper's code may differ.
+    Rule: stale before fresh; then the layer that runs again last; then least recently used; then by key. This is our
+    reading of the paper's abstract and summary; the order in its code may differ.
 
-    State: of each expert whether it is resident, the forward that touched it last, and when [L*E]. O(1) per key
-    admitted, used or removed; the order is made anew, O(L*E + n log n) for n resident, by the first `victims` after a
-    change.
-
-    Args:
-        layers, experts: L and E.
+    State [L*E]: resident or not, last forward, last use. O(1) per key admitted, used or removed; the first `victims`
+    after a change sorts, O(L*E + n log n) for n resident.
     """
 
     per_layer = False
@@ -416,7 +403,6 @@ class LeastStale(EvictionPolicy):
         return found
 
     def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """These keys, first to go first."""
         until = (self._layer[keys] - self._now - 1) % self._layers  # layers in between
         return keys[np.lexsort((keys, self._stamp[keys], -until, self._touched[keys] >= self._forward))]
 
@@ -427,13 +413,12 @@ class LeastStale(EvictionPolicy):
 
 
 class Belady(EvictionPolicy):
-    """Evicts the expert that is needed again last of all: no policy that loads on demand has more hits (Belady, 1966).
+    """Evicts the expert whose next use is farthest: the most hits of any policy that loads on demand (Belady, 1966).
 
-    State: of each expert the steps that will need it, latest first, and which are resident. `routed` O(K), `victims`
-    O(C log C).
+    State: the future steps of each expert, latest first, and the resident set. `routed` O(K), `victims` O(C log C).
 
     Args:
-        ids: the routing of one layer that is going to be played [n, K].
+        ids: the routing of one layer that will be played [n, K].
     """
 
     def __init__(self, ids: NDArray[np.integer]) -> None:
@@ -467,10 +452,7 @@ class Belady(EvictionPolicy):
 
 
 class PerLayer(EvictionPolicy):
-    """Policies of one kind, one for each layer, that know nothing of each other: the slots belong to layers.
-
-    Who needs a slot of a layer asks that layer's (`of_class`), which looks at no other's experts. Keys are
-    layer * experts + expert.
+    """One independent policy for each layer: slots belong to layers. Keys are layer * experts + expert.
 
     Args:
         make: a policy for the experts of one layer.
@@ -481,7 +463,7 @@ class PerLayer(EvictionPolicy):
         self._policies = [make() for _ in range(layers)]
 
     def of_class(self, slot_class: int) -> EvictionPolicy:
-        """The policy of one layer; its keys are those of the whole model."""
+        """The policy of one layer; keys are those of the whole model."""
         return self._policies[slot_class]
 
     def admitted(self, key: int) -> None:
@@ -499,14 +481,14 @@ class PerLayer(EvictionPolicy):
         self._policies[key // self._experts].removed(key)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Layer after layer: between experts of different layers there is no order."""
+        """Layer after layer: there is no order between layers."""
         out: list[int] = []
         for policy in self._policies:
             out += policy.victims(count - len(out), evictable)
         return out
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        """Each layer's in its order; the first of all layers come before the second ones."""
+        """Each layer's order; the first of every layer come before the second ones."""
         position = {
             key: i
             for layer, policy in enumerate(self._policies)
@@ -516,10 +498,9 @@ class PerLayer(EvictionPolicy):
 
 
 class TwoPools(EvictionPolicy):
-    """Slots of two sorts, so that none is searched for a victim of the other.
-
-    Keys below `keys` leave by the preset's policy. The others leave by last use: bottoms of split experts, which stay
-    for the next layers and not for the next token (MoEpic section 3.2), or low-bit replicas.
+    """Two pools of slots with separate orders. Keys below `keys` leave by the preset's policy, the others by last use:
+    bottoms of split experts, which serve the next layers and not the next token (MoEpic section 3.2), or low-bit
+    replicas.
 
     Args:
         first: orders the keys below `keys`. second_class: slot class of the others.
@@ -555,7 +536,7 @@ class TwoPools(EvictionPolicy):
             del self._last_used[key]
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Of any class, the first pool before the second; who needs a slot of one class asks `of_class`."""
+        """Over both pools, the first pool first; `of_class` gives the order of one slot class."""
         found = self._first.victims(count, evictable)
         return found + self._second.victims(count - len(found), evictable)
 
@@ -567,5 +548,5 @@ class TwoPools(EvictionPolicy):
 
 
 def split_eviction(make: Callable[[], EvictionPolicy], layers: int, experts: int) -> TwoPools:
-    """For split experts: a policy for the tops of each layer (slot class l), and last use for bottoms (class L)."""
+    """For split experts: one policy for the tops of each layer (slot class l), last use for bottoms (class L)."""
     return TwoPools(PerLayer(make, layers, experts), layers * experts, layers)

@@ -1,6 +1,6 @@
-"""The plan of one layer: which experts run when, and which loads make that possible.
+"""The plan of one layer: which experts run in which order, and the loads that make this possible.
 
-Where experts are cut in two, keys are those of their segments, which run and are loaded one by one.
+Where experts are split, keys are those of their segments, which load and run separately.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .residency import Residency
 
 
 class PlanError(ValueError):
-    """No plan exists: not one slot can be freed for the layer."""
+    """No slot can be freed for the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring `key` into the cache, once the first `after` experts of the plan have run.
+    """Bring `key` into the cache once the first `after` experts of the plan have run.
 
-    `evict` names the expert that gives up its slot; None takes a free one.
+    evict: the expert that loses its slot; None: a free slot.
     """
 
     key: int
@@ -31,9 +31,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Run `key` on another process, on its replica of `bits` bits; 0 bits: in full precision.
-
-    `peer` is the name under which that process is registered: an NDP worker or a shard.
+    """Run `key` on process `peer`, a registered NDP worker or shard, on its replica of `bits` bits; 0: full precision.
     """
 
     key: int
@@ -45,11 +43,10 @@ class Remote:
 class LayerPlan:
     """What one layer does, in order.
 
-    `run` and `remote` together hold every expert that the routing asks for, once. `run` is computed here: first
-    the resident ones (the first `resident`), then those already on their way (the next `arriving`), then those
-    to be loaded, in load order. `loads` is ordered by `after`; a `Load` at `after = i` is issued
-    when `run[:i]` is done, so a working set larger than the pool is served in waves. `remote` is computed by
-    other processes at the same time.
+    `run` and `remote` together hold every expert of the routing once. `run` is computed here: `resident` resident ones,
+    then `arriving` ones in flight, then those to load, in load order. `loads` is ordered by `after`; a `Load` at `after
+    = i` is issued when `run[:i]` is done, so a working set larger than the pool runs in waves. Other processes compute
+    `remote` at the same time.
     """
 
     run: tuple[int, ...]
@@ -60,7 +57,7 @@ class LayerPlan:
 
     @property
     def first_loads(self) -> list[Load]:
-        """Those that are issued before anything runs."""
+        """Loads that are issued before anything runs."""
         return [load for load in self.loads if not load.after]
 
     @property
@@ -72,11 +69,10 @@ class LayerPlan:
 class LoadOnMiss:
     """Exact execution: every expert of the routing runs in full precision; missing ones are loaded.
 
-    Rule: residents run first while the loads fly. Free slots are filled first, then the eviction
-    policy's victims among experts that this layer does not need; when both are used up, the slots of
-    experts that have just run are reused one by one. Experts whose prefetch is still in flight
-    for another layer give way later, and experts to `keep` last of all. All this is done for each class of slots.
-    O(needed + slots looked at by the eviction policy).
+    Rule, for each slot class: residents run first while loads are in flight. Loads take free slots, then slots of the
+    eviction policy's victims that this layer does not need, then, one by one, slots of experts that have just run.
+    Prefetches in flight for another layer are evicted later, experts to `keep` last. O(needed + slots that the policy
+    examines).
     """
 
     def plan(
@@ -90,12 +86,11 @@ class LoadOnMiss:
 
         Args:
             needed: keys that the routing asks for, without repeats.
-            residency: the present view; not changed.
-            eviction: asked for victims; not changed.
-            keep: residents that should stay while any other can give way.
+            residency, eviction: the current state; not changed.
+            keep: residents to evict last.
 
         Raises:
-            PlanError: no slot can be had for a missing expert.
+            PlanError: no slot can be freed for a missing expert.
         """
         resident, arriving, missing = residency.by_state(needed)
         if len(resident) == len(needed):
@@ -115,7 +110,7 @@ class LoadOnMiss:
         eviction: EvictionPolicy,
         keep: AbstractSet[int],
     ) -> list[Load]:
-        """Each class's loads, which take turns among themselves alone, as one list in the order of issuing."""
+        """The loads of all classes in order of issue; each class reuses its own slots."""
         place = {key: i for i, key in enumerate(run)}
         members = residency.by_class(run)
         loads: list[Load] = []
@@ -135,7 +130,7 @@ class LoadOnMiss:
         eviction: EvictionPolicy,
         keep: AbstractSet[int],
     ) -> list[Load]:
-        """The loads of one slot class. `run` and `missing` hold that class's keys alone, and so count `Load.after`."""
+        """The loads of one slot class; `run` and `missing` are of that class, and `Load.after` counts in this `run`."""
         free = residency.free_of(slot_class)
         eviction = eviction.of_class(slot_class)
         short = len(missing) - free
@@ -160,7 +155,7 @@ class LoadOnMiss:
 
 
 def _victims(count: int, kept: AbstractSet[int], residency: Residency, eviction: EvictionPolicy) -> list[int]:
-    """At most `count` experts to evict, residents first: copies on their way to other layers are disturbed last."""
+    """At most `count` experts to evict, residents first, then copies in flight for other layers."""
     if count <= 0:
         return []
     found = eviction.victims(count, residency.evictable(kept))

@@ -1,17 +1,16 @@
-"""Which experts of later layers to ask for, and whether asking pays.
+"""Which experts of later layers to prefetch, and when prefetching pays.
 
-One protocol for the real, emulated and simulated executors. The calls of one forward pass, in order:
+One protocol for all executors. The calls of one forward pass:
 
-    begin_forward(spans)        whose rows it carries           -> wanted in its first layers
-    observed(seen) per layer    that layer's routing            -> wanted in later layers
-    end(sequence)               a sequence is over (any time between forwards)
+    begin_forward(spans)        sequences of the forward         -> wanted in its first layers
+    observed(seen) per layer    that layer's routing             -> wanted in later layers
+    end(sequence)               a sequence is over (between forwards)
 
-An answer is a list of `Wanted`, most wanted first. The executor queues it behind the layer's own loads, as far as
-slots can be had, and never asks twice: a policy that wants an expert still, says so again. Policies see no cache, no
-link and no clock; that an expert is resident already is the executor's business.
+Answers are lists of `Wanted`, most wanted first. The executor queues them behind the layer's demand loads while slots
+are available, skips resident experts, and does not repeat a request: a policy asks again. Policies see no cache, link
+or clock.
 
-Here are the protocol, the governor and the policies that belong to no paper alone: next-gate, layerwise, popularity and
-random.
+Here: the protocol, the governor, and the policies that belong to no single paper.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Lookahead = Callable[[int], NDArray[np.floating] | None]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows `start` to `stop` of a forward are of one sequence.
+    """Rows `start` to `stop` of a forward belong to one sequence.
 
     decode: its prefill is over. embedding: mean of the rows' input embeddings [H], where the policy needs it.
     """
@@ -46,13 +45,13 @@ class Span:
 
 
 class LayerSeen(NamedTuple):
-    """What is known of a layer once its router has run.
+    """What is known once a layer's router has run.
 
-    layer: counted from 0 over MoE layers. spans: as given to `begin_forward`. ids: [T, K] as the model picked them.
+    layer: from 0 over MoE layers. spans: as given to `begin_forward`. ids: [T, K] as the model picked them.
     probabilities: [T, E], softmax of the router's logits; None where the model exposes none. lookahead: distance ->
-    scores [T, E] of layer `layer + distance`'s router on this layer's input, None where it cannot be asked. For a
-    policy that `wraps` layers are counted on past the last one, into the next forward: there the scores are [S, E], of
-    the last row of each span.
+    scores [T, E] of layer `layer + distance`'s router on this layer's input, None where unavailable. For a policy that
+    `wraps`, layers past the last one are those of the next forward; their scores are [S, E], of the last row of each
+    span.
     """
 
     layer: int
@@ -63,9 +62,9 @@ class LayerSeen(NamedTuple):
 
 
 class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass takes three times as long
-    """An expert (`layer * E + e`) to prefetch; a greater priority goes first. Priorities compare within one policy.
+    """An expert (`layer * E + e`) to prefetch, higher priority first; priorities compare within one policy.
 
-    source: whose guess it is, for a policy that joins several; empty: the policy's own.
+    source: which predictor asks, for a policy that combines several; else empty.
     """
 
     key: int
@@ -75,10 +74,10 @@ class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass
 
 @register("prefetch", "none")
 class PrefetchOptions(PolicyOptions):
-    """Options of every prefetch policy; kind none asks for nothing.
+    """Options of every prefetch policy; kind none prefetches nothing.
 
     Attributes:
-        uses_maps: whether a matcher of expert maps takes part.
+        uses_maps: whether it needs a matcher of expert maps.
     """
 
     uses_maps: ClassVar[bool] = False
@@ -100,7 +99,7 @@ class PrefetchOptions(PolicyOptions):
         return self
 
     def check_distance(self) -> None:
-        """Raises ValueError: the policy cannot ask for a layer so far ahead."""
+        """Raises ValueError: the policy does not support this distance."""
         if self.distance == 0:
             raise ValueError(f"prefetch {self.kind} looks at least one layer ahead")
 
@@ -110,7 +109,7 @@ class PrefetchOptions(PolicyOptions):
 
 
 class NextLayerOptions(PrefetchOptions):
-    """Options of a policy that asks for the next layer alone."""
+    """Options of a policy that prefetches for the next layer only."""
 
     def check_distance(self) -> None:
         if self.distance != 1:
@@ -119,20 +118,20 @@ class NextLayerOptions(PrefetchOptions):
 
 @policy_base("prefetch")
 class PrefetchPolicy(ABC):
-    """Which experts of later layers to ask for. Pure: NumPy, deterministic, owns its state.
+    """Which experts of later layers to prefetch. Pure: NumPy, deterministic, owns its state.
 
     Attributes:
         Options: of the policy.
-        name: what counters call its guesses.
-        needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: what executors must gather for it.
-        stateless: it learns nothing from what it is shown, so it need not be asked while nothing would be fetched.
-        lookahead_softmax: what `lookahead` gives are probabilities, the softmax over experts.
-        needs_gates: `lookahead(1)` is answered by trained gates (`pre_gated.PreGate`) in place of routers.
-        wraps: at the last layer it asks for the first ones of the next forward.
-        predicted: scores of the next layer's experts by which `observed` answered last: [T, E], after the last layer
-            [S, E] as from `lookahead`; None where it had none, or has no such scores.
-        distance: layers ahead that it may ask for; `lookahead` is asked up to it.
-        synchronous: the forward waits until what was asked for has arrived.
+        name: of its prefetches in counters.
+        needs_ids, needs_probabilities, needs_embeddings, needs_lookahead: inputs that executors must gather.
+        stateless: it learns nothing from `observed`, so executors may skip the call when nothing could be fetched.
+        lookahead_softmax: `lookahead` gives probabilities, the softmax over experts.
+        needs_gates: trained gates (`baselines.PreGate`) answer `lookahead(1)` in place of routers.
+        wraps: at the last layer it prefetches for the first ones of the next forward.
+        predicted: scores of the next layer's experts behind the last answer of `observed` [T, E]; after the last layer
+            [S, E] as from `lookahead`; None where there are none.
+        distance: layers ahead that it prefetches and may ask `lookahead` for.
+        synchronous: the forward waits until its prefetches have arrived.
     """
 
     Options: ClassVar[type[PrefetchOptions]] = PrefetchOptions
@@ -154,17 +153,17 @@ class PrefetchPolicy(ABC):
         """The policy in its first state.
 
         Raises:
-            NotPrepared: what `tiermoe prepare` makes for it is not there.
+            NotPrepared: an artifact of `tiermoe prepare` is missing.
         """
         return cls()
 
     @property
     def looks_ahead(self) -> int:
-        """Up to which distance `lookahead` will probably be asked at the next layer, so that it can be made ready."""
+        """Farthest `lookahead` that it will probably ask for at the next layer, to prepare for."""
         return self.distance if self.needs_lookahead else 0
 
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
-        """A forward pass begins; sequences that were not seen before begin with it."""
+        """A forward pass begins; unknown sequences begin with it."""
         return []
 
     @abstractmethod
@@ -172,7 +171,7 @@ class PrefetchPolicy(ABC):
         """A layer's routing is known; layers come in order, and the last one ends the forward."""
 
     def end(self, sequence: str) -> None:
-        """A sequence is over; also for one that no forward carried."""
+        """A sequence is over, perhaps one that no forward carried."""
         return None
 
 
@@ -189,7 +188,7 @@ def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
 
 
 def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
-    """The union over sequences and layers: each expert once with its highest priority, highest first, then by key."""
+    """The union: each expert once with its highest priority, highest first, then by key."""
     best: dict[int, Wanted] = {}
     for want in wanted:
         held = best.get(want.key)
@@ -199,25 +198,25 @@ def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
 
 
 def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
-    """At most `count` experts of positive score [E], greatest first, ties by number."""
+    """At most `count` experts of positive score [E], highest first, ties by number."""
     order = np.argsort(-scores, kind="stable")[:count]
     return [int(e) for e in order if scores[e] > 0]
 
 
 def by_sequence(seen: LayerSeen, values: NDArray[Any]) -> list[tuple[Span, NDArray[Any]]]:
-    """The rows of `values` [T, ...] that belong to each span."""
+    """The rows of `values` [T, ...] of each span."""
     return [(span, values[span.start : span.stop]) for span in seen.spans]
 
 
 class PrefetchGovernor:
-    """Rests prefetching while too little of what it brings is used.
+    """Pauses prefetching while too few prefetched experts are used.
 
-    State: how many of the prefetched experts of the current window were used and how many were
-    evicted or cancelled unused. When a window of `window` outcomes closes with a used share below
-    `min_useful`, prefetch rests for `rest` layers, then a fresh window probes again. O(1) per call.
+    State: counts of used and of wasted (evicted or cancelled unused) prefetches in the current window. A window of
+    `window` outcomes with a used share below `min_useful` pauses prefetch for `rest` layers; then a new window begins.
+    O(1) per call.
 
     Args:
-        min_useful: share in [0, 1]; 0 never rests.
+        min_useful: share in [0, 1]; 0 never pauses.
         window: outcomes per judgement.
         rest: layers without prefetch after a bad window.
     """
@@ -239,7 +238,7 @@ class PrefetchGovernor:
         return self._resting > 0
 
     def allows(self) -> bool:
-        """Whether this layer may prefetch; called once per layer, it also counts the rest down."""
+        """Whether this layer may prefetch; called once per layer, which also counts the pause down."""
         if self._resting:
             self._resting -= 1
             if self._resting:
@@ -259,13 +258,11 @@ class PrefetchGovernor:
 def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     """Experts that a later router would pick, most wanted first.
 
-    Each token votes for its `top` experts, ties by number; experts are ordered by votes, then by their
-    highest logit, then by number (deterministic). This is the gate look-ahead of Mixtral-Offloading,
-    AdapMoE and MoEpic (section on the speculative prefetcher), taken over all tokens of a batch.
+    Each token votes for its `top` experts; experts are ordered by votes, then highest logit, then number. This is the
+    gate look-ahead of Mixtral-Offloading, AdapMoE and MoEpic, over all tokens of a batch.
 
     Args:
-        logits: router logits [T, E].
-        top: experts per token, at most E.
+        logits: router logits [T, E]. top: experts per token.
     """
     tokens, experts = logits.shape
     top = min(top, experts)
@@ -277,10 +274,7 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
 
 
 def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
-    """Whether an expert is among the `top` greatest of its row of scores [T, E]; ties by number, lowest first.
-
-    Args:
-        top: at most E.
+    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties by number, lowest first.
     """
     tokens, experts = scores.shape
     last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
@@ -293,10 +287,7 @@ def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
 
 
 def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
-    """The union of each row's `top` experts with their highest scores [T, E], highest first, ties by number.
-
-    Experts without a positive score are left out.
-    """
+    """Experts of the rows' `top` highest positive scores [T, E] with their maxima, highest first, ties by number."""
     if len(scores) == 1:
         best, order = scores[0], np.argsort(-scores[0], kind="stable")[:top]
     else:
@@ -308,11 +299,11 @@ def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
 
 @register("prefetch", "next-gate")
 class NextGatePrefetch(PrefetchPolicy):
-    """Speculation by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
+    """Look-ahead by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
 
-    State: none. Rule: when layer l's router has run, the routers of layers l+1..l+distance are run on layer l's input,
-    and the experts that they would pick are asked for, nearer layers first (`predicted_experts`). The residual stream
-    changes little from layer to layer, so near guesses are good. Cost: distance * T * H * E multiply-adds per layer.
+    State: none. Rule: after layer l's router, the routers of layers l+1..l+distance run on layer l's input; the experts
+    that they pick are prefetched, nearer layers first (`predicted_experts`). Accurate for near layers, because the
+    residual stream changes little per layer. Cost: distance * T * H * E multiply-adds per layer.
 
     Mixtral-Offloading is this with LRU, distance 1 and `synchronous`.
 
@@ -348,16 +339,15 @@ class NextGatePrefetch(PrefetchPolicy):
 
 @register("prefetch", "layerwise")
 class LayerwisePrefetch(PrefetchPolicy):
-    """Expert-agnostic, layer-wise parameter offloading (ZeRO-Inference in DeepSpeed, arXiv 2207.00032, section 6).
+    """Layer-wise parameter offloading, regardless of routing (ZeRO-Inference in DeepSpeed, arXiv 2207.00032, section
+    6).
 
-    State: none. Rule: when layer l's router has run, ask for every expert of layer l + distance, lowest number first.
-    With distance 0 these are the other experts of l itself: the layer comes whole and on demand, which is how fMoE
-    (section 6.1) runs DeepSpeed-Inference as a baseline. Cost: O(E) per layer, and E experts of traffic.
+    State: none. Rule: after layer l's router, prefetch every expert of layer l + distance, lowest number first.
+    Distance 0 loads the rest of layer l on demand, which is how fMoE (section 6.1) runs DeepSpeed-Inference as a
+    baseline. Cost: O(E) per layer, E experts of traffic.
 
     Args:
-        layers, experts: L and E.
-        distance: 0 or 1.
-        synchronous: the layer waits until all of it is there, as DeepSpeed's gather does.
+        layers, experts: L and E. distance: 0 or 1. synchronous: the layer waits for all of it, as DeepSpeed's gather.
     """
 
     class Options(PrefetchOptions):
@@ -396,9 +386,9 @@ class LayerwisePrefetch(PrefetchPolicy):
 class PopularityPrefetch(PrefetchPolicy):
     """The most popular experts of each layer, over all requests so far.
 
-    State: counts [L, E] of (token, expert) pairs. Rule: when layer l's router has run, ask for the `top` most counted
-    experts of layers l+1..l+distance, nearer layers first; before a forward, for those of its first `distance` layers.
-    Cost: O(distance * E log E) per layer.
+    State: counts [L, E] of (token, expert) pairs. Rule: after layer l's router, prefetch the `top` most counted experts
+    of layers l+1..l+distance, nearer layers first; before a forward those of its first `distance` layers. Cost:
+    O(distance * E log E) per layer.
 
     Args:
         layers, experts: L and E. top: experts per layer.
@@ -436,8 +426,8 @@ class PopularityPrefetch(PrefetchPolicy):
 class RandomPrefetch(PrefetchPolicy):
     """Random experts of the next layer (MoEpic, section 5, "w/o SP").
 
-    As `SpeculativePrefetch`, the first layer at the last one included, with uniform random numbers for scores: each
-    row names `top` random experts. State: a generator, so the same forwards give the same guesses. Cost: T E.
+    Like `SpeculativePrefetch`, first layer included, with uniform random scores: each row names `top` experts. State: a
+    seeded generator. Cost: T E.
 
     Args:
         layers, experts: L and E. top: experts per row. seed: of the numbers.

@@ -1,6 +1,6 @@
-"""Which expert is in which slot: bookkeeping of the expert cache, apart from tensors and threads.
+"""Which expert is in which slot: bookkeeping of the expert cache without tensors and threads.
 
-Where experts are cut in two, what is said of experts here holds for their segments.
+Where experts are split, "expert" here means a segment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class State(IntEnum):
-    """Where an expert stands with respect to the slot pool."""
+    """State of an expert in the slot pool."""
 
     ABSENT = 0
     LOADING = 1
@@ -22,15 +22,15 @@ class State(IntEnum):
 
 
 class ResidencyError(AssertionError):
-    """The bookkeeping was asked for an impossible transition, or its invariants do not hold: a bug."""
+    """An impossible transition, or a violated invariant: a bug."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A slot set aside for one expert while its bytes are on their way.
+    """A slot reserved for one expert while its bytes are in flight.
 
-    `generation` is the slot's at the time of reservation: a copy that finishes for another
-    generation came too late and must not be published.
+    generation: the slot's at the time of reservation; a copy for an older generation is too late and must not be
+    published.
     """
 
     key: int
@@ -41,17 +41,14 @@ class Reservation:
 class Residency:
     """Slots, states, pins and generations of one pool.
 
-    Two-phase: `reserve` (ABSENT -> LOADING) takes a free slot, then either `publish`
-    (LOADING -> RESIDENT) or `release` (LOADING -> ABSENT) ends it. `evict` (RESIDENT -> ABSENT)
-    frees the slot. A pinned expert is neither evicted nor released. Every operation is O(1)
-    and either succeeds whole or raises and changes nothing.
+    Two-phase: `reserve` (ABSENT -> LOADING) takes a free slot; `publish` (LOADING -> RESIDENT) or `release` (LOADING ->
+    ABSENT) ends it. `evict` (RESIDENT -> ABSENT) frees the slot. A pinned expert is neither evicted nor released. Every
+    operation is O(1) and atomic: it raises and changes nothing, or succeeds.
 
-    Slots are of one class, 0, until `divide` makes several: an expert takes a slot of its own class.
+    All slots are of class 0 until `divide`; an expert takes a slot of its own class.
 
     Args:
-        keys: number of experts in all layers.
-        slots: number of slots, each large enough for one expert.
-        slot_bytes: bytes of one slot, for `bytes_held`.
+        keys: number of experts in all layers. slots: each large enough for one expert. slot_bytes: of one slot.
 
     Attributes:
         slots: of all classes together.
@@ -67,15 +64,14 @@ class Residency:
         self.divide([0] * keys, [slots], [slot_bytes])
 
     def divide(self, class_of: Sequence[int], slots: Sequence[int], class_bytes: Sequence[int]) -> None:
-        """Begin anew with other slots, while nothing is held. Slots are numbered through, those of class 0 first.
+        """Replace the slots of an empty pool. Slots are numbered consecutively, class 0 first.
 
         Args:
-            class_of: slot class of each key; there are as many keys as these.
-            slots: number of slots of each class.
-            class_bytes: bytes of one slot of each class.
+            class_of: slot class of each key [keys].
+            slots, class_bytes: number of slots of each class, and bytes of one.
 
         Raises:
-            ResidencyError: something is held, or the lengths do not agree.
+            ResidencyError: the pool is not empty, or the lengths differ.
         """
         if self._slot or len(slots) != len(class_bytes) or not set(class_of) <= set(range(len(slots))):
             raise ResidencyError(f"{len(slots)} classes for {len(class_of)} keys, {len(self._slot)} of them held")
@@ -95,7 +91,7 @@ class Residency:
         return self._state[key]
 
     def by_state(self, keys: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
-        """These keys in the order given: those that are RESIDENT, LOADING and ABSENT."""
+        """These keys in the given order: the RESIDENT, the LOADING and the ABSENT ones."""
         found: tuple[list[int], list[int], list[int]] = ([], [], [])
         states = self._state
         for key in keys:
@@ -103,18 +99,18 @@ class Residency:
         return found
 
     def evictable(self, keep: Iterable[int] = ()) -> Callable[[int], bool]:
-        """Which keys may be evicted now: RESIDENT, not pinned and not in `keep`. One look for all keys."""
+        """A snapshot of which keys may be evicted: RESIDENT, not pinned and not in `keep`."""
         mask = self._evictable.copy()
         for key in keep:
             mask[key] = 0
         return mask.__getitem__  # type: ignore[return-value]  # 0 or 1
 
     def states(self) -> list[State]:
-        """Of all keys, at one moment; from any thread."""
+        """A snapshot of all keys' states; from any thread."""
         return self._state.copy()
 
     def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
-        """Which keys from `first` to `stop` are LOADING or RESIDENT, at one moment, for the price of a copy."""
+        """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
         return np.frombuffer(self._occupies, np.bool_)[first:stop].copy()
 
     def slot(self, key: int) -> int:
@@ -122,15 +118,13 @@ class Residency:
         return self._slot[key]
 
     def slots_of(self, keys: Iterable[int]) -> list[int]:
-        """`slot` of each."""
         return list(map(self._slot.__getitem__, keys))
 
     def class_of(self, key: int) -> int:
-        """The class of slots that an expert can have."""
         return self._class_of[key]
 
     def by_class(self, keys: Sequence[int]) -> dict[int, list[int]]:
-        """These keys by their slot class, in the order given."""
+        """These keys by their slot class, in the given order."""
         if len(self._free) == 1:
             return {0: list(keys)}
         out: dict[int, list[int]] = {}
@@ -139,12 +133,10 @@ class Residency:
         return out
 
     def free_of(self, slot_class: int) -> int:
-        """Free slots of one class."""
         return len(self._free[slot_class])
 
     @property
     def free_slots(self) -> int:
-        """Free slots of all classes."""
         return sum(map(len, self._free))
 
     @property
@@ -160,8 +152,11 @@ class Residency:
         return key in self._pins
 
     def reserve(self, key: int) -> Reservation:
-        """ABSENT -> LOADING in a free slot. Raises ResidencyError if there is no such key, it is not absent, or no
-        slot is free."""
+        """ABSENT -> LOADING in a free slot.
+
+        Raises:
+            ResidencyError: there is no such key, it is not absent, or no slot is free.
+        """
         if not 0 <= key < self.keys:
             raise ResidencyError(f"there is no expert {key}: keys are 0 to {self.keys - 1}")
         if self._state[key] != State.ABSENT:
@@ -184,7 +179,7 @@ class Residency:
         self._evictable[key] = key not in self._pins
 
     def release(self, reservation: Reservation) -> None:
-        """LOADING -> ABSENT: the load was cancelled; the slot is free again."""
+        """LOADING -> ABSENT: the load was cancelled."""
         self._check_current(reservation)
         self._drop(reservation.key)
 
@@ -216,13 +211,13 @@ class Residency:
                 evictable[key] = states[key] == State.RESIDENT
 
     def unpin_all(self) -> None:
-        """Drop every pin: the forward that held them failed."""
+        """Drop every pin: the forward that pinned failed."""
         for key in self._pins:
             self._evictable[key] = self._state[key] == State.RESIDENT
         self._pins.clear()
 
     def check_integrity(self) -> None:
-        """Raise ResidencyError unless every invariant holds. O(keys + slots); for tests and idle time."""
+        """Raise ResidencyError if an invariant is violated. O(keys + slots); for tests and idle time."""
         used = sorted(self._slot.values())
         free = sorted(slot for slots in self._free for slot in slots)
         if sorted(used + free) != list(range(self.slots)):

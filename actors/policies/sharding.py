@@ -16,15 +16,11 @@ Ownership = Literal["layer-expert", "expert"]
 def shard_of(layer: int, expert: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> int:
     """The shard, 0..G-1, that owns an expert; the lead is shard 0.
 
-    layer-expert: `(layer * E + e) mod G`, so that shards differ by at most one expert in the whole model. expert:
-    `e mod G`, so that an expert number is on one shard in every layer; where G does not divide E, the first shards
-    own one expert more in each layer.
+    layer-expert: `(layer * E + e) mod G`, balanced to one expert over the whole model. expert: `e mod G`, the same
+    shard in every layer; where G does not divide E, the first shards own one more in each layer.
 
     Args:
-        layer: MoE layer, 0..L-1.
-        expert: in its layer, 0..E-1.
-        experts: E.
-        shards: G.
+        layer, expert: from 0. experts: E. shards: G.
 
     Raises:
         ValueError: a number is out of range.
@@ -35,7 +31,7 @@ def shard_of(layer: int, expert: int, experts: int, shards: int, ownership: Owne
 
 
 def owned_experts(layers: int, experts: int, shards: int, ownership: Ownership = "layer-expert") -> tuple[int, ...]:
-    """Experts in all layers that each of G shards owns [G]."""
+    """Experts of all layers that each of G shards owns [G]."""
     counts = [0] * shards
     for layer in range(layers):
         for expert in range(experts):
@@ -44,14 +40,13 @@ def owned_experts(layers: int, experts: int, shards: int, ownership: Ownership =
 
 
 def spread_by_bytes(nbytes: Sequence[int], workers: int) -> tuple[int, ...]:
-    """The worker of each item: in the order given, each goes to the worker with the fewest bytes so far.
+    """The worker of each item: each goes, in order, to the worker with the fewest bytes so far, ties to the lower
+    number.
 
-    Ties go to the lower number, so items of one size go round. No two workers differ by more than the largest item.
-    O(n log workers).
+    No two workers differ by more than the largest item. O(n log workers).
 
     Args:
-        nbytes: of each item, such as an expert's replicas.
-        workers: how many there are.
+        nbytes: of each item, such as an expert's replicas. workers: how many there are.
 
     Raises:
         ValueError: no worker, or an item of negative size.
@@ -68,17 +63,13 @@ def spread_by_bytes(nbytes: Sequence[int], workers: int) -> tuple[int, ...]:
 
 
 def reassigned(owners: Sequence[int], nbytes: Sequence[int], living: Collection[int]) -> tuple[int, ...]:
-    """`owners` with what belongs to the lost workers given to the living ones, by bytes as in `spread_by_bytes`.
-
-    What a living worker owns stays with it.
+    """`owners` with the items of lost workers spread over the living ones, as in `spread_by_bytes`; others stay.
 
     Args:
-        owners: worker of each item.
-        nbytes: of each item.
-        living: workers that are there.
+        owners: worker of each item. nbytes: of each item. living: the workers that remain.
 
     Raises:
-        ValueError: there is none, or items and sizes differ in number.
+        ValueError: no worker remains, or items and sizes differ in number.
     """
     workers = sorted(set(living))
     lost = [i for i, owner in enumerate(owners) if owner not in workers]
