@@ -1,4 +1,4 @@
-"""A policy: one section for each decision point, validated by the policy that it names (configs/policies)."""
+"""A policy preset: one section for each decision point, validated by the policy that it names (configs/policies)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ _EVICTION_IN_PRE_EVICT = ("alpha", "gamma", "window")  # where presets had these
 
 
 def _section(point: Point, kind: str) -> BeforeValidator:
-    """A section of a point: a kind alone, or a mapping, where it may be left out to mean `kind`."""
+    """A section of a point: a kind, or a mapping whose kind defaults to `kind`."""
     return BeforeValidator(partial(options, point, default=kind))
 
 
 class PolicySettings(Settings):
-    """A preset of configs/policies: one section for each decision point.
-
-    Each section is a kind, or a mapping of a kind and its options: those of the class that the kind names
+    """A preset of configs/policies: for each decision point a kind, or a mapping of a kind and the options of its class
     (`policies.registry`).
     """
 
@@ -52,7 +50,7 @@ class PolicySettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _former_sections(cls, values: Any) -> Any:
-        """Presets may still have `substitution` and `low_bit` beside on_miss, and options of eviction in pre_evict."""
+        """Accept the former sections `substitution` and `low_bit`, and options of eviction within pre_evict."""
         if not isinstance(values, Mapping):
             return values
         values = dict(values)
@@ -85,7 +83,7 @@ class PolicySettings(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `tiermoe prepare` must have made for the policy: of gates, predictors, profile and sensitivity."""
+        """Artifacts of `tiermoe prepare` that the policy needs: of gates, predictors, profile and sensitivity."""
         return self.prefetch.needs | self.routing.needs | self.on_miss.needs | self.eviction.needs
 
     @property
@@ -100,26 +98,26 @@ class PolicySettings(Settings):
 
     @property
     def low_bit(self) -> LowBitOptions | None:
-        """Options of misses that are loaded as low-bit replicas; None: all are loaded in full."""
+        """Options of low-bit replicas for misses; None: misses are loaded in full."""
         return self.on_miss if isinstance(self.on_miss, LowBitOptions) else None
 
     @property
     def replica_widths(self) -> tuple[int, ...]:
-        """Widths of the replicas that the store must have; those also come with the popularity of experts."""
+        """Widths of the replicas that the store must have; they also come with the popularity of experts."""
         if self.low_bit is not None:
             return (self.low_bit.bits,)
         return self.precision.widths or ((4,) if self.placement.kind == "static" else ())
 
     @property
     def cache_order(self) -> CacheOrder | None:
-        """The order by which hits are counted at every cache size; None: eviction has none."""
+        """The order that counts hits at every cache size; None: eviction has none."""
         order: CacheOrder | None = policy_class("eviction", self.eviction.kind).counted_as
         return order
 
     def make_prefetch(self, context: PolicyContext) -> PrefetchPolicy | None:
-        """The prefetch policy in its first state; None: nothing is prefetched.
+        """The prefetch policy in its first state; None: no prefetch.
 
         Raises:
-            NotPrepared: `context` lacks what it needs. ValueError: it has not what this executor needs.
+            NotPrepared: `context` lacks an artifact. ValueError: this executor lacks what it needs.
         """
         return self.on_miss.make_prefetch(self.prefetch, context)

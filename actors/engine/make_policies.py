@@ -1,4 +1,4 @@
-"""The policies of a preset for the real engine: what the registry makes, from what the engine has to give."""
+"""The policies of a preset for the real engine."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def make_rerouting(
     expert_bytes: int = 1,
     gpus: int = 1,
 ) -> Rerouting | None:
-    """The rule that a policy's `routing` or `on_miss` names; None where routing stays the model's.
+    """The rule of a policy's `routing` or `on_miss`; None where the model's routing is carried out unchanged.
 
     Args:
         layers, experts: L and E. normalised: whether the model normalises the weights of the experts that it picks.
         expert_bytes: of one expert. gpus: that share them.
 
     Raises:
-        ConfigError: what `tiermoe prepare` makes for the rule was not given, or is of another model.
+        ConfigError: an artifact of `tiermoe prepare` is missing, or of another model.
     """
     context = PolicyContext(
         layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, profile=artifacts.profile,
@@ -67,7 +67,7 @@ def make_rerouting(
 
 
 def tell_link_speed(rule: Rerouting, stats: EngineStats) -> None:
-    """Tell a rule what the link carried per busy second until now; nothing before the first copy."""
+    """Report the measured bytes per busy second of link to a rule; nothing before the first copy."""
     busy_s = sum(layer.link_s for layer in stats.layers)
     if busy_s > 0:
         rule.measured(sum(layer.bytes_loaded for layer in stats.layers) / busy_s)
@@ -83,11 +83,11 @@ def make_policy(
     shards: Shards | None = None,
     predictors: Sequence[Predictor] | None = None,
 ) -> PrefetchPolicy | None:
-    """What `policy.prefetch` names; None where nothing is prefetched.
+    """The policy of `policy.prefetch`; None: no prefetch.
 
     Args:
         blocks: of the model. experts: of a layer. top_k: of its router.
-        eviction: told what maps say. matcher, shards, predictors: as given to `ExpertEngine`.
+        eviction: informed of map probabilities. matcher, shards, predictors: as given to `ExpertEngine`.
 
     Raises:
         ConfigError: the policy needs what the model or the runtime lacks.
@@ -121,17 +121,17 @@ def make_policy(
 
 
 def unasked_layers(blocks: Sequence[MoeBlock]) -> list[int]:
-    """Layers but the first whose routers cannot be asked ahead of time."""
+    """Layers after the first whose routers cannot run ahead of time."""
     return [layer for layer, block in enumerate(blocks) if layer and block.router is None]
 
 
 def gate_probes(
     policy: PolicySettings, artifacts: PolicyArtifacts, layers: int, device: torch.device
 ) -> list[RouterProbe]:
-    """The trained gates of layers 0..L-2, to be asked as routers are; computed in float32.
+    """The trained gates of layers 0..L-2 as router probes, computed in float32.
 
     Raises:
-        ConfigError: they were not given, or are of another model.
+        ConfigError: they are missing, or of another model.
     """
     gates = artifacts.gates
     if gates is None or len(gates) != layers - 1:
@@ -147,10 +147,10 @@ def gate_probes(
 def make_pre_evicting(
     policy: PolicySettings, cache: ExpertCache, blocks: Sequence[MoeBlock], experts: int, top_k: int
 ) -> PreEvicting | None:
-    """What `policy.pre_evict` asks for; None where nothing is freed ahead. It takes a `LayerView` for hidden states.
+    """The pre-eviction of `policy.pre_evict`; None: none. It takes a `LayerView` for hidden states.
 
     Raises:
-        ConfigError: a layer's router cannot be asked.
+        ConfigError: a layer's router cannot run ahead of time.
     """
     decide = make("pre_evict", policy.pre_evict, PolicyContext(len(blocks), experts, top_k))
     if decide is None:
@@ -169,7 +169,7 @@ def make_pre_evicting(
 
 
 def pre_evicting_asks(pre_evicting: PreEvicting, blocks: Sequence[MoeBlock]) -> Asker:
-    """The scores that pre-eviction will look at."""
+    """The router scores that pre-eviction needs."""
     return lambda layer, tokens: [_asked(blocks[later]) for later in pre_evicting.scored_at(layer)]
 
 

@@ -1,11 +1,9 @@
 """Decisions: pure, deterministic, NumPy at most; no torch, no Ray, no clock, no channel.
 
-An expert is named by its key `layer * experts_per_layer + expert`, an int, wherever layers mix.
+Where layers mix, an expert is named by its key, the int `layer * experts_per_layer + expert`.
 
-A paper's method is in the file or folder of its name: moepic, fmoe, activeevict, buddymoe, context_ndp, hobbit and
-adapmoe.
-What several share is in eviction, prefetch, routing, residency, plan, cost and sharding; what the papers compare with
-is in baselines. All of them register themselves (`registry`).
+A paper's method is in the file or folder of its name. Shared parts are in eviction, prefetch, routing, residency, plan,
+cost and sharding; the papers' baselines in baselines. All policies register themselves (`registry`).
 """
 
 from . import activeevict, adapmoe, baselines, buddymoe, context_ndp, fmoe, hobbit, moepic  # noqa: F401

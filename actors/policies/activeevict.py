@@ -1,8 +1,8 @@
-"""ActiveEvict: importance eviction, pre-eviction to a release target, and routing by the slots at hand.
+"""ActiveEvict: importance eviction, pre-eviction to a release target, and routing by available slots.
 
     eviction importance      recent use and the next layer's predicted distribution (section 3.2)
-    pre_evict release-target how many slots the next layer is going to need free (section 3.3)
-    routing budget-aware     each token uses as many of its experts as are here or fit (section 3.4)
+    pre_evict release-target slots that the next layer will need free (section 3.3)
+    routing budget-aware     each token uses as many of its experts as are resident or fit (section 3.4)
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ Floats = NDArray[np.float64]
 
 
 class Hotness:
-    """Time-decayed use of each expert by the last tokens of its layer (ActiveEvict, equation 8), kept incrementally.
+    """Time-decayed use of each expert by the last tokens of its layer (ActiveEvict, equation 8), incremental.
 
-    Symbols: u(e) `values`, gamma `gamma`, T `window`, I_t(e) the rows of `ids`. With t counted so that the newest token
-    is T, u(e) = sum over the last T tokens of gamma^(T-t) * I_t(e). A new token multiplies u by gamma, adds 1 to what
-    it picked and takes gamma^T from what the token that leaves the window had picked: O(E + K) per token. Rows of a
-    batch are tokens in the order of the rows.
-
-    State: u [L, E], and the picks of the window's tokens per layer.
+    u(e) = sum over the last T tokens t, the newest being T, of gamma^(T-t) * I_t(e); u(e) `values`, gamma `gamma`, T
+    `window`, I_t(e) the rows of `ids`, in order. A new token multiplies u by gamma, adds 1 for its picks and subtracts
+    gamma^T for those of the token that leaves the window: O(E + K). State: u [L, E], and the picks within the window.
 
     Args:
         layers, experts: L and E. gamma: in (0, 1]. window: tokens, at least 1.
@@ -52,7 +49,7 @@ class Hotness:
         self._tokens = [0] * layers  # seen since the beginning
 
     def saw(self, layer: int, ids: NDArray[np.integer]) -> None:
-        """Tokens of a layer picked these experts: ids [n, K], those of a row differ."""
+        """Tokens of a layer picked these distinct experts: ids [n, K]."""
         window, values = self._window, self.values[layer]
         ids = ids[-window:]
         n = len(ids)
@@ -82,15 +79,13 @@ class Hotness:
 class ImportanceEviction(EvictionPolicy):
     """Evicts the expert of least importance (ActiveEvict, section 3.2, equations 9 and 13).
 
-    Symbols: u(e) `Hotness.values`; h(e) = u(e) / sum of u over the residents C_l of its layer; p-hat(e), the predicted
-    probability that was told last for its layer (`expect`); s(e) = alpha * h(e) + (1 - alpha) * p-hat(e), `scores`.
-    Where the residents of a layer were not used within the window, h is 0. The paper gives each layer slots of its own.
-    Where one pool serves all layers their experts compare by s, which has the same scale in each: both parts sum to
-    1 in a layer at most, so a layer that holds more gives way sooner.
+    Symbols: u(e) `Hotness.values`; h(e) = u(e) / sum of u over the residents C_l of its layer, 0 where none was used
+    within the window; p-hat(e), the latest predicted probability (`expect`); s(e) = alpha * h(e) + (1 - alpha) *
+    p-hat(e), `scores`. The paper gives each layer its own slots. In a pool for all layers s compares across layers:
+    both parts sum to at most 1 per layer.
 
-    State: u [L, E], p-hat [L, E], what is resident, and when each was used last. Ties: least recently used first, then
-    by key. O(1) per key admitted, used or removed; the order is made anew, O(L*E + n log n) for n resident, by the
-    first `victims` after a change.
+    State: u [L, E], p-hat [L, E], residents and their last use. Ties: least recently used, then by key. O(1) per key
+    admitted, used or removed; the first `victims` after a change sorts, O(L*E + n log n) for n resident.
 
     Args:
         layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
@@ -133,7 +128,7 @@ class ImportanceEviction(EvictionPolicy):
         self._order = None
 
     def scores(self) -> Floats:
-        """s of every expert, by key [L*E]; of those that are not resident only the second part."""
+        """s of every expert, by key [L*E]; of experts that are not resident only the second part."""
         return self._scores(self._resident)
 
     def admitted(self, key: int) -> None:
@@ -158,7 +153,7 @@ class ImportanceEviction(EvictionPolicy):
         return first_evictable(self._order, count, evictable)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
-        """Most worth keeping first: by falling s as if these were the residents, then most recently used first."""
+        """By falling s as if these were the residents, then most recently used first."""
         asked = np.zeros_like(self._resident)
         asked[list(keys)] = True
         scores = self._scores(asked)
@@ -197,8 +192,8 @@ def predicted_distribution(logits: NDArray[np.floating]) -> Floats:
 class ReleaseTarget:
     """Slots that should be free before the next layer: Delta = gap + redundancy (equation 17).
 
-    width: k, experts that the layer is expected to run. gap: k - H-hat(k), those of them without a slot (14).
-    redundancy: r_k, further ones in case the prediction errs at its boundary (16).
+    width: k, experts that the layer should run. gap: k - H-hat(k), those of them without a slot (14). redundancy: r_k,
+    further slots for an uncertain prediction (16).
     """
 
     width: int
@@ -212,7 +207,7 @@ class ReleaseTarget:
 
 @register("pre_evict", "off")
 class PreEvictOptions(PolicyOptions):
-    """Slots that are freed before the next layer's router runs; kind off: none. Eviction says who gives one up."""
+    """Slots that are freed before the next layer's router runs; kind off: none. Eviction chooses the victims."""
 
     kind: str = "off"
 
@@ -234,10 +229,9 @@ class ReleaseOptions(PreEvictOptions):
 class PreEviction:
     """The release target of ActiveEvict (section 3.3). State: none. O(T*E + E log E) per layer.
 
-    Symbols: p_(j) the j-th greatest of p-hat, ties by number; k the width; delta_j = p_(j) - p_(j+1) (15);
-    tau `threshold`; r_max `most`. r_k counts the flat places among delta_k .. delta_(k+r_max-1), those under tau;
-    beyond the last expert there is none. The paper's k is the routing width of one token. The tokens of a batch
-    share the slots, so k is then the number of different experts that their predictions pick.
+    Symbols: p_(j) the j-th greatest of p-hat, ties by number; k the width; delta_j = p_(j) - p_(j+1) (15); tau
+    `threshold`; r_max `most`. r_k counts those of delta_k .. delta_(k+r_max-1) that exist and are under tau. The
+    paper's k is one token's routing width; for a batch, k is the number of distinct experts in the predictions.
 
     Args:
         top_k: of the router. threshold: in probability, 0: no redundancy. most: slots of redundancy at most.
@@ -253,7 +247,7 @@ class PreEviction:
         return cls(context.top_k, options.tau, options.r_max)
 
     def target(self, logits: NDArray[np.floating], predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
-        """What should be free before a layer.
+        """The release target of a layer.
 
         Args:
             logits: as for `predicted_distribution` [T, E]. predicted: what that gave [E].
@@ -263,7 +257,7 @@ class PreEviction:
         return self.target_for(width, predicted, held)
 
     def target_for(self, width: int, predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
-        """The same for a known width k, at most E."""
+        """`target` for a known width k, at most E."""
         order = np.argsort(-predicted, kind="stable")
         gap = width - int(np.count_nonzero(held[order[:width]]))
         boundary = predicted[order[width - 1 : width + self.most]]  # p_(k) .. p_(k + r_max)
@@ -281,21 +275,19 @@ def routing_widths(
     """k_l of each token (equations 18 to 21): the widest prefix of its experts whose misses fit.
 
     Symbols: C_l `resident`; C_avail `available`; e_(1), e_(2), .. a row of `ids` by falling weight, ties by place;
-    k_max the K of `ids`; k_min `narrowest`. For one token k is the greatest with u(k) = |{e_(j) not in C_l, j <= k}|
-    at most C_avail. The paper says nothing of C_avail under u(k_min): the k_min are loaded all the same, and u(k) may
-    then be as much as u(k_min), for residents behind them load nothing.
+    k_max the K of `ids`; k_min `narrowest`. For one token k is the greatest with u(k) = |{e_(j) not in C_l, j <= k}| at
+    most max(C_avail, u(k_min)): the first k_min are always loaded, which the paper leaves open.
 
-    The tokens of a batch share the slots, so u counts the union of their misses. It is filled rank by rank: every
-    token's first k_min experts, whether they fit or not; then second places, third places and so on, within a rank by
-    falling weight, ties by token. A token whose next expert does not fit ends there: what it keeps is a prefix.
-    Where each would fit alone, wide tokens never push out the first choices of others.
+    For a batch, u counts the union of misses, filled rank by rank: first every token's k_min, then second places, third
+    places and so on, within a rank by falling weight, ties by token. A token ends at its first expert that does not
+    fit, so wide tokens never displace the first choices of others. O(T * K log(T * K)).
 
     Args:
-        ids: the model's picks [T, K], those of a row differ. weights: their routing weights [T, K].
-        resident: of the layer's experts [E], here or on their way. available: slots for others.
+        ids: the model's distinct picks [T, K]. weights: their routing weights [T, K].
+        resident: of the layer's experts [E], here or in flight. available: slots for others.
 
     Returns:
-        Experts that each token keeps [T], in [min(narrowest, K), K]. O(T * K log(T * K)).
+        Experts that each token keeps [T], in [min(narrowest, K), K].
     """
     tokens, top_k = ids.shape
     narrowest = min(narrowest, top_k)
@@ -322,7 +314,7 @@ def routing_widths(
 
 
 def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which pairs the widths leave [T, K]: of each token those of greatest weight, ties by place."""
+    """Which pairs remain [T, K]: of each token those of greatest weight, ties by place."""
     order = np.argsort(-weights, axis=1, kind="stable")
     kept = np.zeros(weights.shape, bool)
     np.put_along_axis(kept, order, np.arange(weights.shape[1]) < widths[:, None], axis=1)
@@ -331,11 +323,11 @@ def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDAr
 
 @register("routing", "budget-aware")
 class BudgetAwareTopK(Rerouting):
-    """Each token runs as many of its experts as are here or fit into free slots (ActiveEvict, section 3.4).
+    """Each token runs as many of its experts as are resident or fit into free slots (ActiveEvict, section 3.4).
 
-    Pre-eviction has freed slots for what was predicted (`pre_evict`); where more is missing, the experts of least
-    weight are left out instead of waited for. C_avail is `RerouteView.vacant`, C_l `RerouteView.available`; see
-    `routing_widths`. State: none. Rows of prompts are treated like others.
+    `pre_evict` has freed slots for the predicted experts; of further misses the experts of least weight are dropped.
+    C_avail is `RerouteView.vacant`, C_l `RerouteView.available`; see `routing_widths`. State: none. Prompts are no
+    exception.
 
     Args:
         renormalise: whether the model normalises the weights of the experts that it picks (equation 4).

@@ -1,4 +1,4 @@
-"""AdapMoE (arXiv 2408.10284): adaptive gating by the sensitivity of layers, and caches sized by dynamic programming.
+"""AdapMoE (arXiv 2408.10284): adaptive gating by layer sensitivity, and cache sizes by dynamic programming.
 
 Its prefetch is `NextGatePrefetch`; `moepic.configure` applies its cache sizes to the live cache.
 """
@@ -31,21 +31,19 @@ class AdaptiveGating(Rerouting):
     """Sensitivity-based adaptive gating (AdapMoE, arXiv 2408.10284; its public code where the text leaves a choice).
 
     The original, for top-2: with routing weights a >= 1 - a, running only the first expert changes the layer's output
-    by (1 - a) * (E_1(x) - E_2(x)), and the loss, to second order, by (1 - a)^2 * s_l. s_l is the layer's sensitivity,
+    by (1 - a) * (E_1(x) - E_2(x)), and the loss, to second order, by (1 - a)^2 * s_l, with s_l the layer's sensitivity,
     from the diagonal of the Fisher information. The second expert is dropped where (1 - a)^2 * s_l < threshold.
 
-    Here, for any top-k: a token's experts are dropped from the least weight upwards while d^2 * s_l < threshold, d the
-    sum of the weights dropped so far; the last one always stays. That is the same rule at k = 2, and the same estimate
-    at any k: where the kept weights are scaled to the old sum, the output changes by d times (mean of the kept outputs
-    - mean of the dropped ones). Where the model does not normalise its weights they stay as they are, and the change
-    is d times the mean of the dropped ones.
+    Here, for any top-k: a token's experts are dropped by rising weight while d^2 * s_l < threshold, d the sum of the
+    dropped weights; the last one stays. With renormalised weights the output changes by d * (mean of the kept outputs -
+    mean of the dropped ones), which is the same estimate; without, by d times the mean of the dropped ones. Prompts are
+    no exception (the original's code skips them).
 
-    State: none. Threshold 0 drops nothing; what a threshold drops, a greater one drops too. Every row is treated alike,
-    those of prompts as well (the original's code leaves prompts alone). Cost: O(T K log K).
+    State: none. Cost: O(T K log K).
 
     Args:
         sensitivity: s_l of each layer, in nats per squared dropped weight (`cluster.jobs.prepare.sensitivity`).
-        threshold: the increase of a token's loss that a layer may cost by this estimate, in nats.
+        threshold: estimated loss increase of a token per layer, in nats; 0 drops nothing.
         renormalise: whether the model normalises the weights of the experts that it picks.
 
     Raises:
@@ -115,10 +113,10 @@ class AdaptiveGating(Rerouting):
 
 
 def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[np.float64]:
-    """Expected loads on demand in a token, of each layer with a cache of C = 0..E whole experts [L, E + 1].
+    """Expected demand loads per token of each layer with a cache of C = 0..E whole experts [L, E + 1].
 
-    K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), where beta is the share of the needed experts that are among the
-    `guesses` first predicted ones, taken to be independent of what is cached.
+    K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), beta the share of the needed experts among the `prefetched` first
+    predicted ones, taken as independent of the cache.
     """
     rows = []
     for layer in statistics:
@@ -128,13 +126,12 @@ def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[n
 
 
 def cache_sizes(costs: NDArray[np.float64], slots: int) -> tuple[int, ...]:
-    """Slots of each layer, at least one, so that the sum of the costs is least: dynamic programming, exact.
+    """Slots of each layer, at least one, with the least sum of costs: exact dynamic programming, O(L * slots * E).
 
-    O(L * slots * E). Of equal divisions the one that gives the first layers less.
+    Ties: the division that gives the first layers less.
 
     Args:
-        costs: of each layer by its number of slots, 0 to E [L, E + 1]. slots: in all; those that no layer has an expert
-            for stay unused.
+        costs: of each layer by its number of slots, 0 to E [L, E + 1]. slots: in all; a surplus stays unused.
 
     Raises:
         ValueError: fewer slots than layers.

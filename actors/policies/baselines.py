@@ -28,14 +28,13 @@ _EPSILON = 1e-6
 
 
 class MatrixCollection:
-    """Expert activation matrices of finished requests, at most `capacity` (MoE-Infinity's EAMC).
+    """Expert activation matrices of at most `capacity` finished requests (MoE-Infinity's EAMC).
 
-    Rule of replacement: a full collection gives up the matrix nearest to the new one, so that it keeps its spread. (The
-    paper clusters its history by K-means off line and takes one matrix of each cluster; on line, dropping the most
-    redundant one serves the same end. This rule is ours.)
+    When full, the matrix nearest to the new one is replaced, so that the spread stays. (The paper clusters its history
+    off line by K-means and takes one matrix per cluster; this online rule is ours.)
 
     Attributes:
-        counts: [C, L, E] int64. unit: the same with rows of length 1 [C, L, E], zero rows left zero.
+        counts: [C, L, E] int64. unit: the same with rows of length 1 [C, L, E], zero rows stay zero.
     """
 
     def __init__(self, layers: int, experts: int, capacity: int = 128) -> None:
@@ -57,7 +56,7 @@ class MatrixCollection:
         return self._unit[: self._size]
 
     def add(self, counts: NDArray[np.int64]) -> None:
-        """Take in a request's matrix [L, E]; one without any activation is left out."""
+        """Add a request's matrix [L, E], unless it is empty."""
         if not counts.any():
             return
         place = self._size
@@ -70,8 +69,9 @@ class MatrixCollection:
 
 @dataclass(eq=False)
 class _Request:
-    """counts: its matrix so far [L, E]. cosines: of its rows with each stored matrix's [C, L],
-    of the collection as it was at `version`."""
+    """counts: its matrix so far [L, E]. cosines: of its rows with each stored matrix's [C, L] at `version` of the
+    collection.
+    """
 
     counts: NDArray[np.int64]
     cosines: NDArray[np.float32]
@@ -82,25 +82,23 @@ class _Request:
 class ActivationMatrixPrefetch(PrefetchPolicy):
     """Request-level expert activation matrices (MoE-Infinity, arXiv 2401.14361, section 4).
 
-    State: the EAM M [L, E] of each running request, counts of (token, expert) pairs over all its iterations, and a
+    State: the EAM M [L, E] of each running request, counts of (token, expert) pairs over its iterations, and a
     collection of the EAMs of finished requests.
 
     Rule: the predicted EAM is the stored one at the least distance
         d(M1, M2) = 1 - 1/L * sum_l cos(M1[l] / sum(M1[l]), M2[l] / sum(M2[l]))
-    (a row without counts has cosine 0). Of each later layer l, the experts with the greatest share
-    p = M[l,e] / sum(M[l]) are asked for with priority (p + epsilon) * (1 - (l - l_now) / L): likely experts and near
-    layers first. Before a request's first layer nothing is matched, and the experts most popular over the whole
-    collection are asked for. What is asked for ends with `top` experts of each of `distance` layers, where the paper
-    goes on through all layers until its buffers are full: beyond that, guesses only push each other out.
+    (0 for a row without counts). In each later layer l the experts with the greatest share p = M[l,e] / sum(M[l]) are
+    prefetched with priority (p + epsilon) * (1 - (l - l_now) / L). Before a request's first layer those most popular
+    over the whole collection are. We stop after `top` experts of each of `distance` layers; the paper continues until
+    its buffers are full, where further prefetches only evict each other.
 
-    Cost: O(C * E) per layer and sequence: only the row that has changed is compared again; C * L * E * 12 bytes.
-    The paper evicts by this matrix too; as a baseline of fMoE (its section 6.5) it goes with LFU.
+    Cost: O(C * E) per layer and sequence, as only one row changes; C * L * E * 12 bytes. The paper evicts by this
+    matrix too; fMoE's baseline (its section 6.5) has LFU.
 
     Args:
-        layers, experts: L and E. top: experts per layer to ask for. distance: layers ahead.
-        collection: to go on with; None: an empty one of the default capacity.
-        learn: finished requests are taken into the collection.
-        synchronous: the forward waits for what was asked for, as MoE-Infinity's does.
+        layers, experts: L and E. top: experts per layer. distance: layers ahead.
+        collection: to begin with; None: an empty one of the default capacity. learn: add finished requests to it.
+        synchronous: the forward waits for its prefetches, as MoE-Infinity's does.
     """
 
     name: ClassVar[str] = "activation-matrix"
@@ -157,7 +155,7 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
             self._version += 1
 
     def nearest(self, sequence: str) -> int | None:
-        """Which stored matrix a running request is matched with; the first of equals, None where there is none."""
+        """The stored matrix that a running request matches; the first of equals, None if there is none."""
         return self._nearest(self._requests[sequence])
 
     def _nearest(self, request: _Request) -> int | None:
@@ -183,7 +181,7 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
 
 
 def unit_rows(counts: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[..., E] with rows of length 1; zero rows stay zero. Scaling a row to shares first changes no cosine."""
+    """[..., E] with rows of length 1; zero rows stay zero."""
     norms = np.linalg.norm(counts, axis=-1, keepdims=True)
     return np.divide(counts, norms, out=np.zeros(counts.shape), where=norms > 0).astype(np.float32)
 
@@ -225,13 +223,11 @@ def features(probabilities: NDArray[np.floating]) -> NDArray[np.float32]:
 class StridePrefetch(PrefetchPolicy):
     """Stride prefetching with learned predictors (ProMoE, arXiv 2410.22134, sections 4 and 5).
 
-    State: the predictors, fixed. Rule: when layer l's router has run, layer l's predictor scores the experts of layer
-    l + stride for each token, and the experts that a top-k of these scores picks are asked for, by votes and then by
-    their highest score (`predicted_experts`). So every layer from `stride` on is asked for once, `stride` layers ahead.
+    State: the predictors, fixed. Rule: after layer l's router, layer l's predictor scores the experts of layer l +
+    stride for each token, and the experts in a top-k of these scores are prefetched (`predicted_experts`).
 
-    Input: ProMoE feeds its predictors the layer's hidden state. These get the router's log-probabilities at layer l, a
-    linear image of that state in E dimensions: it is what routing traces hold at two bytes a number, and the same on
-    every executor. They see less than ProMoE's do.
+    Input: ProMoE's predictors see the layer's hidden state. Ours see the router's log-probabilities at layer l, a
+    linear image of that state in E dimensions, which traces hold at two bytes a number.
 
     Cost: 2 * T * E * D multiply-adds per layer; (L - stride) * 2 * E * D * 4 bytes.
 
@@ -285,16 +281,16 @@ class TrainingOptions:
 def train_predictor(
     probabilities: NDArray[np.floating], ids: NDArray[np.integer], options: TrainingOptions | None = None
 ) -> Predictor:
-    """Fit one predictor; the same rows and options give the same weights.
+    """Fit one predictor, deterministically.
 
-    Loss: cross-entropy of the scores' softmax with the distribution that gives each picked expert 1/K. Adam with
-    beta 0.9, 0.999.
+    Loss: cross-entropy of the scores' softmax with the distribution that gives each picked expert 1/K. Adam with beta
+    0.9, 0.999.
 
     Args:
         probabilities: of layer l's router [N, E]. ids: the experts that layer l + stride's router picked [N, K].
 
     Raises:
-        ValueError: no rows, or as many ids rows as there are not.
+        ValueError: there are no rows, or the two differ in length.
     """
     options = TrainingOptions() if options is None else options
     rows, experts = probabilities.shape
@@ -356,16 +352,16 @@ class PreGate:
 
 @register("prefetch", "pre-gated")
 class PreGatedPrefetch(NextGatePrefetch):
-    """Pre-gated MoE's predictor (ISCA 2024, arXiv 2308.12066, section 4) in front of an unchanged model.
+    """Pre-gated MoE's predictor (ISCA 2024, arXiv 2308.12066, section 4) beside an unchanged model.
 
-    State: the gates, fixed; the executor holds them, on the device of the hidden state. Rule: when layer l's router has
-    run, layer l's gate, a trained linear map on layer l's input, scores layer l + 1's experts, and those that a top-k
-    of these scores picks are asked for (`predicted_experts`). The first layer has no gate before it: its experts are
-    loaded on demand. Cost: T * H * E multiply-adds per layer; (L - 1) * E * (H + 1) * 4 bytes.
+    State: the gates, fixed, which the executor holds on its device. Rule: after layer l's router, layer l's gate, a
+    trained linear map on layer l's input, scores layer l + 1's experts, and the experts in a top-k of these scores are
+    prefetched (`predicted_experts`). The first layer's experts are loaded on demand. Cost: T * H * E multiply-adds per
+    layer; (L - 1) * E * (H + 1) * 4 bytes.
 
-    Different: in Pre-gated MoE the gate's choice is what layer l + 1 runs, after the whole model was fine-tuned for it.
-    Here it is a guess, the model's own router decides, and tokens are exact. The gates alone are trained, by
-    `tiermoe prepare --gates` to give what layer l + 1's router gives its own input, beginning with its weights.
+    Difference: in Pre-gated MoE layer l + 1 runs the gate's choice, after fine-tuning of the whole model. Here the
+    model's own router decides, and tokens are exact. `tiermoe prepare --gates` trains only the gates, towards the
+    output of layer l + 1's router, from its weights on.
     """
 
     class Options(NextLayerOptions):

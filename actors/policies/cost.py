@@ -1,8 +1,8 @@
-"""What a near-data device would need for a batch of experts, in seconds: one model for planner, worker and simulator.
+"""Modelled seconds of a batch of experts on a near-data device: one model for planner, worker and simulator.
 
-The device is the one of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 5.1 and table 2: memory
-of a stated bandwidth, systolic arrays beside it, and a link to the host. What the paper leaves open is decided here,
-line by line, in `expert_cost` and `batch_cost`. Nothing in this module is measured.
+The device of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 5.1 and table 2: memory of a stated
+bandwidth, systolic arrays beside it, and a link to the host. `expert_cost` and `batch_cost` state our assumptions where
+the paper is silent. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUP_BYTES = 4  # scale and offset of a group, float16 each
 
 
 class CostError(ValueError):
-    """A profile or a piece of work that no device can have; the message says which value and what it may be."""
+    """An impossible profile or piece of work; the message names the value and its range."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,15 @@ def load_s(nbytes: int, link: Link) -> float:
 
 @dataclass(frozen=True)
 class NdpProfile:
-    """A near-data device, as a file in configs/hardware describes it.
+    """A near-data device, as in a file of configs/hardware.
 
     Args:
-        name: what reports call it.
-        memory_gbps: internal bandwidth, gigabytes (1e9) per second.
-        capacity_bytes: of its memory.
-        arrays: number of systolic arrays.
-        array_rows: token rows that an array works on at once.
+        name: in reports. memory_gbps: internal bandwidth, gigabytes (1e9) per second. capacity_bytes: of its memory.
+        arrays: number of systolic arrays. array_rows: token rows that an array works on at once. clock_ghz: of the
+            arrays.
         array_cols: weights that an array takes in per clock at 16 bits.
-        clock_ghz: of the arrays.
-        narrowest_bits: the width down to which a 16-bit multiplier splits: at b bits it does
-            16 / max(b, narrowest_bits) multiplications per clock. 16: it does not split.
-        link_gbps: one direction of the link to the host.
-        link_latency_us: of one message, one direction.
+        narrowest_bits: at b bits a multiplier does 16 / max(b, narrowest_bits) multiplications per clock; 16: one.
+        link_gbps, link_latency_us: of one direction of the link to the host, latency per message.
 
     Raises:
         CostError: a value is out of range.
@@ -81,10 +76,8 @@ class NdpProfile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NdpProfile:
-        """From the keys of a file; every key is required.
-
-        Raises:
-            CostError: a key is missing or unknown, or a value is out of range.
+        """From the keys of a file, all required. Raises CostError: a key is missing or unknown, or a value is out of
+        range.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(map(str, set(values) - set(known))):
@@ -108,11 +101,8 @@ class Work:
     """The token rows of one expert, a gated FFN of three hidden x intermediate matrices.
 
     Args:
-        hidden: H.
-        intermediate: I.
-        rows: token rows.
-        bits: of a stored weight; 16: full precision.
-        group: inputs that share a scale and an offset; None: one group per output. Of no meaning at 16 bits.
+        hidden, intermediate: H and I. rows: token rows. bits: of a stored weight; 16: full precision.
+        group: inputs that share a scale and an offset; None: one group per output. Unused at 16 bits.
 
     Raises:
         CostError: a value is out of range.
@@ -137,7 +127,7 @@ class Work:
 
     @property
     def macs(self) -> int:
-        """3 H I per row: gate, up and down. The activation's H and I terms are below 0.1% of it and left out."""
+        """3 H I per row: gate, up and down. The activation's H and I terms are below 0.1% of it."""
         return 3 * self.hidden * self.intermediate * self.rows
 
 
@@ -152,10 +142,10 @@ class Cost:
 
 
 def packed_bytes(hidden: int, intermediate: int, bits: int, group: int | None) -> int:
-    """Bytes of one expert's weights, scales and offsets included, tile padding of odd shapes not.
+    """Bytes of one expert's weights, scales and offsets, without tile padding of odd shapes.
 
-    At 16 bits: 3 H I values of 2 bytes. Below: b bits a value without padding, and a float16 scale and offset for
-    each group of inputs: gate and up have I outputs of H inputs, down has H outputs of I inputs.
+    At 16 bits: 3 H I values of 2 bytes. Below: b bits a value, and a float16 scale and offset for each group of inputs:
+    gate and up have I outputs of H inputs, down has H outputs of I inputs.
     """
     weights = math.ceil(3 * hidden * intermediate * bits / 8)
     if bits >= FULL_BITS:
@@ -166,24 +156,21 @@ def packed_bytes(hidden: int, intermediate: int, bits: int, group: int | None) -
 
 
 def expert_cost(profile: NdpProfile, work: Work) -> Cost:
-    """One expert where it lies: `link_s` is 0, and `total_s` is the longer of memory and compute.
+    """One expert on the device: `link_s` is 0, `total_s` the longer of memory and compute.
 
-    Line by line, with what is assumed:
-
-    1. Every weight byte, scales included, is read once at the full internal bandwidth: experts are long contiguous
-       arrays, so row misses and refresh are left to the stated bandwidth. Activations stay in the arrays' buffers.
-    2. An array of r x c multipliers is output-stationary: it holds r token rows against c outputs and takes in c
-       weights per clock at 16 bits. Token rows fill it in steps of r, so its share of busy multipliers is
-       rows / (r ceil(rows / r)): 1/4 for one row on a 4 x 4 array. (The paper does not name the dataflow. With this
-       one, table 2's 64 arrays take in 64 x 4 x 2 bytes per ns = 512 GB/s: exactly its bandwidth, so that up to
-       four rows cost what one costs. Weight-stationary arrays give the same rate for one row.)
-    3. For more than r rows the weights go past again, from the arrays' buffers and not from memory.
-    4. Filling and draining an array takes r + c clocks per H or I clocks of a dot product: 0.2% for 4 x 4 arrays and
-       H = 4096, and left out.
-    5. Narrow weights are multiplied faster, as `narrowest_bits` says. (Section 2.3 of the paper: lower precision
-       "can increase effective in-device bandwidth and parallelism". Section 5.2's 5x at 3 bits and 8x at 2 bits need
-       both: with multipliers that do not split, line 2 would leave one row at fp16's time.)
-    6. Memory and arrays work at the same time (double buffering), so the longer one counts.
+    1. Every weight byte, scales included, is read once at full internal bandwidth: experts are long contiguous arrays.
+    Activations stay in the arrays' buffers.
+    2. An array of r x c multipliers is output-stationary: r token rows against c outputs, c weights per clock at 16
+    bits. Its share of busy multipliers is rows / (r ceil(rows / r)): 1/4 for one row on a 4 x 4 array. (The paper does
+    not name the dataflow. With this one, table 2's 64 arrays take in 64 x 4 x 2 bytes per ns = 512 GB/s, exactly its
+    bandwidth, so up to four rows cost what one costs. Weight-stationary arrays are equal for one row.)
+    3. For more than r rows the weights pass again, from the arrays' buffers and not from memory.
+    4. Filling and draining an array takes r + c clocks per H or I clocks of a dot product: 0.2% for 4 x 4 arrays and H
+    = 4096, left out.
+    5. Narrow weights multiply faster, by `narrowest_bits`. (Section 2.3: lower precision "can increase effective
+    in-device bandwidth and parallelism". Section 5.2's 5x at 3 bits and 8x at 2 bits need both: with multipliers that
+    do not split, line 2 would leave one row at fp16's time.)
+    6. Memory and arrays work in parallel (double buffering), so the longer one counts.
     """
     memory_s = work.weight_bytes / (profile.memory_gbps * 1e9)
     steps = math.ceil(work.rows / profile.array_rows)
@@ -192,16 +179,14 @@ def expert_cost(profile: NdpProfile, work: Work) -> Cost:
 
 
 def batch_cost(profile: NdpProfile, works: Sequence[Work], activation_bytes_in: int, activation_bytes_out: int) -> Cost:
-    """One message with the token rows of several experts, and its reply.
+    """One message with the token rows of several experts, and its reply; zero without experts.
 
-    Experts run one after the other, each on all arrays; the link carries all activations in before the first and all
-    results out after the last, one latency each way. No expert, no message: the cost is zero.
+    Experts run one after another, each on all arrays; the link carries all activations in before the first and all
+    results out after the last, one latency each way.
 
     Args:
-        profile: the device.
         works: one for each expert of the batch.
-        activation_bytes_in: of all token rows, as they cross the link.
-        activation_bytes_out: of all results.
+        activation_bytes_in, activation_bytes_out: of all token rows and of all results, as they cross the link.
     """
     if not works:
         return Cost(0.0, 0.0, 0.0, 0.0)
@@ -217,13 +202,12 @@ def batch_cost(profile: NdpProfile, works: Sequence[Work], activation_bytes_in: 
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What it costs to run each needed expert of a layer on either side, in seconds.
+    """Seconds of each needed expert of a layer on either side.
 
     Args:
         gpu_s: per expert, once its weights are there; measured on the executor.
         ndp_s: per expert, with its rows' share of the link.
-        load_s: to bring one absent expert to the GPU.
-        ndp_once_s: paid once if the device gets any expert.
+        load_s: one absent expert's load to the GPU. ndp_once_s: once, if the device runs any expert.
     """
 
     gpu_s: tuple[float, ...]
@@ -244,11 +228,8 @@ def split_costs(
     """The device's side from the model, the GPU's side as given.
 
     Args:
-        profile: the device.
-        works: one for each needed expert.
-        gpu_s: per expert, seconds on the GPU.
-        one_load_s: seconds of one expert's load.
-        row_bytes: of one token row's activations, each way.
+        works: one for each needed expert. gpu_s: per expert, seconds on the GPU.
+        one_load_s: seconds of one expert's load. row_bytes: of one token row's activations, each way.
     """
     row_s = 2 * row_bytes / (profile.link_gbps * 1e9)
     ndp_s = [expert_cost(profile, work).total_s + work.rows * row_s for work in works]

@@ -1,5 +1,5 @@
-"""HOBBIT (arXiv 2411.01433), and MoE-APEX after it: experts that matter little to their tokens are loaded in low
-precision, into slots of their own, or not at all; prefetch decides by the same thresholds.
+"""HOBBIT (arXiv 2411.01433), and MoE-APEX after it: experts of little importance to their tokens are loaded in low
+precision, into separate slots, or not at all; prefetch uses the same thresholds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Here = Callable[[int], bool]  # whether an expert of the layer is resident or on
 
 @register("on_miss", "low-bit")
 class LowBitOptions(MissOptions):
-    """How experts that matter little to their tokens are loaded on a miss: as replicas, in slots of their own.
-
-    A token's experts of which more important ones have up to t1 of its routing weight are loaded in full, those up to
-    t2 as replicas, the others not at all (`MixedPrecision`).
+    """Unimportant missing experts are loaded as replicas into separate slots, by the thresholds t1 and t2 of
+    `MixedPrecision`.
     """
 
     refusal: ClassVar[str] = "on_miss {kind} does not use low_bit's {keys}"
@@ -69,8 +67,8 @@ class LowBitOptions(MissOptions):
 class MixedPlan:
     """A layer's routing and the experts of it that run in low precision.
 
-    ids [T, K], weights [T, K], as in `Rerouted`. low: experts of the layer, all of which the routing asks for. dropped:
-    pairs that do not run.
+    ids [T, K], weights [T, K], as in `Rerouted`. low: experts that run in low precision. dropped: pairs that do not
+    run.
     """
 
     ids: Ids
@@ -80,11 +78,10 @@ class MixedPlan:
 
 
 def unimportance(weights: NDArray[np.floating]) -> NDArray[np.float64]:
-    """What of a token's routing weight its more important experts have [T, K], in [0, 1).
+    """Share of a token's routing weight that its more important experts have [T, K], in [0, 1) (HOBBIT section 3.2).
 
-    HOBBIT, arXiv 2411.01433, section 3.2: with the token's experts in the order of falling weight,
-    s_i = sum_{j < i} w_j / sum_j w_j. The most important one has 0; of equals the first in the routing comes first. A
-    token whose weights are all 0 gets zeros.
+    With the token's experts by falling weight, ties by place, s_i = sum_{j < i} w_j / sum_j w_j. A token whose weights
+    are all 0 gets zeros.
 
     Args:
         weights: [T, K], none negative.
@@ -103,19 +100,19 @@ class MixedPrecision:
 
     With s the `unimportance` of a (token, expert) pair and s_e the least over an expert's pairs:
 
-        in full, resident or on its way      -> runs in full
+        in full, resident or in flight       -> runs in full
         s_e <= T1                            -> is loaded in full
-        low-bit, resident or on its way      -> runs in low precision: nothing is loaded
+        low-bit, resident or in flight       -> runs in low precision: nothing is loaded
         s_e <= T2                            -> is loaded in low precision
         else                                 -> its pairs are dropped
 
-    One expert is loaded at one precision for all its rows, so the row to which it matters most decides; with one row
-    this is the paper's rule. The paper drops beyond T2 whatever lies in its low-precision cache; here what is there is
-    used, which costs the link nothing. State: none. Cost: O(T K log K).
+    All rows of an expert run at one precision, which its most important row decides; with one row this is the paper's
+    rule, except that the paper drops beyond T2 even what its low-precision cache holds. State: none. Cost: O(T K log
+    K).
 
     Args:
-        t1, t2: T1 <= T2, in [0, 1]; the paper has 0.6 and 0.9.
-        renormalise: of tokens that lose experts, see `drop_pairs`.
+        t1, t2: T1 <= T2, in [0, 1]; 0.6 and 0.9 in the paper. renormalise: of tokens that lose experts, see
+            `drop_pairs`.
 
     Raises:
         ValueError: thresholds out of order or range.
@@ -127,11 +124,11 @@ class MixedPrecision:
         self.t1, self.t2, self._renormalise = t1, t2, renormalise
 
     def decide(self, ids: Ids, weights: Weights, full: Here, packed: Here) -> MixedPlan:
-        """One layer of one forward; the arrays given are not written to.
+        """One layer of one forward; the arguments do not change.
 
         Args:
-            ids, weights: [T, K] as the model picked them; the ids of a token differ.
-            full, packed: where the layer's experts are, in full and in low precision.
+            ids, weights: [T, K] as the model picked them, ids distinct in a row.
+            full, packed: whether an expert of the layer is there in full, or in low precision.
         """
         missing = [e for e in dict.fromkeys(ids.ravel().tolist()) if not full(e)]
         if not missing:
@@ -154,11 +151,10 @@ class MixedPrecision:
 
 
 class MixedGatePrefetch(NextGatePrefetch):
-    """`NextGatePrefetch` with a precision for each guess (HOBBIT, arXiv 2411.01433, section 3.3; MoE-APEX after it).
+    """`NextGatePrefetch` with a precision for each expert (HOBBIT, arXiv 2411.01433, section 3.3; MoE-APEX after it).
 
-    The weights that a later router would give stand in for those that it will give: a guess whose `unimportance` is
-    at most T1 for some token is asked for in full, one up to T2 as its low-bit replica (`key + layers * experts`), and
-    one above not at all.
+    By the weights that a later router would give: an expert with `unimportance` at most T1 for some token is prefetched
+    in full, up to T2 as its low-bit replica (`key + layers * experts`), else not at all.
 
     Args:
         layers, experts, top, distance, synchronous: as `NextGatePrefetch`. t1, t2: as `MixedPrecision`.
@@ -191,7 +187,7 @@ class MixedGatePrefetch(NextGatePrefetch):
 
 
 def _least_unimportance(scores: NDArray[np.floating], top: int) -> NDArray[np.float64]:
-    """Of each expert [E] the least over the tokens that would pick it; inf where none would. scores: [T, E]."""
+    """The least of each expert [E] over the tokens that would pick it, else inf; scores: [T, E]."""
     count = min(top, scores.shape[1])
     picked = np.argsort(-scores, axis=1, kind="stable")[:, :count]  # [T, K]
     weights = np.maximum(np.take_along_axis(scores, picked, axis=1).astype(np.float64), 0.0)

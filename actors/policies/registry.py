@@ -1,6 +1,6 @@
 """Policies by decision point and kind.
 
-A class registers itself for a point with a kind, its own options and what it is made from:
+A class registers itself for a point with a kind, its options and its constructor:
 
     @register("eviction", "lcp")
     class Lcp(EvictionPolicy):
@@ -11,8 +11,8 @@ A class registers itself for a point with a kind, its own options and what it is
         def make(cls, options: Options, context: PolicyContext) -> Lcp: ...
 
 A preset's `eviction: {kind: lcp, rho: 0.5}` becomes `Lcp.Options`, `eviction: lcp` is short for `{kind: lcp}`, and
-`make("eviction", options, context)` the policy. `kind: my_package.fifo:Fifo` names a class outside of this repository,
-which needs no registration. Kinds without code of their own register their options alone.
+`make("eviction", options, context)` gives the policy. `kind: my_package.fifo:Fifo` names a class outside this
+repository, without registration. Kinds without code of their own register only their options.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class PolicyOptions(Settings):
     """The options of one policy: a section of a preset.
 
     Attributes:
-        kind: of the policy.
-        refusal: said of options of this class that are given to another kind; formatted with point, kind and keys.
+        refusal: the error for options of this class under another kind, formatted with point, kind and keys.
     """
 
     kind: str
@@ -47,15 +46,11 @@ class PolicyOptions(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `tiermoe prepare` must have made for it: of gates, predictors, profile and sensitivity."""
+        """Artifacts of `tiermoe prepare` that it needs: of gates, predictors, profile and sensitivity."""
         return frozenset()
 
     def check(self, policy: PolicySettings) -> None:
-        """Refuse what does not go together with the other sections of a preset.
-
-        Raises:
-            ValueError: says what to leave out.
-        """
+        """Raises ValueError: conflicts with the preset's other sections; the message says what to leave out."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class PolicyContext:
         one_layer: an eviction policy orders the experts of one layer alone.
         renormalise: whether the model normalises the weights of the experts that it picks.
         seed: of policies that draw.
-        eviction: the cache's policy, for prefetch that tells it what to expect; None: nobody is told.
+        eviction: the cache's policy, which prefetch may inform of its predictions; None: no cache.
         map_capacity: C, of expert maps that are searched where the policy runs.
         predictors, sensitivity, profile: of `tiermoe prepare`, see `StridePrefetch`, `AdaptiveGating`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
@@ -93,7 +88,7 @@ class PolicyContext:
 
 
 class NotPrepared(ValueError):
-    """A policy needs what `tiermoe prepare` makes, and it was not given; the message goes on after the policy's name.
+    """An artifact of `tiermoe prepare` is missing; the message continues after the policy's name.
 
     Attributes:
         remedy: the command that makes it.
@@ -119,7 +114,7 @@ def policy_base(*points: Point) -> Callable[[C], C]:
 
 
 def register(point: Point, *kinds: str) -> Callable[[C], C]:
-    """A decorator: the class is what these kinds name at this point."""
+    """A decorator: these kinds name the class at this point."""
 
     def registered(cls: C) -> C:
         for kind in kinds:
@@ -130,7 +125,7 @@ def register(point: Point, *kinds: str) -> Callable[[C], C]:
 
 
 def kinds(point: Point) -> list[str]:
-    """The registered kinds of a point, in the order of their registration."""
+    """The registered kinds of a point, in order of registration."""
     return list(_CLASSES[point])
 
 
@@ -138,7 +133,7 @@ def policy_class(point: Point, kind: str) -> Any:
     """The class that a kind names.
 
     Raises:
-        ValueError: there is none; or a module, or a class in it, is missing or is no policy for this point.
+        ValueError: there is no such kind, module or class, or the class is no policy for this point.
     """
     known = _CLASSES[point]
     if kind in known:
@@ -159,10 +154,10 @@ def policy_class(point: Point, kind: str) -> Any:
 
 
 def options(point: Point, value: Any, default: str = "") -> Any:
-    """The options that a section of a preset gives, validated by the policy that it names.
+    """The options in a section of a preset, validated by the policy that it names.
 
     Args:
-        value: a kind, a mapping of options, or options. default: the kind where a mapping names none.
+        value: a kind, a mapping of options, or options. default: the kind of a mapping without one.
 
     Raises:
         ValueError: there is no such policy, or the options are of another kind.
@@ -189,10 +184,10 @@ def options(point: Point, value: Any, default: str = "") -> Any:
 
 
 def make(point: Point, options: PolicyOptions, context: PolicyContext) -> Any:
-    """The policy in its first state; None where the kind stands for none.
+    """The policy in its first state; None for a kind without code.
 
     Raises:
-        NotPrepared: `context` lacks what it needs. ValueError: options and context do not go together.
+        NotPrepared: `context` lacks an artifact. ValueError: options and context are incompatible.
     """
     cls = policy_class(point, options.kind)
     return None if issubclass(cls, PolicyOptions) else cls.make(options, context)

@@ -1,13 +1,13 @@
-"""Changes of a layer's routing before it is carried out: what lossy policies decide, and what they are told.
+"""Changes of a layer's routing before it is carried out: the decisions of lossy policies, and their inputs.
 
     routing of the model -> Rerouting.reroute(layer, ids, weights, probabilities, view) -> Rerouted -> plan, load, run
 
-A rule is a function of the routing and of where this layer's experts are. It is pure: NumPy, deterministic, no clock,
-no device. What the model picked is what recorders and prefetch policies see; what the rule answers is what is planned,
-loaded, counted and computed.
+A rule is a pure function of the routing and of where this layer's experts are: NumPy, deterministic, no clock, no
+device. Recorders and prefetch policies see what the model picked; planning, loading, counting and computation use the
+rule's answer.
 
-A pair (token, place) that a rule drops keeps its place: its weight becomes 0 and its id that of a kept expert of the
-same token (`drop_pairs`), so nothing is loaded for it and no kernel changes.
+A dropped pair (token, place) keeps its place, with weight 0 and the id of a kept expert of the same token
+(`drop_pairs`), so nothing is loaded for it and no kernel changes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ Weights = NDArray[np.float32]
 class RerouteView:
     """What a rule may know of the cache.
 
-    available: [E], whether this layer's experts are resident or on their way to this GPU; of a split expert its top,
-    or its bottom where the layer has no tops. free_slots: further experts of this layer that could be here without one
-    of it giving way. top_k: experts per token that the model picks. vacant: slots for this layer's experts that nobody
-    occupies. emptied: how often the cache has become empty since it was made, as by `ExpertCache.flush`.
+    available: [E], whether this layer's experts are resident or in flight to this GPU; of a split expert its top, or
+    its bottom where the layer has no tops. free_slots: further experts of this layer that fit without evicting one of
+    it. top_k: experts per token that the model picks. vacant: unoccupied slots for this layer's experts. emptied: how
+    often the cache has become empty, as by `ExpertCache.flush`.
 
-    Of several shards, the lead among them, which decides: available is of them all, each expert's of the shard that
-    computes it. shard_of: [E], that shard; 0, the lead, also for experts of a shard that is lost. filling: [G], whether
-    a shard's slots have never all been in use since it came, as far as the lead knows; of the lead `vacant` says it.
-    None: there is one shard.
+    With several shards the lead decides: available covers all shards, each expert on the shard that computes it.
+    shard_of: [E], that shard; 0, the lead, also for experts of a lost shard. filling: [G], whether a shard's slots have
+    never all been in use, as far as the lead knows; its own state is in `vacant`. None: there is one shard.
     """
 
     available: NDArray[np.bool_]
@@ -57,10 +56,9 @@ class RerouteView:
 
 @dataclass(frozen=True, slots=True)
 class Rerouted:
-    """A layer's routing as it is to be carried out.
+    """A layer's routing as it is carried out.
 
-    ids [T, K], weights [T, K]. substituted, dropped: pairs that run on another expert than the model picked, and that
-    do not run.
+    ids [T, K], weights [T, K]. substituted, dropped: pairs that run on another expert than the model's, or not at all.
     """
 
     ids: Ids
@@ -71,7 +69,7 @@ class Rerouted:
 
 @register("routing", "exact")
 class RoutingOptions(PolicyOptions):
-    """How many of the experts that the router picks a token uses; kind exact: all."""
+    """How many of the router's experts a token uses; kind exact: all."""
 
     kind: str = "exact"
     narrowest: int = Field(default=1, ge=1, description="of budget-aware: experts that every token keeps")
@@ -79,13 +77,13 @@ class RoutingOptions(PolicyOptions):
 
 @register("on_miss", "load")
 class MissOptions(PolicyOptions):
-    """What becomes of experts that are not on the device; kind load: they are loaded."""
+    """What happens to missing experts; kind load: they are loaded."""
 
     kind: str = "load"
 
     @property
     def uses_hops(self) -> bool:
-        """Whether it matters to it on which GPU an expert is."""
+        """Whether it depends on which GPU has an expert."""
         return False
 
     def check(self, policy: PolicySettings) -> None:
@@ -104,10 +102,10 @@ class Rerouting(ABC):
 
     Attributes:
         Options: of the rule.
-        name: what messages call it.
-        needs_probabilities: whether it must be given those of the router, [T, E]; else it gets None.
-        needs_view: whether it goes by where experts are.
-        traced: whether a recorded trace holds what it goes by, so that the simulated executor can carry it out.
+        name: in messages.
+        needs_probabilities: `reroute` needs those of the router, [T, E]; else it gets None.
+        needs_view: it depends on where experts are.
+        traced: recorded traces have its inputs, so that the simulated executor supports it.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
@@ -118,15 +116,11 @@ class Rerouting(ABC):
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
-        """The rule in its first state.
-
-        Raises:
-            NotPrepared: what `tiermoe prepare` makes for it is not there.
-        """
+        """The rule in its first state. Raises NotPrepared: an artifact of `tiermoe prepare` is missing."""
         return cls()
 
     def measured(self, link_bytes_per_s: float) -> None:
-        """What the link carries, for rules that adapt to it."""
+        """Measured link speed, for rules that adapt to it."""
         return None
 
     @abstractmethod
@@ -138,26 +132,22 @@ class Rerouting(ABC):
         probabilities: NDArray[np.floating] | None,
         view: RerouteView,
     ) -> Rerouted:
-        """Decide one layer of one forward; the arrays given are not written to.
+        """Decide one layer of one forward; the arguments do not change.
 
         Args:
-            layer: counted from 0 over MoE layers.
-            ids, weights: [T, K] as the model picked them; the ids of a token differ.
-            probabilities: softmax of the router's logits [T, E].
+            layer: from 0 over MoE layers. probabilities: softmax of the router's logits [T, E].
+            ids, weights: [T, K] as the model picked them, ids distinct in a row.
         """
 
 
 def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormalise: bool) -> Rerouted:
-    """The routing without the `dropped` pairs [T, K]; every token must keep one.
-
-    The id of a dropped pair becomes that of its token's kept expert of greatest weight (the first of equals).
+    """The routing without the `dropped` pairs [T, K], each of which gets the id of its token's heaviest kept expert.
 
     Args:
-        renormalise: scale each token's other weights so that their sum stays as it was, as a model does that
-            normalises over the experts it picks; else they stay as they are.
+        renormalise: scale each token's other weights to the old sum, as a model does that normalises over its picks.
 
     Raises:
-        ValueError: a token would keep none.
+        ValueError: a token would keep no expert.
     """
     if not dropped.any():
         return Rerouted(ids, weights)
@@ -174,10 +164,10 @@ def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormali
 
 
 def drop_places(ids: Ids, weights: Weights, gone: Sequence[int], renormalise: bool) -> Rerouted:
-    """`drop_pairs` of some places of a single token, to the last bit and faster: ids [1, K], weights [1, K].
+    """`drop_pairs` for some places of a single token, equal to the last bit and faster: ids [1, K], weights [1, K].
 
     Raises:
-        ValueError: the token would keep none.
+        ValueError: the token would keep no expert.
     """
     picked, row = ids[0].tolist(), weights[0].tolist()
     kept = [0.0 if place in gone else weight for place, weight in enumerate(row)]

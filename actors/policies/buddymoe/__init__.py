@@ -1,10 +1,10 @@
-"""BuddyMoE: an expert that is missing is replaced by one that is here; and what it is compared with.
+"""BuddyMoE: a resident expert replaces a missing one; and the paper's baselines.
 
     MissRule      Algorithm 1 with its gates (section 3.1); kind substitute
-    RandomRule    any expert that is here; kind random
+    RandomRule    any resident expert; kind random
     DropRule      missing experts are left out; kind drop
 
-`buddies` has the ranking of buddies and what it is profiled from, `substitution` the gates and Algorithm 1.
+`buddies` has the ranking of buddies and its profile, `substitution` the gates and Algorithm 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"
 
 
 class DropOptions(MissOptions):
-    """The gates: percentile or tau, gamma, beta or link_ms. Without any, all misses are replaced or left out."""
+    """The gates: percentile or tau, gamma, beta or link_ms. Without a gate every miss is replaced or left out."""
 
     refusal: ClassVar[str] = "on_miss {kind} does not use substitution's {keys}"
     kind: str = "drop"
@@ -68,7 +68,7 @@ class DropOptions(MissOptions):
         return frozenset({"profile"} if self.percentile is not None else ())
 
     def gates(self, context: PolicyContext) -> dict[str, Any]:
-        """What `MissRule` takes after its options."""
+        """The arguments of `MissRule` after its options."""
         taus, betas = None if self.tau is None else (self.tau,) * context.layers, None
         if self.percentile is not None:
             taus = profile_of(context).taus(self.percentile, self.temperature)
@@ -81,7 +81,7 @@ class DropOptions(MissOptions):
         }  # fmt: skip
 
     def substitution(self, context: PolicyContext) -> SubstitutionOptions:
-        """The options of Algorithm 1; those that a kind does not have are as by default."""
+        """The options of Algorithm 1; defaults for those that a kind lacks."""
         names = ("rho", "search", "temperature", "gamma", "eta", "kappa", "reuse", "fallback", "weights")
         given = {name: getattr(self, name) for name in names if name in type(self).model_fields}
         return SubstitutionOptions(**given, renormalise=context.renormalise)
@@ -134,7 +134,7 @@ class SubstituteOptions(RandomOptions):
         """The buddy lists of each layer.
 
         Raises:
-            NotPrepared: there is no profile, or it has no output similarity and the ranking asks for it.
+            NotPrepared: there is no profile, or the ranking needs output similarity that it lacks.
         """
         alpha: float | tuple[float, ...] = self.alpha
         if self.alpha_last is not None:
@@ -162,7 +162,8 @@ Substitute = Callable[..., Any]
 
 @register("on_miss", "substitute")
 class MissRule(Rerouting):
-    """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on the experts that are not here.
+    """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on missing experts; those in flight count as
+    resident.
 
         slots of the layer never used, since empty -> all misses are loaded: the paper's cache begins full
         delta(B) >= beta                           -> all misses of the batch are loaded
@@ -171,23 +172,19 @@ class MissRule(Rerouting):
         buddies by Psi, resident, each once        -> replaced
         none                                       -> loaded, or dropped (`options.fallback`)
 
-    Of several shards the first two are decided for each by its own experts: one whose cache still fills, or that misses
-    too much, loads its misses, while others' are replaced. A buddy may be on any shard; hop(j) of equation 3 is 0 on
-    the lead, where the tokens' rows are, and 1 elsewhere: the paper penalises "candidates that require cross-link
-    traffic", as a function of j alone, "0 for same-GPU". What the lead knows of the others is as old as their last
-    answers, so a buddy may be gone: its shard then loads it, which costs that load and changes no result.
+    The first two gates are separate for each shard, by its own experts. A buddy may be on any shard: hop(j) of equation
+    3 is 0 on the lead, where the tokens' rows are, and 1 elsewhere (the paper penalises "candidates that require
+    cross-link traffic" and has "0 for same-GPU"). The lead's view of other shards dates from their last answers; a
+    shard loads a buddy that it has evicted since, which changes no result.
 
-    Experts on their way to their GPU count as here. Dropping alone is this rule with empty lists (`no_buddies`).
-
-    State: whether each layer's slots on the lead were all in use once since the cache was empty, and that of the
-    adaptive betas. Cost: O(E) where
-    nothing is missing, else that of `substitute`.
+    State: whether each layer's slots on the lead were ever all in use since the cache was empty, and the adaptive
+    betas. Cost: O(E) without misses, else that of `substitute`.
 
     Args:
         buddies: of each layer. options: of all layers.
         taus: of each layer; None: no entropy gate.
-        beta: fixed; None: no distribution gate, unless `betas`, one of each layer, adapts it.
-        replaceable, substitute: implementations of the distribution gate and of Algorithm 1; by default in NumPy.
+        beta: fixed; None: no distribution gate, unless adaptive `betas`, one of each layer, are given.
+        replaceable, substitute: implementations of the distribution gate and of Algorithm 1.
     """
 
     Options: ClassVar[type[PolicyOptions]] = SubstituteOptions
@@ -251,7 +248,7 @@ class MissRule(Rerouting):
         return Rerouted(found.ids, found.weights, found.substituted, found.dropped)
 
     def measured(self, link_bytes_per_s: float) -> None:
-        """What the link carries, for betas that adapt to it."""
+        """Measured link speed, for adaptive betas."""
         for beta in self._betas or ():
             beta.link_bytes_per_s = link_bytes_per_s
 
@@ -275,7 +272,7 @@ class MissRule(Rerouting):
         return beta
 
     def _saw(self, layer: int, shares: Sequence[tuple[float, int]], filling: NDArray[np.bool_]) -> None:
-        """Tell the layer's adaptive beta what each shard misses; one that still fills its cache is no measure."""
+        """Record in the layer's adaptive beta what each shard misses, except shards whose cache still fills."""
         assert self._betas is not None  # the caller looked
         for (delta, missing), fills in zip(shares, filling, strict=True):
             if not fills:
@@ -290,13 +287,13 @@ class MissRule(Rerouting):
 
 @register("on_miss", "random")
 class RandomRule(MissRule):
-    """The paper's random replacement: any expert that is here and that the token does not use yet, each as likely.
+    """The paper's random replacement: any resident expert that the token does not use yet, with equal probability.
 
-    It is `MissRule` with all experts in every list, alike, and an opinion of them drawn anew for each token.
+    `MissRule` with all experts in every list, equally similar, and random probabilities per token.
 
     Args:
-        layers, experts: L and E. options: with `eta` and `weights` as they are by default.
-        seed: the same seed and the same calls give the same experts. gates: as for `MissRule`.
+        layers, experts: L and E. options: with the default `eta` and `weights`. gates: as for `MissRule`.
+        seed: of the draws.
     """
 
     Options = RandomOptions

@@ -1,14 +1,14 @@
-"""Token activating entropy: how evenly a token's routing is spread over its experts (BuddyMoE, eq. 1).
+"""Which experts can stand in for another (BuddyMoE, sections 3.2, 3.3), from a profile of a model's experts.
 
-    TAE(x) = - sum over i in S(x) of p~(i|x) log p~(i|x), over log k      in [0, 1]
+Token activating entropy, how evenly a token's routing spreads over its k experts (eq. 1):
+
+    TAE(x) = - sum over i in S(x) of p~(i|x) log p~(i|x), over log k      in [0, 1]; 0 for k = 1
 
 p~ is the routing probability renormalised over the picked experts. At temperature T it is softmax(z / T) over them,
-which is p~^(1/T) renormalised: so it needs no logits. Where k is 1, TAE is 0: the token wants that expert.
+which is p~^(1/T) renormalised. tau is a percentile of each layer's TAE, from a histogram of `BINS` for each of
+`TEMPERATURES`.
 
-tau is calibrated as a percentile of each layer's distribution, which a histogram of `BINS` keeps for every temperature
-of `TEMPERATURES`.
-
-Buddy experts: which expert of a layer stands in best for another that is not at hand (BuddyMoE, sections 3.2, 3.3).
+Buddies:
 
     A_l(i)      tokens that pick expert i                                              `Coactivations.activations`
     M_l(i,j)    tokens that pick i and j; or the sum of min(p~(i|x), p~(j|x)) of them  `.binary`, `.weighted`
@@ -16,13 +16,10 @@ Buddy experts: which expert of a layer stands in best for another that is not at
     t_i(alpha)  the shortest prefix, by descending q, that holds alpha       (eq. 5)   `buddy_sizes`
     B(i;alpha)  that prefix, K_max at most                                   (eq. 6)   `buddy_table`
 
-The paper argues from co-activation. Its own introduction names output similarity too, so q may come from either, or
-from both (`BuddyOptions.by`): experts that are picked together need not do the same.
-
-Equal q: the lower expert number goes first. An expert that no token picked has no evidence, and an empty list where
-only co-activation is asked; one that was picked, but never with another (top-1), has a uniform q.
-
-What profiling found out about a model's experts, and the buddies that follow: arrays in, arrays out.
+The paper's method is co-activation; its introduction also names output similarity. q may come from either or from both
+(`BuddyOptions.by`), since experts picked together need not compute alike. Ties in q: the lower number first. By
+co-activation alone, an expert that no token picked has an empty list, and one never picked with another (top-1) a
+uniform q.
 """
 
 from __future__ import annotations
@@ -65,12 +62,11 @@ def entropy_counts(shares: NDArray[Any], token_weights: Floats) -> Floats:
 
 
 def entropy_threshold(counts: Floats, percentile: float, temperature: float = 1.0) -> float:
-    """tau of a layer: the least edge of a bin under which `percentile` % of the tokens are, 1 / BINS at the finest.
-
-    Between two recorded temperatures it is interpolated.
+    """tau of a layer: the lowest edge of a bin below which `percentile` % of the tokens lie, interpolated over
+    temperature.
 
     Args:
-        counts: [temperatures, BINS], as `entropy_counts` gives them; zero of all where nothing was counted.
+        counts: [temperatures, BINS] of `entropy_counts`; tau is 0 where nothing was counted.
 
     Raises:
         ValueError: percentile or temperature is out of range.
@@ -90,7 +86,7 @@ _ROUNDING = 1e-12  # of a sum of shares: alpha = 1 is reached where the rest is 
 
 
 class Coactivations:
-    """A and M of one layer, from the routing of tokens as they come.
+    """A and M of one layer, counted incrementally.
 
     Attributes:
         activations: A [E], tokens. binary, weighted: M [E, E], symmetric, zero on the diagonal.
@@ -106,9 +102,8 @@ class Coactivations:
         """Count tokens.
 
         Args:
-            ids: [T, K], the experts that each token picks, no one twice.
-            shares: [T, K], p~(i|x): their routing probabilities, which sum to one.
-            token_weights: [T], how much each token counts, see `warmup_weights`; None: one.
+            ids: [T, K], the distinct experts that each token picks. shares: [T, K], p~(i|x), which sum to one.
+            token_weights: [T], weight of each token, see `warmup_weights`; None: one.
         """
         experts, top = self.experts, ids.shape[1]
         chosen = ids.astype(np.int64)
@@ -129,14 +124,13 @@ def renormalised(weights: NDArray[Any]) -> Floats:
 
 
 def warmup_weights(steps: NDArray[Any], warmup: int, weight: float) -> Floats:
-    """How much tokens at these steps of their sequence count: `weight` below step `warmup`, else one (section 3.3)."""
+    """Weight of tokens at these steps of their sequence: `weight` below step `warmup`, else one (section 3.3)."""
     return np.where(steps < warmup, weight, 1.0)
 
 
 def coactivation_shares(counts: Floats, activations: Floats, epsilon: float) -> Floats:
-    """q [..., E, E] of M [..., E, E] (eq. 4), after Laplace smoothing by `epsilon`; zero rows for experts never picked.
-
-    Rows of experts that were picked, but with nobody, are uniform.
+    """q [..., E, E] of M [..., E, E] (eq. 4), after Laplace smoothing by `epsilon`; zero rows for experts never picked,
+    uniform rows for experts only picked alone.
     """
     experts = counts.shape[-1]
     others = ~np.eye(experts, dtype=bool)
@@ -149,9 +143,8 @@ def coactivation_shares(counts: Floats, activations: Floats, epsilon: float) -> 
 
 
 def output_shares(similarity: Floats) -> Floats:
-    """q [..., E, E] from the similarity of outputs [..., E, E]: what is above zero, over the row's sum; q(i|i) = 0.
-
-    Rows without any similarity above zero are zero: such an expert has no buddy.
+    """q [..., E, E]: the positive output similarities [..., E, E] over the row's sum; q(i|i) = 0. Rows without any stay
+    zero.
     """
     others = ~np.eye(similarity.shape[-1], dtype=bool)
     held = np.where(others, np.maximum(similarity, 0.0), 0.0)
@@ -160,14 +153,14 @@ def output_shares(similarity: Floats) -> Floats:
 
 
 def blended_shares(coactivation: Floats, output: Floats, mix: float) -> Floats:
-    """q = mix * coactivation + (1 - mix) * output, over the row's sum where one of them has none; zero without both."""
+    """q = mix * coactivation + (1 - mix) * output, over the row's sum; zero rows without both."""
     q = mix * coactivation + (1 - mix) * output
     total = q.sum(axis=-1, keepdims=True)
     return np.divide(q, total, out=np.zeros_like(q), where=total > 0)
 
 
 def buddy_sizes(ranked: Floats, alpha: float, most: int) -> NDArray[np.int64]:
-    """|B(i; alpha)| [E] of q sorted descending in each row [E, E] (eq. 5, capped at `most`); 0 for a row of zeros."""
+    """B(i; alpha)| [E] of q sorted descending in each row [E, E] (eq. 5), at most `most`; 0 for a row of zeros."""
     reached = np.cumsum(ranked, axis=1) >= alpha - _ROUNDING
     sizes = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, ranked.shape[1])
     sizes = np.minimum(np.minimum(sizes, most), ranked.shape[1] - 1)
@@ -177,15 +170,12 @@ def buddy_sizes(ranked: Floats, alpha: float, most: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class BuddyOptions:
-    """How buddies are ranked and how many there are.
+    """How buddies are ranked, and how many there are.
 
     Attributes:
-        by: what q comes from.
-        alpha: the CFT, (0, 1], of all layers or of each (`alpha_schedule`).
-        max_buddies: K_max.
-        weighted: M weighted by probability rather than binary.
-        epsilon: of Laplace smoothing, in tokens.
-        mix: co-activation's part of a blend.
+        by: the source of q. mix: co-activation's part of a blend.
+        alpha: the CFT, (0, 1], of all layers or of each (`alpha_schedule`). max_buddies: K_max.
+        weighted: M weighted by probability, not binary. epsilon: of Laplace smoothing, in tokens.
 
     Raises:
         ValueError: a value is out of range.
@@ -212,11 +202,7 @@ class BuddyOptions:
             raise ValueError(f"mix is {self.mix}; give a number from 0 to 1")
 
     def alphas(self, layers: int) -> tuple[float, ...]:
-        """alpha of each layer.
-
-        Raises:
-            ValueError: there is one for each of another number of layers.
-        """
+        """alpha of each layer. Raises ValueError: it is given for another number of layers."""
         if not isinstance(self.alpha, tuple):
             return (self.alpha,) * layers
         if len(self.alpha) != layers:
@@ -225,7 +211,7 @@ class BuddyOptions:
 
 
 def alpha_schedule(first: float, last: float, layers: int) -> tuple[float, ...]:
-    """The monotone schedule: alpha from the first layer's to the last's in equal steps (section 3.3)."""
+    """The monotone schedule: alpha from the first layer to the last in equal steps (section 3.3)."""
     return tuple(float(alpha) for alpha in np.linspace(first, last, layers))
 
 
@@ -234,8 +220,8 @@ class BuddyTable:
     """The buddies of every expert, best first: Algorithm 1's profile B, and q for the priority score.
 
     Attributes:
-        ids: int32 [L, E, R]. Behind its list an expert stands itself: it is absent when its row is searched.
-        q: float32 [L, E, R], zero behind the list.
+        ids: int32 [L, E, R], padded with the expert itself, which is absent whenever its row is searched.
+        q: float32 [L, E, R], padded with zeros.
         sizes: int32 [L, E], buddies of each expert.
     """
 
@@ -272,13 +258,13 @@ def buddy_table(q: Floats, alphas: Sequence[float], most: int) -> BuddyTable:
 
 
 class OutputsMissing(ValueError):
-    """Buddies by output similarity are asked of a profile that has none: it was made from a trace."""
+    """Buddies by output similarity from a profile without outputs: it was made from a trace."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Products of expert outputs on the same inputs. Row i sums over the tokens x that pick i, by the square of its
-    routing weight w_i(x): what an error in f_i does to the layer's output.
+    """Inner products of expert outputs on the same inputs: row i sums over the tokens x that pick i, weighted by the
+    squared routing weight w_i(x), the effect of an error in f_i on the layer's output.
 
     dots:  sum of w_i^2 <f_i(x), f_j(x)>    [L, E, E]
     norms: sum of w_i^2 |f_j(x)|^2          [L, E, E]
@@ -288,22 +274,21 @@ class Outputs:
     norms: Floats
 
     def cosine(self) -> Floats:
-        """How alike j's outputs are to i's on i's inputs [L, E, E], in [-1, 1]; zero without inputs."""
+        """Similarity of j's outputs to i's on i's inputs [L, E, E], in [-1, 1]; zero without inputs."""
         own = np.diagonal(self.norms, axis1=1, axis2=2)[:, :, None]
         length = np.sqrt(own * self.norms)
         found: Floats = np.divide(self.dots, length, out=np.zeros_like(self.dots), where=length > 0)
         return np.clip(found, -1.0, 1.0)
 
     def error(self) -> Floats:
-        """|f_i - f_j|^2 over |f_i|^2 on i's inputs [L, E, E]: below 1, j is better than nothing; 1 without inputs."""
+        """f_i - f_j|^2 over |f_i|^2 on i's inputs [L, E, E]: below 1, j is better than dropping i; 1 without inputs."""
         own = np.diagonal(self.norms, axis1=1, axis2=2)[:, :, None]
         distance = np.maximum(own - 2 * self.dots + self.norms, 0.0)
         return np.divide(distance, own, out=np.ones_like(distance), where=own > 0)
 
     def scale(self) -> Floats:
-        """The factor on j that leaves the least error, <f_i, f_j> / |f_j|^2, none below zero [L, E, E].
-
-        The error that is left is 1 - cosine^2 of i's: never more than dropping i, which is the factor 0.
+        """The factor on j with the least error, max(0, <f_i, f_j> / |f_j|^2) [L, E, E]; that error is 1 - cosine^2 of
+        i's.
         """
         found: Floats = np.divide(self.dots, self.norms, out=np.zeros_like(self.dots), where=self.norms > 0)
         return np.maximum(found, 0.0)
@@ -334,11 +319,7 @@ class ExpertProfile:
         return self.activations.shape[1]
 
     def shares(self, options: BuddyOptions) -> Floats:
-        """q(j|i) [L, E, E] by the ranking that is asked for.
-
-        Raises:
-            OutputsMissing: outputs are asked for, and there are none.
-        """
+        """q(j|i) [L, E, E] by the given ranking. Raises OutputsMissing: it needs outputs, and there are none."""
         if options.by != "output":
             counts = self.weighted if options.weighted else self.binary
             coactivation = coactivation_shares(counts, self.activations, options.epsilon)
@@ -353,22 +334,19 @@ class ExpertProfile:
         """The buddy lists.
 
         Raises:
-            OutputsMissing: as `shares`. ValueError: alpha is for another number of layers.
+            OutputsMissing: as `shares`. ValueError: alpha is given for another number of layers.
         """
         alphas = options.alphas(self.layers)
         return buddy_table(self.shares(options), alphas, options.max_buddies)
 
     def taus(self, percentile: float, temperature: float = 1.0) -> tuple[float, ...]:
-        """tau of each layer: the percentile of its TAE.
-
-        Raises:
-            ValueError: percentile or temperature is out of range.
+        """tau of each layer: the percentile of its TAE. Raises ValueError: percentile or temperature is out of range.
         """
         return tuple(entropy_threshold(counts, percentile, temperature) for counts in self.entropies)
 
 
 class RoutingCounts:
-    """Routing of one layer as it comes: A, M and the histograms of TAE.
+    """A, M and the histograms of TAE of one layer, counted incrementally.
 
     Attributes:
         pairs: A and M. entropies: [temperatures, BINS].
@@ -379,6 +357,6 @@ class RoutingCounts:
         self.entropies = entropy_counts(np.full((0, 2), 0.5), np.zeros(0))
 
     def add(self, ids: NDArray[np.integer], shares: Floats, token_weights: Floats) -> None:
-        """ids, shares p~ [T, K]; token_weights [T], how much each token counts."""
+        """ids, shares p~ [T, K]; token_weights [T], weight of each token."""
         self.pairs.add(ids, shares, token_weights)
         self.entropies += entropy_counts(shares, token_weights)

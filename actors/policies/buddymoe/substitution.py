@@ -1,13 +1,8 @@
-"""When an expert may be replaced: the gates of BuddyMoE (section 3.1), pure.
+"""Buddy expert substitution: the gates, the score and Algorithm 1 of BuddyMoE (section 3.1), pure and sequential.
 
-Logarithms and exponentials are computed from additions, multiplications and divisions of doubles alone. IEEE 754 rounds
-those alike everywhere, while every library has its own `log`: so NumPy, torch, C++ and Triton agree on which side of a
-threshold a token lies, to the last bit.
-
-Buddy expert substitution: Algorithm 1 of BuddyMoE with the gates and the score of section 3.1, pure and sequential.
-
-This is the reference. `kernels/substitute.py` has the same as a C++ function and as
-vectorised torch, and `kernels/triton/substitute.py` as a Triton kernel; all give the same numbers.
+This is the reference of `kernels/substitute.py` (C++ and vectorised torch) and `kernels/triton/substitute.py`, which
+give the same numbers to the last bit. To that end logarithms and exponentials use only additions, multiplications and
+divisions of doubles, which IEEE 754 rounds alike everywhere; the `log` of libraries differs.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ Doubles = NDArray[np.float64]
 
 
 def log(x: Doubles) -> Doubles:
-    """Natural logarithm of normal positive doubles, within 1e-13 of the exact one; of 0 it is some finite number."""
+    """Natural logarithm of normal positive doubles, within 1e-13; of 0 some finite number."""
     mantissa, exponent = np.frexp(x)  # in [0.5, 1)
     low = mantissa < HALF_ROOT
     mantissa = np.where(low, mantissa * 2.0, mantissa)
@@ -47,7 +42,7 @@ def log(x: Doubles) -> Doubles:
 
 
 def exp(x: Doubles) -> Doubles:
-    """Exponential of doubles in [-690, 0], relatively within 1e-12 of the exact one; of lesser ones it is next to 0."""
+    """Exponential of doubles in [-690, 0], relatively within 1e-12; of lower ones nearly 0."""
     power = np.maximum(np.floor(x * INVERSE_LN2 + 0.5), _EXP_LOWEST)
     rest = np.maximum(x - power * LN2, -1.0)
     series = np.full_like(rest, EXP_TERMS[-1])
@@ -57,14 +52,11 @@ def exp(x: Doubles) -> Doubles:
 
 
 def shares(weights: NDArray[np.floating], temperature: float = 1.0) -> Doubles:
-    """p-tilde of equation 1: probabilities renormalized over the selected experts [T, K] float64.
+    """p-tilde of equation 1: probabilities renormalised over the selected experts [T, K] float64; zeros stay zeros.
 
     Args:
-        weights: routing weights [T, K], >= 0. Models that renormalize or scale them do so by one factor for a token,
-            which cancels here: so the router's probabilities are not needed.
-        temperature: T of the smoothing; softmax(z / T) over the selection is p^(1/T) renormalized.
-
-    A token whose weights are all zero has shares of zero.
+        weights: routing weights [T, K], >= 0. A model's own normalisation is one factor per token and cancels.
+        temperature: T of the smoothing; softmax(z / T) over the selection is p^(1/T) renormalised.
     """
     values = np.asarray(weights, np.float64)
     if temperature != 1.0:
@@ -79,11 +71,7 @@ def shares(weights: NDArray[np.floating], temperature: float = 1.0) -> Doubles:
 
 
 def token_entropy(weights: NDArray[np.floating], temperature: float = 1.0) -> Doubles:
-    """Token activating entropy (equation 1) of each token [T], in [0, 1]; 0 where K = 1.
-
-    Args:
-        weights, temperature: as for `shares`.
-    """
+    """Token activating entropy (equation 1) of each token [T], in [0, 1]; 0 where K = 1. Arguments as for `shares`."""
     p = shares(weights, temperature)
     if p.shape[1] < 2:
         return np.zeros(len(p))
@@ -106,10 +94,7 @@ def margin(weights: NDArray[np.floating], temperature: float = 1.0) -> Doubles:
 def permitted(
     weights: NDArray[np.floating], tau: float | None, gamma: float | None, temperature: float = 1.0
 ) -> NDArray[np.bool_]:
-    """Which tokens tolerate a replacement [T]: not (TAE <= tau or margin >= gamma).
-
-    Args:
-        tau, gamma: None: without that gate.
+    """Which tokens allow a replacement [T]: not (TAE <= tau or margin >= gamma). tau, gamma: None: without that gate.
     """
     allowed = np.ones(len(weights), bool)
     if tau is not None:
@@ -122,15 +107,12 @@ def permitted(
 def replaceable(
     ids: NDArray[np.int64], resident: NDArray[np.bool_], beta: float | None, shard_of: NDArray[np.int64] | None = None
 ) -> NDArray[np.bool_]:
-    """The distribution gate (equation 2): which experts of the layer may be replaced [E].
+    """The distribution gate (equation 2): which missing experts of the layer may be replaced [E].
 
-    delta = distinct requested experts that are not resident / distinct requested experts, for each shard by its own
-    experts. A shard with delta >= beta replaces none.
+    delta = distinct requested missing experts / distinct requested experts, of each shard. With delta >= beta none may.
 
     Args:
-        ids: routing of the micro-batch [T, K].
-        resident: [E].
-        beta: None: no gate, so whatever is missing may be replaced.
+        ids: routing of the micro-batch [T, K]. resident: [E]. beta: None: no gate.
         shard_of: shard of each expert [E]; None: there is one.
     """
     missing = np.zeros(len(resident), bool)
@@ -147,14 +129,14 @@ def replaceable(
 
 
 def missing_share(ids: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[float, int]:
-    """delta of equation 2 over all shards, and how many distinct requested experts are missing."""
+    """delta of equation 2 over all shards, and the number of distinct missing experts."""
     return _share(np.unique(ids), resident)
 
 
 def missing_shares(
     ids: NDArray[np.int64], resident: NDArray[np.bool_], shard_of: NDArray[np.int64], shards: int
 ) -> list[tuple[float, int]]:
-    """`missing_share` of each shard by its own experts [G]; (0, 0) where nothing of a shard's is requested."""
+    """`missing_share` of each shard [G]; (0, 0) where no expert of a shard is requested."""
     requested = np.unique(ids)
     owner = shard_of[requested]
     return [_share(requested[owner == shard], resident) for shard in range(shards)]
@@ -169,18 +151,15 @@ def _share(requested: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[f
 class AdaptiveBeta:
     """beta from a transfer budget (section 3.1): the least with n-cpu(l) * w <= B over the last calls of a layer.
 
-    A call whose delta reaches beta is bypassed, and loads its n missing experts; one under beta loads none. So the
-    bytes that a beta would have cost are the mean of n over the remembered calls with delta >= beta, times w. The least
-    beta within the budget replaces no more than the link requires: with link to spare it is 0, and nothing is replaced.
+    A call with delta >= beta loads its n missing experts, another none. So a beta costs w times the mean of n over the
+    remembered calls with delta >= beta. With bandwidth to spare beta is 0, and nothing is replaced. Of several shards,
+    whose links are assumed to be as fast as the lead's, each counts as a call of its own.
 
-    Of several shards each has a link of its own, which is taken to be as fast as the lead's: a call is then seen once
-    for each shard, by its own experts, and the one beta is compared with each shard's delta.
-
-    State: (delta, n) of the last `window` calls. Cost: O(window log window) for each `beta()`.
+    State: (delta, n) of the last `window` calls. Cost: O(window log window) per `beta()`.
 
     Args:
-        expert_bytes: w. budget_s: seconds of link that the loads of a call may take. window: remembered calls.
-        link_bytes_per_s: of the link, as the bandwidth meter has it now; B is that times `budget_s`.
+        expert_bytes: w. budget_s: seconds of link for a call's loads. window: remembered calls.
+        link_bytes_per_s: current measured bandwidth; B is that times `budget_s`.
     """
 
     expert_bytes: int
@@ -195,11 +174,11 @@ class AdaptiveBeta:
         self._calls = deque(maxlen=self.window)
 
     def saw(self, delta: float, missing: int) -> None:
-        """A call of the layer: share and number of the missing experts, before anything is replaced."""
+        """Record a call: share and number of missing experts, before replacement."""
         self._calls.append((delta, missing))
 
     def beta(self) -> float:
-        """For the next call; over 1 (no call is bypassed) where even one whose experts all miss is too much."""
+        """For the next call; over 1 (replace always) where even a call whose experts all miss exceeds the budget."""
         allowed = self.budget_s * self.link_bytes_per_s * len(self._calls)
         cost, least = 0.0, math.nextafter(1.0, 2.0)
         missing_at: dict[float, int] = {}
@@ -223,20 +202,20 @@ class SubstitutionOptions:
     """How experts are replaced, for all layers.
 
     Args:
-        rho: replacements of one token at most; None: no limit.
-        search: H, ranks of a buddy list that are looked at; None: all.
+        rho: most replacements of one token; None: no limit.
+        search: H, ranks of a buddy list to try; None: all.
         temperature: T of the token entropy.
-        gamma: a token whose margin reaches it keeps its experts; None: no margin gate.
-        eta: weight of the router's own opinion of a buddy, z-hat: its probability for the token.
-        kappa: penalty of a buddy on another shard than the lead, for each hop.
-        reuse: factor on the score of a buddy for each time that the token has taken it already; 0: never again, which
-            is Algorithm 1's uniqueness. Experts that the router picked are never buddies of the same token.
-        fallback: what becomes of an expert without a resident buddy: loaded, or left out. Experts of tokens that the
-            gates protect, and those over rho, are always loaded.
+        gamma: tokens with at least this margin are not changed; None: no margin gate.
+        eta: weight of z-hat, the router's probability of a buddy for the token.
+        kappa: penalty per hop of a buddy on another shard than the lead.
+        reuse: factor on a buddy's score for each earlier use by the token; 0: Algorithm 1's uniqueness. Experts that
+            the router picked are never buddies of the same token.
+        fallback: load or drop an expert without a resident buddy. Experts of protected tokens, and those over rho, are
+            always loaded.
         weights: `slot`: a buddy has the weight of the expert that it replaces. `buddy`: times the ratio of the router's
             probabilities of both.
-        renormalise: the weights of a token that left an expert out, or that has weights by `buddy`, are scaled so that
-            their sum stays; as the model does with its own top-k where it has `norm_topk_prob`.
+        renormalise: preserve the sum of a token's weights after a drop, or with weights by `buddy`; as the model does
+            where it has `norm_topk_prob`.
     """
 
     rho: int | None = None
@@ -262,7 +241,7 @@ class SubstitutionOptions:
 
     @property
     def needs_probabilities(self) -> bool:
-        """Whether the router's probabilities of all experts take part, not only the weights of the chosen."""
+        """Whether the router's probabilities of all experts are needed."""
         return self.eta > 0 or self.weights == "buddy"
 
 
@@ -271,9 +250,9 @@ class Buddies:
     """Buddy lists of one layer, best first.
 
     Args:
-        ids: [E, R] int32. Places after the end of a list hold any expert, with similarity 0.
-        similarity: q(j|i) [E, R] float32, > 0 within a list. By equation 3 it is also the score where eta, kappa and
-            reuse are 0; of equal scores the earlier rank wins.
+        ids: [E, R] int32, padded with any expert at similarity 0.
+        similarity: q(j|i) [E, R] float32, > 0 within a list: the score of equation 3 where eta, kappa and reuse are 0.
+            Ties: the earlier rank.
     """
 
     ids: NDArray[np.int32]
@@ -293,7 +272,7 @@ class Buddies:
 
 @dataclass(frozen=True, slots=True)
 class Substituted:
-    """ids [T, K] int64 and weights [T, K] float32 with experts replaced; how many pairs were replaced, and left out."""
+    """ids [T, K] int64 and weights [T, K] float32 after replacement; numbers of replaced and of dropped pairs."""
 
     ids: Ids
     weights: Floats
@@ -302,11 +281,11 @@ class Substituted:
 
 
 def reach(resident: Mask, kappa: float, hop: NDArray[np.integer] | Mask | None = None) -> Floats:
-    """The last factor of equation 3 for each expert [E]: 1 - kappa * hop, not under 0; 0 where it is not resident.
+    """The last factor of equation 3 [E]: max(0, 1 - kappa * hop); 0 for an expert that is not resident.
 
     Args:
-        resident: on the shard that computes it [E]. hop: from the lead, where a token's rows are, to that shard: 0 for
-            the lead's own, 1 for another [E]; None: there is one shard.
+        resident: on the shard that computes it [E].
+        hop: from the lead, where the rows are, to that shard: 0 for the lead, else 1 [E]; None: there is one shard.
     """
     if hop is None:
         return resident.astype(np.float32)
@@ -324,19 +303,17 @@ def substitute(
     options: SubstitutionOptions,
     tau: float | None = None,
 ) -> Substituted:
-    """Algorithm 1, token by token and slot by slot.
+    """Algorithm 1, token by token and slot by slot, O(T * K * H) in Python.
+
+    A dropped pair gets weight 0 and the expert of the token's first remaining pair, so nothing is loaded for it. A
+    token that would drop all its experts keeps the first.
 
     Args:
         ids, weights: routing [T, K] int64 and float32, each token's slots in the router's order.
         probabilities: of the router [T, E] float32, if `options.needs_probabilities`.
-        replace: experts that may be replaced [E]: the missing ones that the distribution gate lets pass.
+        replace: missing experts that the distribution gate allows to replace [E].
         reach: of equation 3 [E] float32, 0 for experts that are no candidates.
         buddies: of the layer. tau: of the layer; None: no entropy gate.
-
-    A left-out pair gets weight 0 and the expert of the token's first pair that stays, so that it costs no load. A token
-    that would leave all its experts out keeps the first.
-
-    Cost: O(T * K * H), in Python.
     """
     if options.needs_probabilities and probabilities is None:
         raise ValueError("eta, and weights by the buddy, need the router's probabilities")
@@ -358,7 +335,7 @@ def substitute(
 def _token(
     ids: Ids, probabilities: Floats | None, replace: Mask, reach: Floats, buddies: Buddies, options: SubstitutionOptions
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Changes one token's ids [K]; the slots replaced with what they held, and the slots left out."""
+    """Changes one token's ids [K]; returns the replaced slots with their former experts, and the dropped slots."""
     one, eta, reuse = np.float32(1.0), np.float32(options.eta), np.float32(options.reuse)
     claims = {int(e): np.float32(0.0) for e in ids}  # U_t, as the factor that is left of an expert's score
     replaced: list[tuple[int, int]] = []
@@ -399,7 +376,7 @@ def _reweight(
     left_out: list[int],
     options: SubstitutionOptions,
 ) -> None:
-    """Changes one token's weights [K], in doubles and slot after slot, as every implementation does."""
+    """Changes one token's weights [K], in doubles and in slot order, as every implementation does."""
     by_buddy = options.weights == "buddy" and probabilities is not None
     before = after = 0.0
     values = weights.astype(np.float64)

@@ -1,9 +1,9 @@
-"""fMoE: expert maps of similar iterations say what to prefetch (sections 4.1 to 4.4) and what to evict (4.5).
+"""fMoE: expert maps of similar iterations guide prefetch (sections 4.1 to 4.4) and eviction (4.5).
 
-    ExpertMapPrefetch   the method: one forecast after the other from the maps that `maps.MapSearch` finds
-    ExpertMapPolicy     it behind the protocol of all prefetch policies, searched in the forward itself
+    ExpertMapPrefetch   the method: forecasts from the maps that `maps.MapSearch` finds
+    ExpertMapPolicy     the method as a prefetch policy that searches during the forward
     ExpertMapEviction   eviction by 1 / (probability x frequency)
-    BlendPrefetch       maps and the next layers' routers joined (ours)
+    BlendPrefetch       maps combined with the next layers' routers (ours)
 
 `maps` has the store, the sketch of embeddings and the search.
 """
@@ -40,13 +40,12 @@ class _MapEvictionOptions(Lfu.Options):
 class ExpertMapEviction(Lfu):
     """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
 
-    State: that of `Lfu`, and p, the probability that the map which was matched last for the expert's layer gives it. An
-    expert whose layer was not matched yet has the mean of the first probabilities told: with none told, this is `Lfu`.
-    Among experts with p = 0 the frequency decides, as in the limit. The resident experts of a layer move when their p
-    is told, O(log n) each.
+    State: that of `Lfu`, and p, the expert's probability in the latest matched map of its layer. Experts of unmatched
+    layers have the mean of the first reported probabilities; before any, this is `Lfu`. Among experts with p = 0 the
+    frequency decides, as in the limit. A report moves the layer's resident experts, O(log n) each.
 
     Args:
-        half_life: of a use, see `Lfu`; None: uses count for good, as in the paper.
+        half_life: of a use, see `Lfu`; None, as in the paper: no decay.
     """
 
     Options = _MapEvictionOptions
@@ -55,7 +54,7 @@ class ExpertMapEviction(Lfu):
     per_layer = False
 
     def expect(self, keys: Sequence[int], probabilities: Sequence[float]) -> None:
-        """What the matched map says of these experts, resident or not: whole layers of it."""
+        """Probabilities of these experts, resident or not, in the matched map: whole layers of it."""
         first = not self._weight and len(keys) > 0
         self._weight.update(zip(keys, map(max, probabilities, repeat(_LEAST)), strict=False))
         if first:
@@ -65,7 +64,7 @@ class ExpertMapEviction(Lfu):
 
 @register("eviction", "expert-map-decay")
 class ExpertMapDecay(ExpertMapEviction):
-    """`ExpertMapEviction` that forgets, as `LfuDecay`."""
+    """`ExpertMapEviction` with the half-life of `LfuDecay`."""
 
     class Options(_MapEvictionOptions, LfuDecay.Options):
         pass
@@ -88,16 +87,16 @@ class MapOptions(PrefetchOptions):
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """What the matched maps say about later layers.
+    """What the matched maps predict for later layers.
 
     Attributes:
         now: number of layers seen, which is the number (from 0) of the layer that runs next.
-        keys: [N] layer * J + expert: first those to prefetch, then the others of the same layers, each part by
+        keys: [N] layer * J + expert: first those to prefetch, then the other experts of these layers, each part by
             descending priority, then by key.
         priorities: [N], p / (l - l_now).
-        wanted: how many of the keys are to be prefetched; the others' priorities only say how probable they are.
+        wanted: how many of the keys to prefetch.
         scores: similarity of each sequence's match [S].
-        semantic: whether embeddings were compared, not trajectories.
+        semantic: matched by embeddings, not by trajectories.
     """
 
     now: int
@@ -109,20 +108,17 @@ class Forecast:
 
 
 class ExpertMapPrefetch:
-    """What to prefetch in one iteration after the other.
+    """fMoE's prefetch, one iteration after another.
 
-    Layers are counted from 0 here; the paper counts from 1. When n layers were seen, layer n (the paper's l = n + 1)
-    is about to run:
+    Layers count from 0 here, from 1 in the paper. When n layers were seen, layer n (the paper's l = n + 1) is next:
 
-        n = 0: the semantic match gives the maps of layers 0..d: the paper's 1..d, and its layer d + 1, for which the
+        n = 0: the semantic match forecasts layers 0..d: the paper's 1..d, and its layer d + 1, for which the
             trajectory of l = 1 is empty.
-        n > 0: the trajectory match of layers 0..n-1 gives the map of layer n + d.
+        n > 0: the trajectory match of layers 0..n-1 forecasts layer n + d.
 
-    So each layer gets a forecast once. Of each sequence's map, `select` takes the experts to prefetch; the union over
-    the sequences is prefetched, each expert with the highest probability that a sequence's map gives it. Priority
-    p / (l - l_now), l_now the last layer whose router has run: p / (layer + 1 - n).
-
-    Once the last layer was seen, `end` stores the iteration's maps.
+    So each layer gets one forecast. `select` takes the experts of each sequence's map; their union is prefetched, each
+    expert at its highest probability p over the sequences, with priority p / (l - l_now) = p / (layer + 1 - n), l_now
+    the last layer whose router has run. `end` stores the iteration's maps.
 
     Args:
         store: searched, and extended by each whole iteration.
@@ -130,7 +126,7 @@ class ExpertMapPrefetch:
         top_k: K, experts that the router picks for a token.
         semantic: False: no forecast before the first trajectory (the paper's ablation T).
         dynamic: False: K experts whatever the similarity (T and T+S without delta).
-        learn: False: the store stays as it is.
+        learn: False: the store does not change.
     """
 
     def __init__(
@@ -152,19 +148,15 @@ class ExpertMapPrefetch:
 
     @property
     def sequences(self) -> int | None:
-        """S of the iteration under way; None: there is none."""
+        """S of the current iteration; None: there is none."""
         return None if self._search is None else self._search.sequences
 
     def begin(self, embeddings: NDArray[np.float32]) -> Forecast | None:
-        """A new iteration with these embeddings [S, H]; one under way is forgotten.
-
-        Zero rows are sequences whose embeddings are not known: nothing is forecast for them yet.
+        """Begin an iteration with these embeddings [S, H], dropping an unfinished one. A zero row is an unknown
+        embedding, which adds nothing to the forecast. Raises ValueError: the shape is wrong.
 
         Returns:
-            The forecast of layers 0..d; None where there is none.
-
-        Raises:
-            ValueError: the shape is wrong.
+            The forecast of layers 0..d; None if there is none.
         """
         self._search = MapSearch(self.store, self._sketch(embeddings))
         match = self._search.semantic() if self._semantic else None
@@ -174,10 +166,10 @@ class ExpertMapPrefetch:
         return self._forecast(0, match, range(min(self.store.distance + 1, self.store.layers)), True)
 
     def observe(self, layer: int, probabilities: NDArray[np.float32]) -> Forecast | None:
-        """The router's probabilities of a layer [S, J], each sequence's averaged over its tokens.
+        """The router's probabilities of a layer [S, J], averaged over each sequence's tokens.
 
         Returns:
-            The forecast of layer `layer + 1 + d`; None where there is none.
+            The forecast of layer `layer + 1 + d`; None if there is none.
 
         Raises:
             ValueError: no iteration has begun, the shape is wrong, or the layer was seen before.
@@ -192,7 +184,7 @@ class ExpertMapPrefetch:
         return self._forecast(now, self._search.trajectory(), range(target, target + 1), False)
 
     def end(self) -> int:
-        """The iteration is over: store its maps if all layers were seen; how many were stored."""
+        """End the iteration and store its maps if all layers were seen; the number of stored maps."""
         search, self._search = self._search, None
         if search is None or not search.complete or not self._learn:
             return 0
@@ -223,15 +215,12 @@ def select(
 ) -> NDArray[np.bool_]:
     """Similarity-aware selection (fMoE equations 6 to 8): which experts to prefetch.
 
-    By descending probability (equal ones: the lowest number) experts are taken until their sum exceeds
-    delta = clip(1 - score, 0, 1) and at least K are taken, or there are no more. A row of zeros is no forecast: nothing
-    is taken.
+    Experts are taken by descending probability, ties by number, until their sum exceeds delta = clip(1 - score, 0, 1)
+    and at least K are taken. A row of zeros selects nothing.
 
     Args:
-        probabilities: of one layer [S, J].
-        scores: of the matches that they come from [S].
-        top_k: K.
-        dynamic: False: just K.
+        probabilities: of one layer [S, J]. scores: of the matches that they come from [S]. top_k: K.
+        dynamic: False: exactly K.
 
     Returns:
         Whether each expert is taken [S, J].
@@ -252,12 +241,12 @@ def select(
 def prefetch_priority(
     probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int
 ) -> NDArray[np.float32]:
-    """p / (l - l_now) (fMoE section 4.5); layers from 0, `now` layers were seen, so l - l_now = layer + 1 - now."""
+    """p / (l - l_now) (fMoE section 4.5); layers from 0, of which `now` were seen: l - l_now = layer + 1 - now."""
     return (probabilities / (layers + 1 - now)).astype(np.float32)
 
 
 def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
-    """The probabilities that `prefetch_priority` made these of, for eviction."""
+    """The probabilities behind these priorities: the inverse of `prefetch_priority`."""
     return (priorities * (layers + 1 - now)).astype(np.float32)
 
 
@@ -266,16 +255,15 @@ Expect = Callable[[Sequence[int], Sequence[float]], None]
 
 @register("prefetch", "expert-map")
 class ExpertMapPolicy(PrefetchPolicy):
-    """`ExpertMapPrefetch` in the forward itself: what the matcher does beside it, at once and for nothing.
+    """`ExpertMapPrefetch` within the forward: a matcher process without its delay.
 
-    State: that of `ExpertMapPrefetch`. Each span of a forward is a sequence; its map is the mean over its rows, its
-    embedding the span's. After layer m the forecast is for layer m + 1 + d: d counts from the layer that runs when a
-    matcher's command would have come. Cost: a search per span and layer, O(C * J).
+    State: that of `ExpertMapPrefetch`. Each span of a forward is a sequence with its own embedding; its map is the mean
+    over its rows. After layer m the forecast is for layer m + 1 + d, as a matcher's command would arrive in layer m +
+    1. Cost: a search per span and layer, O(C * J).
 
     Args:
-        maps: store, distance and top-k.
-        hidden: H, width of embeddings.
-        expect: told the probabilities of each forecast's layers; `ExpertMapEviction.expect`.
+        maps: store, distance and top-k. hidden: H, width of embeddings.
+        expect: receives the probabilities of each forecast's layers, as `ExpertMapEviction.expect`.
     """
 
     class Options(MapOptions):
@@ -336,26 +324,25 @@ _BOTH = "both"
 
 @register("prefetch", "blend")
 class BlendPrefetch:
-    """What several sources want of one layer, merged by their measured precision per layer and distance. Ours.
+    """Combines several sources by their measured precision per layer and distance. Ours.
 
-    State: per source, layer and distance how many guesses were made and how many were right, both fading by `fade` at
-    each forward's guess; the guesses of maps for the layers ahead; all guesses of the forward under way, to be judged.
+    State: per source, layer and distance the prefetches made and those that were right, both decayed by `fade` per
+    forward; the newest maps' prefetches for the layers ahead; all open prefetches of the forward.
 
-    Rule: a source's precision at a layer and distance is (right + 1) / (guessed + 2). Of a layer ahead, an expert is
-    wanted with probability 1 - prod(1 - precision) over the sources that name it; of those the most probable are asked
-    for, as many as the more precise source names. Priority: that probability over the distance. A map's distance is
-    that at which its guess came. Cost: `distance` router runs per layer.
+    Rule: the precision of a source at a layer and distance is (right + 1) / (made + 2). An expert of a later layer has
+    probability 1 - prod(1 - precision) over the sources that name it; the most probable are prefetched, as many as the
+    more precise source names, with priority probability / distance. A map's distance counts from its arrival. Cost:
+    `distance` router runs per layer.
 
     Args:
-        layers, experts: L and E. top: experts per token that a router picks. distance: layers ahead.
-        fade: weight of the past at each new guess, in (0, 1].
+        layers, experts: L and E. top: the router's top-k. distance: layers ahead. fade: decay, in (0, 1].
     """
 
     Options = MapOptions
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        """Raises ValueError: it joins what a matcher process sends, and an executor without one has none."""
+        """Raises ValueError: it needs a matcher process, which this executor lacks."""
         raise ValueError("prefetch blend needs a matcher process, which this executor has not")
 
     def __init__(self, layers: int, experts: int, top: int, distance: int, fade: float = 0.98) -> None:
@@ -367,21 +354,17 @@ class BlendPrefetch:
         self._open: dict[tuple[str, int, int], set[int]] = {}
 
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
-        """Forget what was guessed for a forward that is over or broke off."""
+        """Drop the prefetches of an ended or aborted forward."""
         self._mapped, self._open = {}, {}
         return []
 
     def precision(self, source: str, layer: int, distance: int) -> float:
-        """Share of a source's guesses for `layer`, made `distance` before it, that were right; 0.5 while unknown."""
+        """Share of a source's prefetches for `layer`, made `distance` before it, that were right; 0.5 while unknown."""
         place = (source, layer, distance)
         return (self._right.get(place, 0.0) + 1.0) / (self._guessed.get(place, 0.0) + 2.0)
 
     def merged(self, seen: LayerSeen, mapped: Sequence[Wanted]) -> list[Wanted]:
-        """Judge the guesses for this layer, take in those of maps that have just come, and say what is wanted now.
-
-        Args:
-            mapped: most wanted first.
-        """
+        """Score the prefetches for this layer, add newly arrived ones of maps (most wanted first), and combine."""
         self._judge(seen)
         for layer, keys in _by_layer(mapped, self._experts).items():
             if layer > seen.layer:

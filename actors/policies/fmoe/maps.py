@@ -1,8 +1,5 @@
-"""Embeddings of a bounded width, so that a store of many maps stays small whatever the model's hidden size is.
-
-The expert map store of fMoE (section 4.4): what past iterations routed to, bounded and without duplicates.
-
-The search of fMoE (section 4.2) for one iteration, layer by layer.
+"""The expert maps of past iterations: sketches of embeddings, the bounded store (fMoE section 4.4) and the search of
+one iteration, layer by layer (4.2).
 """
 
 from __future__ import annotations
@@ -18,13 +15,12 @@ WIDTH = 512  # of a stored embedding at most
 
 
 class Sketch:
-    """Maps embeddings of width H to width D <= H so that cosine similarities are nearly kept.
+    """Maps embeddings of width H to width D <= H and nearly preserves cosine similarities.
 
-    H <= D: the embedding itself, exactly. Else a count sketch with balanced buckets (Charikar, Chen and Farach-Colton
-    2002; feature hashing): coordinate i is added to bucket i mod D with a random sign. Inner products are kept in
-    expectation with a standard error of at most about sqrt(2 / D) of the product of the norms (0.06 for D = 512); two
-    equal embeddings stay equal. The signs come from a hash of i, so every process and release has the same sketch.
-    O(H) per embedding, H bytes of state.
+    H <= D: the embedding itself. Else a count sketch with balanced buckets (Charikar, Chen and Farach-Colton 2002;
+    feature hashing): coordinate i is added to bucket i mod D with a random sign. Inner products are preserved in
+    expectation, with a standard error of at most about sqrt(2 / D) of the product of the norms (0.06 for D = 512). The
+    signs hash i, so they are the same in every process and release. O(H) per embedding.
 
     Args:
         hidden: H. width: D at most.
@@ -49,7 +45,7 @@ class Sketch:
 
 
 def unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Each row divided by its length [S, D]; a zero row stays zero."""
+    """Each row divided by its length [S, D]; zero rows stay zero."""
     lengths = np.sqrt(np.einsum("sd,sd->s", rows, rows, dtype=np.float64))
     inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
     return (rows * inverse[:, None]).astype(np.float32)
@@ -69,26 +65,21 @@ DEFAULT_CAPACITY = 1000  # maps (fMoE section 6.6)
 class ExpertMapStore:
     """Up to C entries, each the embedding and the expert map of one sequence in one iteration.
 
-    State, contiguous arrays allocated for C entries (pages are touched as entries come):
-        embeddings [C, D] float32, of unit length: the semantic embedding, see `Sketch`; only cosines need it.
-        maps [L, C, J] float32: map {P_1..P_L} of each entry, layer by layer, so that a layer's search reads one block.
-        squares [L, C] float64: squared length of each P_l, for the cosine of any set of layers.
-    Bytes: C * (4D + 4LJ + 8L).
+    State, contiguous arrays for C entries, C * (4D + 4LJ + 8L) bytes:
+        embeddings [C, D] float32, of unit length: the semantic embedding, see `Sketch`.
+        maps [L, C, J] float32: map {P_1..P_L} of each entry, by layer, so that a search reads one block per layer.
+        squares [L, C] float64: squared length of each P_l, for cosines over any set of layers.
 
-    Rule: while there is room an entry is appended. When full, the new entry takes the place of the old one y with the
-    highest redundancy (fMoE section 4.4),
+    Rule: append while there is room; then replace the old entry y with the highest redundancy (fMoE section 4.4),
 
         RDY_y = (d/L) * score_sem_y + ((L-d)/L) * score_map_y
 
-    the cosines of the embeddings and of the flattened maps; equal ones: the lowest row. A zero vector has cosine 0.
-    Cost: `add` O(C + LJ + D) where the scores are known (`MapSearch` has them from its search), else
-    O(C * (LJ + D)).
+    the cosines of the embeddings and of the flattened maps (of a zero vector: 0); ties to the lowest row. Cost: `add`
+    O(C + LJ + D) with known scores (`MapSearch` has them), else O(C * (LJ + D)).
 
     Args:
-        layers, experts: L MoE layers of J experts.
-        width: D, of stored embeddings.
+        layers, experts: L MoE layers of J experts. width: D, of stored embeddings. capacity: C.
         distance: d, the prefetch distance; more than L counts as L.
-        capacity: C.
 
     Attributes:
         generation: counts changes, so that a search notices one.
@@ -123,7 +114,7 @@ class ExpertMapStore:
         return self._embeddings.nbytes + self._maps.nbytes + self._squares.nbytes
 
     def layer(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """P_layer of all n entries [n, J], and their squared lengths [n]; views."""
+        """P_layer of all n entries [n, J] and their squared lengths [n]; views."""
         return self._maps[layer, : self._count], self._squares[layer, : self._count]
 
     def maps_of(self, entries: NDArray[np.integer], layers: range) -> NDArray[np.float32]:
@@ -156,9 +147,8 @@ class ExpertMapStore:
         """Store one entry; the row that it took.
 
         Args:
-            embedding: [D], of unit length or zero.
-            maps: [L, J].
-            redundancy: RDY with each of the n entries [n]; None: computed here if it is needed.
+            embedding: [D], of unit length or zero. maps: [L, J].
+            redundancy: RDY with each of the n entries [n]; None: computed if needed.
 
         Raises:
             ValueError: a shape is wrong, or a number is not finite.
@@ -184,18 +174,17 @@ class ExpertMapStore:
         return row
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """A copy of the entries: embeddings [n, D], maps [L, n, J]; for files and for other replicas."""
+        """A copy of the entries: embeddings [n, D], maps [L, n, J]; for files and replicas."""
         return {
             "embeddings": self._embeddings[: self._count].copy(),
             "maps": np.ascontiguousarray(self._maps[:, : self._count]),
         }
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Begin with these entries, as `arrays` gave them; of more than C the last C.
+        """Begin with these entries of `arrays`; of more than C the last C.
 
         Raises:
-            ValueError: there are entries already, an array is missing, or of a wrong shape, or has numbers that are
-                not finite, or an embedding is neither of unit length nor zero.
+            ValueError: the store is not empty, or the arrays are not valid (`checked_arrays`).
         """
         if self._count:
             raise ValueError(f"the store holds {self._count} maps already")
@@ -217,7 +206,8 @@ def checked_arrays(
     """embeddings [n, D] and maps [L, n, J] of `ExpertMapStore.arrays`.
 
     Raises:
-        ValueError: as in `ExpertMapStore.load`.
+        ValueError: an array is missing, has a wrong shape or numbers that are not finite, or an embedding is neither of
+            unit length nor zero.
     """
     if set(arrays) != {"embeddings", "maps"}:
         raise ValueError(f"the arrays are {sorted(arrays)}, not embeddings and maps")
@@ -255,8 +245,7 @@ class Match:
     """The most similar entry for each sequence.
 
     Attributes:
-        entries: row in the store [S]; of equally similar ones the lowest.
-        scores: its cosine similarity [S], in [-1, 1].
+        entries: row in the store [S], the lowest of equals. scores: its cosine similarity [S], in [-1, 1].
     """
 
     entries: NDArray[np.int64]
@@ -264,19 +253,15 @@ class Match:
 
 
 class MapSearch:
-    """S sequences of one iteration against the n entries that the store has.
+    """S sequences of one iteration against the n entries of the store.
 
     Semantic (equation 4): score_sem = cos(embedding, embedding_y). Trajectory (equation 5): score_map = cos of the
-    flattened probabilities of the layers seen so far with the same layers of map_y. Incremental: dots [S, n] and the
-    squared lengths of both sides are kept, each layer adds its own, so that a layer costs O(S * n * J) and not
-    O(S * n * l * J). A layer that was not seen (a message was dropped) is left out on both sides.
-
-    After the last layer the scores over whole maps are there too, so `commit` stores the iteration without another
-    pass over the store.
+    flattened probabilities of the layers seen so far with the same layers of map_y. Each layer adds to the dots [S, n]
+    and the squared lengths, so a layer costs O(S * n * J). A layer that was not seen (a lost message) counts on neither
+    side. After the last layer these are the scores of whole maps, which `commit` needs.
 
     Args:
-        store: not changed by others before the search ends.
-        embeddings: [S, D], of unit length or zero (`Sketch`).
+        store: not changed by others before the search ends. embeddings: [S, D], of unit length or zero (`Sketch`).
     """
 
     def __init__(self, store: ExpertMapStore, embeddings: NDArray[np.float32]) -> None:
@@ -300,7 +285,6 @@ class MapSearch:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was seen."""
         return all(self._seen)
 
     def semantic(self) -> Match | None:
@@ -308,7 +292,7 @@ class MapSearch:
         return _best(self._semantic)
 
     def observe(self, layer: int, probabilities: NDArray[np.float32]) -> None:
-        """One more layer's router probabilities [S, J].
+        """Add a layer's router probabilities [S, J].
 
         Raises:
             ValueError: the shape is wrong, the layer was seen before, or the store changed.
@@ -336,10 +320,9 @@ class MapSearch:
         return _best(self.trajectory_scores()) if any(self._seen) else None
 
     def commit(self) -> list[int]:
-        """Store the iteration, one entry for each sequence, one after the other; the rows that they took.
+        """Store one entry for each sequence and end the search; the rows that they took.
 
-        A later sequence is compared with the earlier ones' entries too, so equal ones take one row where the store is
-        full. The search is over then.
+        Later sequences are compared with earlier ones' entries too, so equal ones share a row once the store is full.
 
         Raises:
             ValueError: a layer was not seen, or the store changed.

@@ -1,7 +1,7 @@
-"""MoEpic: split experts, cached by least cache priority and prefetched in descending predicted score.
+"""MoEpic: split experts, cached by least cache priority and prefetched by descending predicted score.
 
-Here are the cache policy and the speculative prefetcher. `split` has the division of expert memory, `configure` the
-cache configurator.
+Here: the cache policy and the speculative prefetcher. `split` has the division of expert memory, `configure` the cache
+configurator.
 """
 
 from __future__ import annotations
@@ -98,23 +98,19 @@ class RisingOrder:
 class Lcp(EvictionPolicy):
     """Evicts the expert with the lowest priority P = mu * rho^(nu / omega) (MoEpic section 3.3, equation 4).
 
-    State: of every expert, held or not, mu, the tokens that picked it so far, and the token of its layer at which it
-    was last picked; nu is how many tokens of its layer have passed since. All tokens of a forward are one moment.
+    State: of every expert, resident or not, mu, the tokens that picked it so far, and the token of its layer that
+    picked it last; nu is the number of tokens since. All tokens of a forward count as one moment, and a forward begins
+    with a layer that does not follow the previous one.
 
-    Rule: every P falls by the same factor from token to token, so the experts are ordered by
-    log mu + last * log(1 / rho) / omega, which no token changes unless it picks the expert, and then it rises. An
-    expert that was admitted as a guess counts as picked by one token at that moment, or every guess would be the first
-    to go. Equal ones: the one that was admitted first.
+    Rule: every P falls by the same factor per token, so experts are ordered by log mu + last * log(1 / rho) / omega,
+    which only a pick changes, upwards. A prefetched expert counts as picked once at its admission, so that it is not
+    the first victim. Ties: first admitted, first evicted.
 
-    All layers of a forward carry the same tokens, so one count of them serves all: a forward begins with a layer that
-    does not come after the one before it.
-
-    O(1) per expert picked, O(log n) per admission, `victims` O((victims + protected ones passed) log n) and, amortized,
-    O(log n) for each held expert picked since.
+    O(log n) per expert picked or admitted, `victims` O(k log k) for k entries passed.
 
     Args:
-        rho: balance between count and interval, 0 to 1. omega: tokens in which P falls by it.
-        one_layer: all experts are of one layer, of which each call of `routed` is a forward.
+        rho: balance between count and interval, 0 to 1. omega: tokens in which P falls by rho.
+        one_layer: all experts are of one layer, and each call of `routed` is a forward.
     """
 
     class Options(PolicyOptions):
@@ -178,15 +174,12 @@ class Lcp(EvictionPolicy):
 class SpeculativePrefetch(PrefetchPolicy):
     """MoEpic's speculative prefetcher (section 3.2).
 
-    State: none. Rule: when layer i's router has run, layer i+1's router is run on layer i's post-attention activation
-    h^i, s_pred = softmax(R^{i+1}(h^i)) (equation 3), and experts are asked for in descending s_pred (`by_score`).
-    The first layer is asked for at the last one, by the last one's activation of each sequence's last row: what the
-    paper takes from AdapMoE. Prefetch of a layer ends when its routing is known: what is queued by then and not needed
-    is cancelled (`ExpertCache.drop_stale`), what is needed is promoted. Of an expert whose top segment is cached only
-    the bottom is loaded (`ExpertCache.prefetch`).
-
-    Of a batch each row names its `top` experts; their union is ordered by the highest score that any row gives them.
-    Cost: T * H * E multiply-adds, E log E and T E comparisons per layer.
+    State: none. Rule: after layer i's router, layer i+1's router runs on layer i's post-attention activation h^i,
+    s_pred = softmax(R^{i+1}(h^i)) (equation 3), and experts are prefetched by descending s_pred (`by_score`). The last
+    layer prefetches for the first one, from each sequence's last row, as AdapMoE. Prefetch of a layer ends when its
+    routing is known: queued loads are promoted if needed, else cancelled (`ExpertCache.drop_stale`). Of an expert with
+    a cached top only the bottom is loaded. Of a batch each row names its `top` experts; the union is ordered by the
+    highest score of any row. Cost per layer: T * H * E multiply-adds, O(E log E + T E) comparisons.
 
     Args:
         layers, experts: L and E.

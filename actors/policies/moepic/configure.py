@@ -1,7 +1,7 @@
-"""The cache configurator: from what was counted and measured to a division of the slot pool (MoEpic section 3.4).
+"""The cache configurator: divides the slot pool by counted and measured statistics (MoEpic section 3.4).
 
-The best split of one layer, given its memory and the time there is to prefetch (equations 5 to 11); how the memory is
-divided among the layers (Algorithm 1, or AdapMoE's dynamic programming); and both joined.
+The best split of one layer for its memory and prefetch window (equations 5 to 11); the memory of each layer (Algorithm
+1, or AdapMoE's dynamic programming); and both together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Times:
-    """What things take, in seconds.
+    """Measured durations in seconds. Raises ValueError: one is negative, or loading takes no time.
 
     attention_s: T_att, from the end of a layer's experts to the next layer's routing. moe_s: T_moe, a layer's experts
     when all are resident. head_s: T_head, from the last layer's experts to the first layer's attention of the next
     token. load_s: T_load, one whole expert over the link.
-
-    Raises:
-        ValueError: one is negative, or loading takes no time.
     """
 
     attention_s: float
@@ -43,17 +40,17 @@ class Times:
 
     @property
     def first_window_s(self) -> float:
-        """T_wind of the first layer: the head of the token before, and its own attention."""
+        """T_wind of the first layer: the previous token's head and the layer's own attention."""
         return self.head_s + self.attention_s
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A cut of one layer and what it is expected to cost.
+    """A split of one layer and its expected cost.
 
-    slots: C. theta: share of an expert that is its top. loaded: m, of the needed experts, how many are in memory when
-    the routing is known. hide_s: T_hide (equation 5). miss_s: T_miss. exposed_s: what loading adds (equation 6).
-    next_window_s: what the next layer has to prefetch in (equation 7).
+    slots: C. theta: share of an expert in its top. loaded: m, needed experts in memory when the routing is known.
+    hide_s: T_hide (equation 5). miss_s: T_miss. exposed_s: what loading adds (equation 6). next_window_s: the next
+    layer's prefetch window (equation 7).
     """
 
     slots: int
@@ -66,10 +63,10 @@ class LayerSplit:
 
 
 class LayerModel:
-    """One layer's statistics, made ready for many questions.
+    """One layer's statistics, prepared for many evaluations.
 
     Args:
-        times: what things take. guesses: experts prefetched for a layer at most; None: as many as the window allows.
+        prefetched: experts prefetched for a layer at most; None: as many as the window allows.
     """
 
     def __init__(self, statistics: LayerStatistics, times: Times, guesses: int | None = None) -> None:
@@ -80,7 +77,7 @@ class LayerModel:
         self._guess_hit_rate = statistics.guess_hit_rate[: len(self._accuracy)].T.copy()  # [E + 1, Y]
 
     def best(self, budget: float, window_s: float) -> LayerSplit:
-        """The cut with the most in memory in time (equation 11), over all C; the least C of equal ones.
+        """The split with the most in memory in time (equation 11) over all C; ties to the least C.
 
         Args:
             budget: V, in experts; theta = min(1, V / C). window_s: T_wind.
@@ -92,7 +89,7 @@ class LayerModel:
         return self._costs(int(sizes[at]), float(thetas[at]), float(loaded[at]))
 
     def of(self, slots: int, theta: float, window_s: float) -> LayerSplit:
-        """The same of a given cut; slots = 0: nothing is cached."""
+        """The expected cost of a given split; slots = 0: nothing is cached."""
         loaded = self._loaded(np.array([slots]), np.array([theta]), window_s)
         return self._costs(slots, theta, float(loaded[0]))
 
@@ -115,7 +112,7 @@ class LayerModel:
 
 
 def expert_split(models: Sequence[LayerModel], budgets: Sequence[float], times: Times) -> list[LayerSplit]:
-    """ExpertSplit of Algorithm 1: each layer's best cut in turn, in the window that the one before it leaves.
+    """ExpertSplit of Algorithm 1: each layer's best split in turn, in the window that the previous layer leaves.
 
     Args:
         budgets: V of each layer, in experts.
@@ -131,7 +128,7 @@ def expert_split(models: Sequence[LayerModel], budgets: Sequence[float], times: 
 def expected(
     models: Sequence[LayerModel], slots: Sequence[int], thetas: Sequence[float], times: Times
 ) -> list[LayerSplit]:
-    """What a given cut is expected to cost, layer by layer."""
+    """The expected cost of given splits, layer by layer."""
     window_s, out = times.first_window_s, []
     for model, size, theta in zip(models, slots, thetas, strict=True):
         split = model.of(size, theta, window_s)
@@ -147,7 +144,7 @@ def total_s(splits: Sequence[LayerSplit]) -> float:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Memory of each layer in neurons, with the best cut of each, and the exchanges that led there."""
+    """Memory of each layer in neurons, the best split of each, and the number of exchanges."""
 
     budgets: tuple[int, ...]
     splits: tuple[LayerSplit, ...]
@@ -159,15 +156,15 @@ def allocate(
 ) -> Allocation:
     """VramAllocation of Algorithm 1 (MoEpic section 3.4.2).
 
-    From the uniform division on, zeta * V_e moves from the layer that loses least by it to the one that gains most,
-    until the total of the exposed latencies stops falling; the last exchange is undone. It falls strictly, over
-    divisions in whole steps, so this ends. A layer that could not spare a step and keep a neuron gives nothing.
+    From the uniform division on, zeta * V_e moves from the layer that loses least to the one that gains most, until the
+    total exposed latency stops falling; the last exchange is undone. The total falls strictly over finitely many
+    divisions, so this ends. A layer that would have no neuron left gives nothing.
 
     Args:
         budget_neurons: V_e, of all layers together. neurons: I, of one expert. zeta: granularity, 0 to 1.
 
     Raises:
-        ValueError: not one neuron for each layer, or zeta is not above 0 and below 1.
+        ValueError: less than one neuron for each layer, or zeta is not above 0 and below 1.
     """
     layers = len(models)
     if budget_neurons < layers or not 0 < zeta < 1:
@@ -209,10 +206,10 @@ AllocationKind = Literal["moepic", "dynamic-programming"]
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that a cut divides.
+    """The memory to divide.
 
-    neurons: I, of one expert. pool_neurons: of all slots together. top_k: experts of a token. buffer_experts: whole
-    experts' worth of memory that is the buffer's; None: what `buffer_for` says of the cut. A small pool has less.
+    neurons: I, of one expert. pool_neurons: of all slots together. top_k: experts of a token. buffer_experts: size of
+    the buffer in whole experts, less in a small pool; None: by `buffer_for`.
 
     Raises:
         ValueError: the pool does not hold one expert.
@@ -228,10 +225,10 @@ class Room:
             raise ValueError(f"there is no room in {self}")
 
     def buffer(self, layers: int, experts: int) -> int:
-        """Neurons of a buffer of so many whole experts, or fewer, beside `layers` caches of one neuron at least.
+        """Neurons of a buffer of this many whole experts, or fewer, beside `layers` caches of at least one neuron.
 
         Raises:
-            ValueError: beside one whole expert there is no neuron for each layer.
+            ValueError: one whole expert leaves no neuron for each layer.
         """
         kept = min(experts, (self.pool_neurons - layers) // self.neurons)
         if kept < 1:
@@ -241,7 +238,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Configured:
-    """A better cut, and the exposed latency of a token that is expected of the present one and of it, in seconds."""
+    """A better layout, and the expected exposed latency of a token before and after, in seconds."""
 
     cut: CacheCut
     before_s: float
@@ -249,7 +246,7 @@ class Configured:
 
     @property
     def gain(self) -> float:
-        """Share of the exposed latency that goes away."""
+        """Share of the exposed latency that disappears."""
         return 1.0 - self.after_s / self.before_s if self.before_s > 0 else 0.0
 
 
@@ -264,18 +261,19 @@ def configure(
     allocation: AllocationKind = "moepic",
     guesses: int | None = None,
 ) -> Configured | None:
-    """The cut to change to; None if the expected gain is under `min_gain`.
+    """The layout to change to; None if the expected gain is under `min_gain`.
 
-    What is expected of a cut is equations 5 to 11 for whole neurons and slots, so rounding is paid for.
+    Expectations (equations 5 to 11) are of whole neurons and slots, so they include the cost of rounding.
 
     Args:
-        statistics: of each layer. present: the cut in use. zeta: granularity of the exchange. min_gain: share of the
-            exposed latency. allocation: moepic, or dynamic programming over whole experts. guesses: experts that are
-            prefetched for a layer at most; None: as many as there is time for, and with dynamic programming as many
-            as a step needs.
+        statistics: of each layer. present: the current layout. zeta: granularity of the exchange.
+        min_gain: share of the exposed latency.
+        allocation: moepic, or dynamic programming over whole experts.
+        prefetched: experts prefetched for a layer at most; None: as many as there is time for, or with dynamic
+            programming as many as a step needs.
 
     Raises:
-        ValueError: the room is too small for any cut.
+        ValueError: the room is too small for any layout.
     """
     models = [LayerModel(layer, times, guesses) for layer in statistics]
     whole = allocation == "dynamic-programming"
@@ -286,13 +284,13 @@ def configure(
 
 
 def expected_s(models: Sequence[LayerModel], times: Times, cut: CacheCut) -> float:
-    """Exposed latency of a token that is expected of a cut, in seconds."""
+    """Expected exposed latency of a token, in seconds."""
     thetas = [top / cut.neurons for top in cut.tops]
     return total_s(expected(models, cut.slots, thetas, times))
 
 
 def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) -> CacheCut:
-    """Algorithm 1 in the memory that the buffer leaves, which depends on how large its bottoms turn out to be."""
+    """Algorithm 1 in the memory that the buffer leaves, which depends on the size of the resulting bottoms."""
     held = room.top_k if room.buffer_experts is None else room.buffer_experts
     while True:
         cut = _cut(models, times, room, zeta, room.buffer(len(models), held))
@@ -308,7 +306,7 @@ def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) 
 
 
 def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, buffer: int) -> CacheCut:
-    """Whole neurons: V_i // C_i of each top, no more than there are; where that is none, fewer slots of one neuron."""
+    """In whole neurons: tops of V_i // C_i, at most I; where that is 0, fewer slots of one neuron."""
     layers, neurons = len(models), room.neurons
     found = allocate(models, times, room.pool_neurons - buffer, neurons, zeta)
     tops, slots = [], []
@@ -323,7 +321,7 @@ def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, bu
 
 
 def _whole(statistics: Sequence[LayerStatistics], room: Room, guesses: int | None) -> CacheCut:
-    """theta = 1 everywhere and no buffer: the caches have all of the pool, as those of AdapMoE."""
+    """theta = 1 everywhere and no buffer: the caches have the whole pool, as in AdapMoE."""
     layers = len(statistics)
     picked = ceil(max(layer.per_step for layer in statistics))
     costs = load_costs(statistics, picked if guesses is None else guesses)

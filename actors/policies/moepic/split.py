@@ -1,7 +1,7 @@
-"""The division of expert memory between tops, which are cached by layer, and bottoms, which all layers share.
+"""Split experts: tops are cached by layer, bottoms share one buffer.
 
-The option of a preset, the division itself, the segments of experts under it, and what is counted of a layer's routing
-to choose it: hits at every cache size, and how good the predictions are.
+The option of a preset, the division of memory, the segments of experts, and the statistics of a layer's routing that
+choose the division: hits at every cache size, and prediction accuracy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RHO, OMEGA = 0.25, 128  # of LCP
 
 @register("split", "off", "fixed", "adaptive")
 class SplitOptions(PolicyOptions):
-    """How experts are split in two, a cached top and a bottom that is loaded for each use (MoEpic).
+    """How experts are split in a cached top and a bottom that is loaded for each use (MoEpic).
 
-    off: not at all. fixed: every layer alike, at `theta`. adaptive: it begins so, and each layer's ratio and share of
-    the memory follow what is measured.
+    off: not split. fixed: every layer at `theta`. adaptive: begins so; then each layer's ratio and share of the memory
+    follow the measurements.
     """
 
     kind: str = "off"
@@ -76,19 +76,19 @@ class SplitOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class CacheCut:
-    """One division of expert memory (MoEpic section 4.1); sizes are neurons, in which all experts count alike.
+    """One division of expert memory (MoEpic section 4.1); sizes are in neurons.
 
     The top of an expert of layer l is its neurons [0, n_l), its bottom the others. A layer with n_l = I has no bottoms
-    and is a plain cache; one with n_l = 0 has no tops, and all of an expert is its bottom.
+    and is a plain cache; one with n_l = 0 has no tops.
 
     Attributes:
         neurons: I, those of one expert.
         tops: n_l of each layer, 0 to I.
-        slots: C_l, tops of each layer that are cached; none where n_l = 0, else at least one.
-        buffer_slots: slots for bottoms, each as large as the largest of them; none where no layer has a bottom.
+        slots: C_l, cached tops of each layer; 0 where n_l = 0, else at least 1.
+        buffer_slots: slots for bottoms, each of the size of the largest; 0 where no layer has bottoms.
 
     Raises:
-        ValueError: the numbers do not belong together.
+        ValueError: the numbers are inconsistent.
     """
 
     neurons: int
@@ -122,11 +122,11 @@ class CacheCut:
     def uniform(
         layers: int, experts: int, neurons: int, budget_neurons: int, theta: float, buffer_experts: int
     ) -> CacheCut:
-        """The fixed split: tops of round(theta * I) neurons, and as many slots in each layer as the rest buys.
+        """The fixed split: tops of round(theta * I) neurons, and as many slots in each layer as fit beside the buffer.
 
-        The buffer gets the memory of `buffer_experts` experts, less where no layer would be left a slot. What is over
-        gives one slot more to the first layers; where all tops are cached it goes to the buffer. With theta = 0 there
-        is only the buffer, and memory beyond it is not used: nothing is kept longer than it takes to use it.
+        The buffer has the memory of `buffer_experts` experts, less where a layer would have no slot. The remainder
+        gives the first layers one more slot; where all tops are cached it goes to the buffer. With theta = 0 there is
+        only the buffer, and further memory stays unused.
 
         Raises:
             ValueError: theta is not 0 to 1, or the budget does not hold one slot of each kind.
@@ -156,8 +156,7 @@ class CacheCut:
 def buffer_for(theta: float, top_k: int) -> int:
     """Full experts of buffer that hold the bottoms of two layers' top-k, at least top-k of them.
 
-    While one layer's bottoms are in use, so that they must stay, the next layer's arrive. With the paper's K experts a
-    cut of theta < 0.5 has no room for these.
+    The next layer's bottoms arrive while one layer's are in use; the paper's K experts are too few for theta < 0.5.
     """
     return max(top_k, ceil(2 * top_k * (1 - theta) - 1e-9))
 
@@ -168,20 +167,19 @@ def _least(slots: int, needed: int, budget: int) -> None:
 
 
 class Segments:
-    """Segments and slots of one cut.
+    """Segments and slots of one layout.
 
-    Of N experts, those of layer l being the keys l * E to (l + 1) * E - 1, the top of expert k is segment k and its
-    bottom segment N + k. Slot classes: class l holds the tops of layer l, class L (the buffer) all bottoms. Slots are
-    numbered through, those of class 0 first, and follow each other in the pool in this order.
+    Of N experts, where keys l * E to (l + 1) * E - 1 are those of layer l, the top of expert k is segment k and its
+    bottom segment N + k. Slot class l holds the tops of layer l, class L (the buffer) all bottoms. Slots are numbered,
+    and lie in the pool, in order of class.
 
     Attributes:
         neurons: of each segment [2 N]; 0 where there is no such segment.
         begins: number of its first neuron within its expert [2 N].
         class_of: slot class of each segment [2 N].
-        slots: number of slots of each class [L + 1].
-        slot_neurons: neurons of a slot of each class [L + 1].
+        slots, slot_neurons: number of slots of each class, and neurons of one [L + 1].
         first: first neuron of each slot in the pool.
-        shown: of each expert [N] the segment that stands for it: its top, or all of it where there are no tops.
+        shown: of each expert [N] the segment that represents it: its top, or its bottom where there are no tops.
 
     Raises:
         ValueError: a layer has more slots than experts.
@@ -203,7 +201,7 @@ class Segments:
         self.shown = [key if self.neurons[key] else self.keys + key for key in range(self.keys)]
 
     def of(self, keys: Iterable[int]) -> list[int]:
-        """The segments of these experts, each expert's together, its top first."""
+        """The segments of these experts, each expert's top before its bottom."""
         n, neurons = self.keys, self.neurons
         return [segment for key in keys for segment in (key, n + key) if neurons[segment]]
 
@@ -217,12 +215,11 @@ _CHUNK_BYTES = 1 << 22  # of one array [steps, E] at work: what a step costs in 
 class Picks:
     """Routing of one layer, step by step. A step is a token, or the tokens of one forward.
 
-    counts [n, E]: tokens of each step that picked each expert. tokens [n]: of each step, at least 1.
-    scores [n, E]: predicted before the routing was known, the higher the likelier; not a number in the rows of steps
-    without a prediction. None: there are no predictions.
+    counts [n, E]: tokens of each step that picked each expert. tokens [n]: of each step, at least 1. scores [n, E]:
+    predicted before the routing was known, NaN in rows without a prediction; None: no predictions.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes are inconsistent.
     """
 
     counts: NDArray[np.integer]
@@ -246,10 +243,10 @@ class Picks:
 
 @dataclass(frozen=True, eq=False)
 class Priorities:
-    """What orders a layer's experts before a step.
+    """The order of a layer's experts before a step.
 
-    counts [E]: tokens that picked each one so far (mu of LCP). last [E]: step clock, in tokens, of its last pick; below
-    zero: never. now: tokens so far.
+    counts [E]: tokens that picked each one so far (mu of LCP). last [E]: step clock, in tokens, of its last pick;
+    negative: never. now: tokens so far.
     """
 
     counts: Ints
@@ -264,12 +261,11 @@ class Priorities:
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """H(C), P(y) and PH(y, C) of one layer (MoEpic section 3.4), as counts, so that windows can be added up.
+    """H(C), P(y) and PH(y, C) of one layer (MoEpic section 3.4), as counts, which add up over windows.
 
-    steps: observed. needed: experts needed in all of them together. hits [E + 1]: of these, how many were among the C
-    that rank highest, C = 0..E. guessed: steps with a prediction. named [E]: in how many of these the expert with
-    the y-th highest score was needed, y = 0..E-1. held [E, E + 1]: in how many it was among the C that rank highest,
-    needed or not.
+    steps: observed. needed: experts needed in all of them together. hits [E + 1]: of these, those among the C that rank
+    highest, C = 0..E. guessed: steps with a prediction. named [E]: steps in which the expert with the y-th highest
+    score was needed, y = 0..E-1. held [E, E + 1]: steps in which it was among the C that rank highest.
     """
 
     steps: int
@@ -293,7 +289,6 @@ class LayerStatistics:
 
     @property
     def experts(self) -> int:
-        """E."""
         return len(self.named)
 
     @property
@@ -303,7 +298,7 @@ class LayerStatistics:
 
     @property
     def hit_rate(self) -> Floats:
-        """H(C): share of the needed experts that a cache of C = 0..E experts holds [E + 1]."""
+        """H(C): share of the needed experts in a cache of C = 0..E experts [E + 1]."""
         return self.hits / max(1, self.needed)
 
     @property
@@ -325,18 +320,15 @@ def observe(
     rho: float = RHO,
     omega: float = OMEGA,
 ) -> tuple[LayerStatistics, Priorities]:
-    """Statistics of these steps, for every cache size in one pass, and the priorities after them.
+    """Statistics of these steps for every cache size in one pass, and the priorities after them.
 
-    A cache of C experts is taken to hold those that rank highest before the step, in the order of `order`: an access
-    hits at every C above the expert's rank (its stack distance). For LRU that is exactly what a cache of C holds once C
-    were picked; for LCP and LFU it is what the priorities say that it should hold; random draws ranks for each step.
-    Equal ones (never picked) rank by number.
-
-    O(n E log E).
+    A cache of C experts holds those that rank highest before the step, in `order`: an access hits at every C above the
+    expert's rank (its stack distance). This is exact for LRU; for LCP and LFU it is what the priorities prescribe;
+    random draws ranks for each step. Ties rank by number. O(n E log E).
 
     Args:
-        before: priorities before the first step; None: nothing was ever picked. counted: steps that the statistics are
-            about [n], the others only change priorities; None: all. rho, omega: of LCP.
+        before: priorities before the first step; None: no picks yet.
+        counted: steps to count [n], the others only change priorities; None: all. rho, omega: of LCP.
     """
     experts = picks.counts.shape[1]
     priorities = Priorities.none(experts) if before is None else before
@@ -354,7 +346,7 @@ def observe(
 def _values(
     counts: Ints, tokens: Ints, before: Priorities, order: CacheOrder, rho: float, omega: float
 ) -> tuple[Floats, Priorities]:
-    """What orders the experts before each step [n, E], higher ranks first, and the priorities after the last."""
+    """Values that order the experts before each step [n, E], highest first, and the priorities after the last."""
     clock = before.now + np.cumsum(tokens)  # [n]
     marks = np.where(counts > 0, clock[:, None], -1)
     last = np.maximum.accumulate(np.concatenate([before.last[None], marks]), axis=0)  # [n + 1, E]
@@ -371,7 +363,6 @@ def _values(
 
 
 def _ranks(values: Floats) -> Ints:
-    """Rank of each expert by falling value, equal ones by number [n, E]."""
     places = np.argsort(-values, axis=1, kind="stable")
     ranks = np.empty_like(places)
     np.put_along_axis(ranks, places, np.arange(values.shape[1])[None], axis=1)
