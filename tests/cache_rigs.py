@@ -18,7 +18,7 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, split_eviction
-from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.plan import LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
@@ -171,7 +171,7 @@ class Rig(_Caching):
 
     def __init__(
         self, slots: int = 3, seed: int = 0, dtype: torch.dtype = torch.bfloat16, ahead: float = 2,
-        pinned: Sequence[bool] = (True,) * LAYERS, cut: CacheCut | None = None, writeback: bool = False,
+        pinned: Sequence[bool] = (True,) * LAYERS, cut: SplitLayout | None = None, writeback: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(SHAPE, slots, dtype, seed)
         self.gpu = FakeGpu(seed, RATE)

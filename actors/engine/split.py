@@ -126,7 +126,7 @@ class Configurator:
         try:
             found = configure(
                 self._statistics, times, self._room, present, zeta=split.zeta, min_gain=split.min_gain,
-                allocation=split.allocation, guesses=self._prefetched,
+                allocation=split.allocation, prefetched=self._prefetched,
             )  # fmt: skip
         except ValueError as error:
             stats.problem = str(error)
@@ -137,7 +137,7 @@ class Configurator:
     def apply(self, found: Configured) -> None:
         """Cut the cache, between two forwards, and fill it with the experts that rank highest."""
         cache, stats = self._cache, self.stats
-        cache.recut(found.cut, cache.eviction.ranked(range(len(cache.uses))))
+        cache.recut(found.layout, cache.eviction.ranked(range(len(cache.uses))))
         stats.reconfigurations += 1
         stats.expected_before_s, stats.expected_after_s = found.before_s, found.after_s
 

@@ -1,13 +1,13 @@
 """ActiveEvict: importance eviction, pre-eviction to a release target, and routing by available slots.
 
-    eviction importance      recent use and the next layer's predicted distribution (section 3.2)
-    pre_evict release-target slots that the next layer will need free (section 3.3)
-    routing budget-aware     each token uses as many of its experts as are resident or fit (section 3.4)
+eviction importance      recent use and the next layer's predicted distribution (section 3.2)
+pre_evict release-target slots that the next layer will need free (section 3.3)
+routing budget-aware     each token uses as many of its experts as are resident or fit (section 3.4)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from .eviction import EvictionPolicy, first_evictable
+from .eviction import SortedEviction
 from .prefetch import predicted_experts
 from .registry import PolicyContext, PolicyOptions, register
 from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs
@@ -76,7 +76,7 @@ class Hotness:
 
 
 @register("eviction", "importance")
-class ImportanceEviction(EvictionPolicy):
+class ImportanceEviction(SortedEviction):
     """Evicts the expert of least importance (ActiveEvict, section 3.2, equations 9 and 13).
 
     Symbols: u(e) `Hotness.values`; h(e) = u(e) / sum of u over the residents C_l of its layer, 0 where none was used
@@ -100,8 +100,6 @@ class ImportanceEviction(EvictionPolicy):
             if policy.pre_evict.kind == "off":
                 raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
 
-    per_layer = False
-
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ImportanceEviction:
         return cls(context.layers, context.experts, options.alpha, options.gamma, options.window)
@@ -109,13 +107,9 @@ class ImportanceEviction(EvictionPolicy):
     def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is {alpha}, not in [0, 1]")
-        self._alpha = alpha
-        self.hotness = Hotness(layers, experts, gamma, window)
+        super().__init__(layers, experts)
+        self._alpha, self.hotness = alpha, Hotness(layers, experts, gamma, window)
         self._predicted: Floats = np.zeros((layers, experts))
-        self._resident = np.zeros(layers * experts, bool)
-        self._stamp = np.zeros(layers * experts, np.int64)
-        self._clock = 0
-        self._order: list[int] | None = None  # of what is held, first to go first; None: to be made
 
     def saw(self, layer: int, ids: NDArray[np.integer]) -> None:
         """Tokens of a layer picked these experts: ids [n, K]."""
@@ -131,27 +125,6 @@ class ImportanceEviction(EvictionPolicy):
         """s of every expert, by key [L*E]; of experts that are not resident only the second part."""
         return self._scores(self._resident)
 
-    def admitted(self, key: int) -> None:
-        self._resident[key] = True
-        self._touch([key])
-
-    def used(self, keys: Iterable[int]) -> None:
-        self._touch(list(keys))
-
-    def removed(self, key: int) -> None:
-        if not self._resident[key]:
-            raise KeyError(key)
-        self._resident[key] = False
-        self._order = None
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if count <= 0:  # as asked wherever slots are free: no reason to make the order
-            return []
-        if self._order is None:
-            keys = self._resident.nonzero()[0]
-            self._order = keys[np.lexsort((self._stamp[keys], self.scores()[keys]))].tolist()
-        return first_evictable(self._order, count, evictable)
-
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """By falling s as if these were the residents, then most recently used first."""
         asked = np.zeros_like(self._resident)
@@ -159,19 +132,15 @@ class ImportanceEviction(EvictionPolicy):
         scores = self._scores(asked)
         return sorted(keys, key=lambda key: (-scores[key], -self._stamp[key]))
 
+    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        return keys[np.lexsort((self._stamp[keys], self._scores(self._resident)[keys]))]
+
     def _scores(self, residents: NDArray[np.bool_]) -> Floats:
         used = self.hotness.values * residents.reshape(self._predicted.shape)
         sums = used.sum(axis=1, keepdims=True)
         hot = np.divide(used, sums, out=np.zeros_like(used), where=sums > 0)
         scores: Floats = (self._alpha * hot + (1 - self._alpha) * self._predicted).ravel()
         return scores
-
-    def _touch(self, keys: list[int]) -> None:
-        self._stamp[keys] = np.arange(self._clock + 1, self._clock + 1 + len(keys))
-        self._clock += len(keys)
-        self._order = None
-
-
 
 
 def predicted_distribution(logits: NDArray[np.floating]) -> Floats:
@@ -350,12 +319,7 @@ class BudgetAwareTopK(Rerouting):
         self._renormalise, self._narrowest = renormalise, narrowest
 
     def reroute(
-        self,
-        layer: int,
-        ids: Ids,
-        weights: Weights,
-        probabilities: NDArray[np.floating] | None,
-        view: RerouteView,
+        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         widths = routing_widths(ids, weights, view.available, view.vacant, self._narrowest)
         if (widths == ids.shape[1]).all():

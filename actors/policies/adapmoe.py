@@ -78,12 +78,7 @@ class AdaptiveGating(Rerouting):
         self._most = [np.sqrt(threshold / s) if s > 0 else (np.inf if threshold else 0.0) for s in sensitivity]
 
     def reroute(
-        self,
-        layer: int,
-        ids: Ids,
-        weights: Weights,
-        probabilities: NDArray[np.floating] | None,
-        view: RerouteView,
+        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         most = self._most[layer]
         if len(weights) == 1:
@@ -112,7 +107,7 @@ class AdaptiveGating(Rerouting):
         return gone
 
 
-def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[np.float64]:
+def load_costs(statistics: Sequence[LayerStatistics], prefetched: int) -> NDArray[np.float64]:
     """Expected demand loads per token of each layer with a cache of C = 0..E whole experts [L, E + 1].
 
     K (1 - H(C)) (1 - beta) (AdapMoE section 4.3), beta the share of the needed experts among the `prefetched` first
@@ -120,7 +115,7 @@ def load_costs(statistics: Sequence[LayerStatistics], guesses: int) -> NDArray[n
     """
     rows = []
     for layer in statistics:
-        found = layer.accuracy[:guesses].sum() / layer.per_step if layer.needed else 0.0
+        found = layer.accuracy[:prefetched].sum() / layer.per_step if layer.needed else 0.0
         rows.append(layer.per_step * (1.0 - layer.hit_rate) * max(0.0, 1.0 - found))
     return np.array(rows)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .prefetch import (
+    LayeredPrefetch,
     LayerSeen,
     NextGatePrefetch,
     NextLayerOptions,
@@ -79,7 +80,7 @@ class _Request:
 
 
 @register("prefetch", "activation-matrix")
-class ActivationMatrixPrefetch(PrefetchPolicy):
+class ActivationMatrixPrefetch(LayeredPrefetch):
     """Request-level expert activation matrices (MoE-Infinity, arXiv 2401.14361, section 4).
 
     State: the EAM M [L, E] of each running request, counts of (token, expert) pairs over its iterations, and a
@@ -103,24 +104,19 @@ class ActivationMatrixPrefetch(PrefetchPolicy):
 
     name: ClassVar[str] = "activation-matrix"
 
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        top, waits = options.experts(context), options.synchronous
-        return cls(context.layers, context.experts, top, options.distance, synchronous=waits)
-
     def __init__(
         self,
         layers: int,
         experts: int,
         top: int,
         distance: int = 3,
+        synchronous: bool = False,
         collection: MatrixCollection | None = None,
         learn: bool = True,
-        synchronous: bool = False,
     ) -> None:
+        super().__init__(layers, experts, top, distance, synchronous)
         self.collection = MatrixCollection(layers, experts) if collection is None else collection
-        self._layers, self._experts, self._top, self._learn = layers, experts, top, learn
-        self.distance, self.synchronous = distance, synchronous
+        self._learn = learn
         self._requests: dict[str, _Request] = {}
         self._version = 0  # of the collection
 
@@ -371,10 +367,3 @@ class PreGatedPrefetch(NextGatePrefetch):
 
     name: ClassVar[str] = "pre-gated"
     needs_gates: ClassVar[bool] = True
-
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        return cls(context.layers, context.experts, options.experts(context), options.synchronous)
-
-    def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False) -> None:
-        super().__init__(layers, experts, top, 1, synchronous)

@@ -387,7 +387,10 @@ def prefix_split(losses: ArrayLike, widths: Sequence[int], average: float) -> li
     Raises:
         ValueError: shapes, widths, average or a value out of range.
     """
-    _check_widths(widths, average)
+    if not 1 <= len(widths) <= _LEVELS or list(widths) != list(range(widths[0], widths[0] + len(widths))):
+        raise ValueError(f"widths are {list(widths)}; give up to four that follow each other, as 1, 2, 3, 4")
+    if not widths[0] <= average <= widths[-1]:
+        raise ValueError(f"the average width is {average}; give {widths[0]} to {widths[-1]} bits")
     table = np.asarray(losses, np.float64)
     count = len(table)
     if count == 0:
@@ -396,15 +399,12 @@ def prefix_split(losses: ArrayLike, widths: Sequence[int], average: float) -> li
         raise ValueError(f"losses must be finite numbers [{count}, {len(widths)}], not {list(table.shape)}")
     gains = table[:, :1] - table  # Delta [n, W]; column 0 is zero
     increments = math.floor(count * (average - widths[0]) + _ROUNDING)
-    counts = _search(_prefix_sums(gains), increments, len(widths))
+    sums = np.zeros((_LEVELS, count + 1))
+    np.cumsum(gains.T, axis=1, out=sums[: len(widths), 1:])
+    counts = _search(sums, increments, len(widths))
     above = [widths[0] + step for step in (3, 2, 1)]
     out = [width for width, n in zip(above, counts, strict=True) for _ in range(n)]
     return out + [widths[0]] * (count - len(out))
-
-
-def uniform(count: int, bits: int) -> list[int]:
-    """The same width for each of `count` experts."""
-    return [bits] * count
 
 
 def _search(sums: NDArray[np.float64], increments: int, widths: int) -> tuple[int, int, int]:
@@ -429,17 +429,3 @@ def _search(sums: NDArray[np.float64], increments: int, widths: int) -> tuple[in
     best = int(np.argmax(np.where(feasible, gain, -np.inf)))
     best4, best3 = divmod(best, most3 + 1)
     return best4, best3, increments - 3 * best4 - 2 * best3
-
-
-def _prefix_sums(gains: NDArray[np.float64]) -> NDArray[np.float64]:
-    count, widths = gains.shape
-    sums = np.zeros((_LEVELS, count + 1))
-    np.cumsum(gains.T, axis=1, out=sums[:widths, 1:])
-    return sums
-
-
-def _check_widths(widths: Sequence[int], average: float) -> None:
-    if not 1 <= len(widths) <= _LEVELS or list(widths) != list(range(widths[0], widths[0] + len(widths))):
-        raise ValueError(f"widths are {list(widths)}; give up to four that follow each other, as 1, 2, 3, 4")
-    if not widths[0] <= average <= widths[-1]:
-        raise ValueError(f"the average width is {average}; give {widths[0]} to {widths[-1]} bits")

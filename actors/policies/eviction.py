@@ -149,13 +149,17 @@ class ValueOrder:
     """Keys by rising value, then rising stamp, then key.
 
     State: a binary heap, and the current entry of each key (`present`). Outdated entries stay in the heap until they
-    outnumber the current ones. `set` is O(log n) amortized per entry, `remove` O(1), `first` O(k log k) for k entries
-    passed: it walks down from the heap's root and changes nothing.
+    come up, or outnumber the current ones. `set` is O(log n) amortized per entry, `remove` O(1), `first` O(k log k) for
+    k entries passed: it walks down from the heap's root.
+
+    Attributes:
+        looked_at: entries that `first` has passed so far.
     """
 
     def __init__(self) -> None:
         self.present: dict[int, Entry] = {}
         self._heap: list[Entry] = []
+        self.looked_at = 0
 
     def set(self, entries: Iterable[Entry]) -> None:
         """Add keys, or move them."""
@@ -175,8 +179,12 @@ class ValueOrder:
         """At most `count` keys for which `wanted` holds, lowest value first."""
         out: list[int] = []
         heap, present = self._heap, self.present
+        while heap and present.get(heap[0][2]) is not heap[0]:
+            self.looked_at += 1
+            heappop(heap)
         frontier = [(heap[0], 0)] if heap and count > 0 else []
         while frontier:
+            self.looked_at += 1
             entry, at = heappop(frontier)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(heap):
@@ -243,7 +251,11 @@ class Lfu(EvictionPolicy):
         self._order.set(moved)
         self._unit *= self._growth
         if self._unit > _RESCALE_AT:
-            self._rescale()
+            for counts in (freq, credit):
+                for key in counts:
+                    counts[key] /= self._unit
+            self._unit = 1.0
+            self._move(list(self._order.present))
 
     def removed(self, key: int) -> None:
         self._order.remove(key)
@@ -260,13 +272,6 @@ class Lfu(EvictionPolicy):
         present, freq, weight, usual = self._order.present, self._freq, self._weight, self._usual
         moved = [(weight.get(key, usual) * freq[key], present[key][1], key) for key in keys if key in present]
         self._order.set(moved)
-
-    def _rescale(self) -> None:
-        for counts in (self._freq, self._credit):
-            for key in counts:
-                counts[key] /= self._unit
-        self._unit = 1.0
-        self._move(list(self._order.present))
 
 
 @register("eviction", "lfu-decay")
@@ -343,8 +348,52 @@ def _mixed(number: int) -> int:
     return z ^ (z >> 31)
 
 
+class SortedEviction(EvictionPolicy):
+    """Base of policies that sort the residents anew after each change.
+
+    State: residents, and the time of their last use [L*E]. O(1) per key admitted, used or removed; the first `victims`
+    after a change sorts, O(L*E + n log n) for n resident.
+
+    Args:
+        layers, experts: L and E.
+    """
+
+    per_layer = False
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._resident = np.zeros(layers * experts, bool)
+        self._stamp, self._clock = np.zeros(layers * experts, np.int64), 0
+        self._order: list[int] | None = None  # of the residents, first to go first; None: to be sorted
+
+    @abstractmethod
+    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """These keys, first to go first."""
+
+    def admitted(self, key: int) -> None:
+        self._resident[key] = True
+        self.used([key])
+
+    def used(self, keys: Iterable[int]) -> None:
+        keys = list(keys)
+        self._stamp[keys] = np.arange(self._clock + 1, self._clock + 1 + len(keys))
+        self._clock += len(keys)
+        self._order = None
+
+    def removed(self, key: int) -> None:
+        if not self._resident[key]:
+            raise KeyError(key)
+        self._resident[key], self._order = False, None
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if count <= 0:  # as asked wherever slots are free: no reason to sort
+            return []
+        if self._order is None:
+            self._order = self._sorted(self._resident.nonzero()[0]).tolist()
+        return first_evictable(self._order, count, evictable)
+
+
 @register("eviction", "least-stale")
-class LeastStale(EvictionPolicy):
+class LeastStale(SortedEviction):
     """Least-Stale of SpecMD (arXiv 2602.03921): temporal and spatial locality.
 
     An expert is fresh if the current forward used it or admitted it for one of its layers, else stale. An expert of
@@ -354,49 +403,25 @@ class LeastStale(EvictionPolicy):
     Rule: stale before fresh; then the layer that runs again last; then least recently used; then by key. This is our
     reading of the paper's abstract and summary; the order in its code may differ.
 
-    State [L*E]: resident or not, last forward, last use. O(1) per key admitted, used or removed; the first `victims`
-    after a change sorts, O(L*E + n log n) for n resident.
+    State and cost: as `SortedEviction`, and the time at which the current forward began.
     """
-
-    per_layer = False
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> LeastStale:
         return cls(context.layers, context.experts)
 
     def __init__(self, layers: int, experts: int) -> None:
-        keys = layers * experts
-        self._layers, self._layer = layers, np.arange(keys) // experts
-        self._resident = np.zeros(keys, bool)
-        self._stamp, self._clock = np.zeros(keys, np.int64), 0
-        self._touched, self._forward, self._now = np.full(keys, -1, np.int64), 0, -1
-        self._order: list[int] | None = None
+        super().__init__(layers, experts)
+        self._layers, self._layer = layers, np.arange(layers * experts) // experts
+        self._began, self._now = 0, -1
 
     def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
         if not keys:
             return
         layer = int(self._layer[keys[0]])
-        self._forward += layer <= self._now
+        if layer <= self._now:
+            self._began = self._clock
         self._now, self._order = layer, None
-
-    def admitted(self, key: int) -> None:
-        self._resident[key] = True
-        self._touch([key])
-
-    def used(self, keys: Iterable[int]) -> None:
-        self._touch(list(keys))
-
-    def removed(self, key: int) -> None:
-        if not self._resident[key]:
-            raise KeyError(key)
-        self._resident[key], self._order = False, None
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if count <= 0:
-            return []
-        if self._order is None:
-            self._order = self._sorted(self._resident.nonzero()[0]).tolist()
-        return first_evictable(self._order, count, evictable)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         found: list[int] = self._sorted(np.array(keys, np.int64))[::-1].tolist()
@@ -404,12 +429,7 @@ class LeastStale(EvictionPolicy):
 
     def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         until = (self._layer[keys] - self._now - 1) % self._layers  # layers in between
-        return keys[np.lexsort((keys, self._stamp[keys], -until, self._touched[keys] >= self._forward))]
-
-    def _touch(self, keys: list[int]) -> None:
-        self._stamp[keys] = np.arange(self._clock, self._clock + len(keys))
-        self._clock += len(keys)
-        self._touched[keys], self._order = self._forward, None
+        return keys[np.lexsort((keys, self._stamp[keys], -until, self._stamp[keys] > self._began))]
 
 
 class Belady(EvictionPolicy):

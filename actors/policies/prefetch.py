@@ -274,8 +274,7 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
 
 
 def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
-    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties by number, lowest first.
-    """
+    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties by number, lowest first."""
     tokens, experts = scores.shape
     last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
     picked = scores >= last  # [T, E]
@@ -297,8 +296,24 @@ def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
     return [(e, score) for e, score in zip(order.tolist(), best[order].tolist(), strict=True) if score > 0]
 
 
+class LayeredPrefetch(PrefetchPolicy):
+    """Base of policies that are made from the shape of the model and the common options alone.
+
+    Args:
+        layers, experts: L and E. top: experts per token, or per layer. distance, synchronous: see `PrefetchPolicy`.
+    """
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
+
+    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
+        self._layers, self._experts, self._top = layers, experts, top
+        self.distance, self.synchronous = distance, synchronous
+
+
 @register("prefetch", "next-gate")
-class NextGatePrefetch(PrefetchPolicy):
+class NextGatePrefetch(LayeredPrefetch):
     """Look-ahead by the gates of later layers (Mixtral-Offloading, arXiv 2312.17238, section 3.2; MoEpic; AdapMoE).
 
     State: none. Rule: after layer l's router, the routers of layers l+1..l+distance run on layer l's input; the experts
@@ -315,14 +330,6 @@ class NextGatePrefetch(PrefetchPolicy):
     stateless: ClassVar[bool] = True
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
-
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
-
-    def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
-        self._layers, self._experts, self._top = layers, experts, top
-        self.distance, self.synchronous = distance, synchronous
 
     def observed(self, seen: LayerSeen) -> list[Wanted]:
         wanted: list[Wanted] = []
@@ -383,7 +390,7 @@ class LayerwisePrefetch(PrefetchPolicy):
 
 
 @register("prefetch", "popularity")
-class PopularityPrefetch(PrefetchPolicy):
+class PopularityPrefetch(LayeredPrefetch):
     """The most popular experts of each layer, over all requests so far.
 
     State: counts [L, E] of (token, expert) pairs. Rule: after layer l's router, prefetch the `top` most counted experts
@@ -396,14 +403,9 @@ class PopularityPrefetch(PrefetchPolicy):
 
     name: ClassVar[str] = "popularity"
 
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        return cls(context.layers, context.experts, options.experts(context), options.distance, options.synchronous)
-
     def __init__(self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False) -> None:
+        super().__init__(layers, experts, top, distance, synchronous)
         self.counts = np.zeros((layers, experts), np.int64)
-        self._experts, self._top = experts, top
-        self.distance, self.synchronous = distance, synchronous
 
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
         return self._popular(0)
@@ -423,7 +425,7 @@ class PopularityPrefetch(PrefetchPolicy):
 
 
 @register("prefetch", "random")
-class RandomPrefetch(PrefetchPolicy):
+class RandomPrefetch(LayeredPrefetch):
     """Random experts of the next layer (MoEpic, section 5, "w/o SP").
 
     Like `SpeculativePrefetch`, first layer included, with uniform random scores: each row names `top` experts. State: a
@@ -443,9 +445,8 @@ class RandomPrefetch(PrefetchPolicy):
         return cls(context.layers, context.experts, options.experts(context), options.synchronous, context.seed)
 
     def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False, seed: int = 0) -> None:
-        self._layers, self._experts, self._top = layers, experts, top
+        super().__init__(layers, experts, top, synchronous=synchronous)
         self._rng = np.random.default_rng(seed)
-        self.synchronous = synchronous
 
     def observed(self, seen: LayerSeen) -> list[Wanted]:
         rows = len(seen.spans) if seen.layer == self._layers - 1 else len(seen.ids)

@@ -125,12 +125,7 @@ class Rerouting(ABC):
 
     @abstractmethod
     def reroute(
-        self,
-        layer: int,
-        ids: Ids,
-        weights: Weights,
-        probabilities: NDArray[np.floating] | None,
-        view: RerouteView,
+        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         """Decide one layer of one forward; the arguments do not change.
 

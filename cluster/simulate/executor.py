@@ -30,7 +30,7 @@ from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.cost import Link
 from ...actors.policies.eviction import EvictionPolicy, make_eviction
 from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
-from ...actors.policies.moepic.split import CacheCut, buffer_for
+from ...actors.policies.moepic.split import SplitLayout, buffer_for
 from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, PrefetchGovernor, PrefetchPolicy, Span
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
@@ -110,7 +110,7 @@ def neurons_of(header: TraceHeader) -> int:
     return neurons
 
 
-def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) -> CacheCut:
+def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
     """The cut that a preset begins with.
 
     Raises:
@@ -120,7 +120,7 @@ def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) 
     slots = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys)
     buffer = buffer_for(split.theta, header.top_k) if split.buffer is None else split.buffer
     try:
-        return CacheCut.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
+        return SplitLayout.uniform(header.layers, header.experts, neurons, slots * neurons, split.theta, buffer)
     except ValueError as error:
         raise BudgetError(f"the budget of {slots} experts cannot be split: {error}", "give more") from error
 
@@ -282,7 +282,7 @@ class SimulatedEngine:
         pre_evict: PreEviction | None = None,
         rerouting: Rerouting | None = None,
         writeback: bool = False,
-        cut: CacheCut | None = None,
+        cut: SplitLayout | None = None,
         adaptive: PolicySettings | None = None,
         low_bit: LowBitOptions | None = None,
     ) -> None:
@@ -452,7 +452,7 @@ def engine_of(
     budget: float | int,
     eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None,
-    cut: CacheCut | None = None,
+    cut: SplitLayout | None = None,
     adapts: bool = True,
 ) -> SimulatedEngine:
     """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.

@@ -21,7 +21,7 @@ from serving import Reference, serving, serving_locally, settings
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.policies.moepic.configure import Times
-from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
+from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, KvSettings, LinkSettings
@@ -333,12 +333,12 @@ def test_ordered_neurons(theta: float | None, ordered_store: ExpertStore, refere
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 def test_one_buffer_slot_and_one_top_of_each_layer(prefetch: str, store: ExpertStore, reference: Reference) -> None:
     with serving(store, custom(prefetch, 0.5, 5 / 256, "lcp", buffer=1)) as worker:
-        worker.engine.cache.recut(CacheCut(NEURONS, (64,) * LAYERS, (1,) * LAYERS, 1))
+        worker.engine.cache.recut(SplitLayout(NEURONS, (64,) * LAYERS, (1,) * LAYERS, 1))
         reference.check(worker, 5)
 
 
-MIXED = CacheCut(NEURONS, (128, 96, 64, 0, 13, 51, 127, 1), (4, 6, 10, 0, 32, 8, 3, 1), 6)
-CUTS = [MIXED, *(CacheCut.uniform(LAYERS, 32, NEURONS, 64 * NEURONS, theta, 4) for theta in (0.0, 0.75, 1.0, 0.25))]
+MIXED = SplitLayout(NEURONS, (128, 96, 64, 0, 13, 51, 127, 1), (4, 6, 10, 0, 32, 8, 3, 1), 6)
+CUTS = [MIXED, *(SplitLayout.uniform(LAYERS, 32, NEURONS, 64 * NEURONS, theta, 4) for theta in (0.0, 0.75, 1.0, 0.25))]
 
 
 def recut_every(engine: ExpertEngine, forwards: int) -> Callable[[], int]:

@@ -23,7 +23,6 @@ from tiermoe.actors.policies.context_ndp import (
     monde_split,
     prefix_split,
     static_hot,
-    uniform,
 )
 from tiermoe.actors.policies.cost import SplitCosts
 from tiermoe.actors.policies.sharding import shard_of
@@ -419,9 +418,6 @@ class TestExact:
         assert prefix_split([[9, 1]] * 3, (3, 4), 3.4) == [4, 3, 3]
         assert prefix_split([[9]] * 3, (4,), 4) == [4, 4, 4]
 
-    def test_uniform(self) -> None:
-        assert (uniform(3, 2), uniform(0, 4)) == ([2, 2, 2], [])
-
 
 class TestProperties:
     @settings(max_examples=120, deadline=None)
@@ -448,7 +444,7 @@ class TestProperties:
     def test_no_worse_than_uniform_at_the_same_width(self, losses: list[list[int]], bits: int) -> None:
         count = len(losses)
         split = prefix_split(losses, WIDTHS, bits)
-        assert loss(losses, split, WIDTHS) <= loss(losses, uniform(count, bits), WIDTHS)
+        assert loss(losses, split, WIDTHS) <= loss(losses, [bits] * count, WIDTHS)
 
 
 def test_256_experts_take_less_than_5_ms() -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tiermoe.actors.policies.eviction import Lru, TwoPools, split_eviction
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.moepic.split import CacheCut, Segments, SplitOptions, buffer_for
+from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
 from tiermoe.actors.policies.plan import Load, LoadOnMiss, PlanError
 from tiermoe.actors.policies.residency import Residency, ResidencyError
 from tiermoe.actors.policy_settings import PolicySettings
@@ -19,7 +19,7 @@ from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combina
 from tiermoe.errors import ConfigError
 
 # Two layers of three experts of 8 neurons: tops of 2 and of 8; the bottoms of layer 0 have 6.
-CUT = CacheCut(8, (2, 8), (2, 1), 2)
+CUT = SplitLayout(8, (2, 8), (2, 1), 2)
 EXPERTS, KEYS = 3, 6
 
 
@@ -41,7 +41,7 @@ EXPERTS, KEYS = 3, 6
 )
 def test_corrupted_cuts_are_refused(values: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CacheCut(*values)
+        SplitLayout(*values)
 
 
 def test_sizes() -> None:
@@ -51,16 +51,16 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("theta", "budget", "expected"),
     [
-        (0.5, 16 * 8, CacheCut(8, (4, 4), (6, 6), 12)),  # all tops; what is over goes to the buffer
-        (0.5, 6 * 8, CacheCut(8, (4, 4), (4, 4), 4)),
-        (0.75, 6 * 8, CacheCut(8, (6, 6), (3, 2), 8)),  # one slot more for the first layer
-        (0.5, 12, CacheCut(8, (4, 4), (1, 1), 1)),  # the buffer is smaller than asked for
-        (1.0, 5 * 8, CacheCut(8, (8, 8), (3, 2), 0)),
-        (0.0, 5 * 8, CacheCut(8, (0, 0), (0, 0), 2)),
+        (0.5, 16 * 8, SplitLayout(8, (4, 4), (6, 6), 12)),  # all tops; what is over goes to the buffer
+        (0.5, 6 * 8, SplitLayout(8, (4, 4), (4, 4), 4)),
+        (0.75, 6 * 8, SplitLayout(8, (6, 6), (3, 2), 8)),  # one slot more for the first layer
+        (0.5, 12, SplitLayout(8, (4, 4), (1, 1), 1)),  # the buffer is smaller than asked for
+        (1.0, 5 * 8, SplitLayout(8, (8, 8), (3, 2), 0)),
+        (0.0, 5 * 8, SplitLayout(8, (0, 0), (0, 0), 2)),
     ],
 )
-def test_uniform(theta: float, budget: int, expected: CacheCut) -> None:
-    assert CacheCut.uniform(2, 6, 8, budget, theta, 2) == expected
+def test_uniform(theta: float, budget: int, expected: SplitLayout) -> None:
+    assert SplitLayout.uniform(2, 6, 8, budget, theta, 2) == expected
 
 
 @given(
@@ -71,7 +71,7 @@ def test_uniform_keeps_the_budget(
 ) -> None:
     top = round(theta * neurons)
     try:
-        cut = CacheCut.uniform(layers, experts, neurons, budget, theta, buffer)
+        cut = SplitLayout.uniform(layers, experts, neurons, budget, theta, buffer)
     except ValueError:
         assert budget < (layers * top + neurons - top if top else neurons)
         return
@@ -86,7 +86,7 @@ def test_uniform_keeps_the_budget(
 @pytest.mark.parametrize(("theta", "buffer"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
 def test_uniform_refuses(theta: float, buffer: int) -> None:
     with pytest.raises(ValueError, match="no cut"):
-        CacheCut.uniform(2, 2, 8, 100, theta, buffer)
+        SplitLayout.uniform(2, 2, 8, 100, theta, buffer)
 
 
 def test_the_buffer_holds_the_bottoms_of_two_layers() -> None:
@@ -100,9 +100,9 @@ def test_segments() -> None:
     assert segments.class_of == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
     assert (segments.slots, segments.slot_neurons, segments.first) == ([2, 1, 2], [2, 8, 6], [0, 2, 4, 12, 18])
     assert segments.of([4, 0, 2]) == [4, 0, 6, 2, 8]
-    assert Segments(CacheCut(8, (0,), (0,), 1), 2).shown == [2, 3]
+    assert Segments(SplitLayout(8, (0,), (0,), 1), 2).shown == [2, 3]
     with pytest.raises(ValueError, match="3 slots for tops of 2"):
-        Segments(CacheCut(8, (4,), (3,), 1), 2)
+        Segments(SplitLayout(8, (4,), (3,), 1), 2)
 
 
 def divided() -> tuple[Residency, TwoPools]:
@@ -157,7 +157,7 @@ def test_each_class_takes_its_own_turns() -> None:
 
 
 def test_one_slot_of_each_class_serves_a_layer() -> None:
-    segments, residency = Segments(CacheCut(8, (2, 8), (1, 1), 1), EXPERTS), Residency(KEYS, 2, 8)
+    segments, residency = Segments(SplitLayout(8, (2, 8), (1, 1), 1), EXPERTS), Residency(KEYS, 2, 8)
     residency.divide(segments.class_of, segments.slots, segments.slot_neurons)
     eviction = split_eviction(Lru, 2, EXPERTS)
     plan = LoadOnMiss().plan(segments.of([2, 0]), residency, eviction)

@@ -22,7 +22,7 @@ from tiermoe.actors.policies.moepic.configure import (
     load_costs,
     total_s,
 )
-from tiermoe.actors.policies.moepic.split import CacheCut, LayerStatistics, Picks, observe
+from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, SplitLayout, observe
 
 E, K, N = 6, 2, 16
 TIMES = Times(attention_s=1.0, moe_s=2.0, head_s=0.5, load_s=3.0)
@@ -46,7 +46,7 @@ def transcribed(
     stats: LayerStatistics, v: float, window: float, t: Times, sizes: range = range(1, E + 1)
 ) -> tuple[float, int, float]:
     """Equations 9 to 11 as they stand: (m, C, theta) of the best C."""
-    h, p, ph = stats.hit_rate, stats.accuracy, stats.guess_hit_rate
+    h, p, ph = stats.hit_rate, stats.accuracy, stats.predicted_hit_rate
     best = (-1.0, 0, 0.0)
     for c in sizes:
         theta = min(1.0, v / c)
@@ -248,11 +248,11 @@ class TestConfigure:
     def test_fits_and_gains(self, seeds: list[int], times: Times, experts: int, buffer: int, kind: str) -> None:
         stats, n = layers_of(seeds), len(seeds)
         pool = max(experts, 2 * n + 1) * N
-        present = CacheCut.uniform(n, E, N, pool, 0.5, buffer)
+        present = SplitLayout.uniform(n, E, N, pool, 0.5, buffer)
         found = configure(stats, times, Room(N, pool, K, buffer), present, allocation=kind, zeta=0.05)
         if found is None:
             return
-        cut = found.cut
+        cut = found.layout
         assert cut.total_neurons <= pool
         assert all(s <= E for s in cut.slots)
         assert min(cut.slots) >= 1
@@ -271,25 +271,25 @@ class TestConfigure:
     @given(seeds=SEEDS, times=times_drawn, experts=st.integers(12, 4 * E))
     def test_the_buffer_holds_the_bottoms_of_two_layers(self, seeds: list[int], times: Times, experts: int) -> None:
         stats, n = layers_of(seeds), len(seeds)
-        present = CacheCut.uniform(n, E, N, experts * N, 0.5, K)
+        present = SplitLayout.uniform(n, E, N, experts * N, 0.5, K)
         found = configure(stats, times, Room(N, experts * N, K), present, zeta=0.05)
-        if found is not None and found.cut.buffer_slots:
-            assert found.cut.buffer_slots >= 2 * K
-            assert found.cut.total_neurons <= experts * N
+        if found is not None and found.layout.buffer_slots:
+            assert found.layout.buffer_slots >= 2 * K
+            assert found.layout.total_neurons <= experts * N
 
     def test_keeps_what_is_as_good(self) -> None:
         """From the cut that it chose itself there is nothing to gain."""
         stats, room = layers_of([1, 2, 3]), Room(N, 8 * N, K, 2)
-        present = CacheCut.uniform(3, E, N, 8 * N, 0.5, 2)
+        present = SplitLayout.uniform(3, E, N, 8 * N, 0.5, 2)
         found = configure(stats, TIMES, room, present, zeta=0.05)
         assert found is not None
-        assert configure(stats, TIMES, room, found.cut, zeta=0.05) is None
+        assert configure(stats, TIMES, room, found.layout, zeta=0.05) is None
         assert configure(stats, TIMES, room, present, zeta=0.05, min_gain=found.gain + 0.01) is None
 
     def test_all_fit(self) -> None:
         """Room for every expert: whole ones, no buffer, nothing exposed."""
         stats, pool = layers_of([1, 2]), 2 * E * N
-        present = CacheCut.uniform(2, E, N, pool, 0.5, 1)
+        present = SplitLayout.uniform(2, E, N, pool, 0.5, 1)
         slow = Times(1, 1, 1, 50)
         found = configure(stats, slow, Room(N, pool, K), present)
         if found is None:  # the present one holds everything as well

@@ -25,7 +25,7 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, Pendi
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, split_eviction
-from tiermoe.actors.policies.moepic.split import CacheCut, SplitOptions
+from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
 from tiermoe.actors.settings import LinkSettings
@@ -37,13 +37,13 @@ from tiermoe.errors import BudgetError, ConfigError
 LAYERS, EXPERTS, KEYS, NEURONS = 2, 4, 8, 8
 SHAPE = ExpertShape(num_experts=EXPERTS, hidden=16, intermediate=NEURONS, gates=2, has_bias=False)
 NEURON_BYTES = SHAPE.nbytes(4) // NEURONS
-CUT = CacheCut(NEURONS, (2, 5), (2, 1), 3)  # 4 + 5 + 18 = 27 neurons of 32
+CUT = SplitLayout(NEURONS, (2, 5), (2, 1), 3)  # 4 + 5 + 18 = 27 neurons of 32
 
 
 class Split:
     """A cache of four experts' memory under a cut."""
 
-    def __init__(self, cut: CacheCut = CUT) -> None:
+    def __init__(self, cut: SplitLayout = CUT) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes = SHAPE.stacked().values()
         self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
@@ -133,7 +133,7 @@ def test_a_prefill_of_all_experts_runs_in_waves(split: Split) -> None:
 def test_recut(split: Split) -> None:
     addresses = [tensor.data_ptr() for tensor in split.cache.pool.tensors]
     split.forward(0, 0, 1)
-    split.cache.recut(CacheCut(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
+    split.cache.recut(SplitLayout(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
     assert [split.residency.state(key) for key in (3, 1, 0)] == [State.LOADING, State.LOADING, State.ABSENT]
     split.settle()
     assert split.stats.total().bytes_loaded_migration == 2 * 8 * NEURON_BYTES
@@ -149,12 +149,12 @@ def test_recut(split: Split) -> None:
     ("cut", "message"),
     [
         (replace(CUT, neurons=16), "experts of 16 neurons"),
-        (CacheCut(NEURONS, (2,), (2,), 2), "cut of 1 layers"),
+        (SplitLayout(NEURONS, (2,), (2,), 2), "cut of 1 layers"),
         (replace(CUT, buffer_slots=4), "a cut of 33 neurons, the pool has 32"),
-        (CacheCut(NEURONS, (1, 1), (5, 1), 2), "5 slots for tops of 4"),
+        (SplitLayout(NEURONS, (1, 1), (5, 1), 2), "5 slots for tops of 4"),
     ],
 )
-def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: CacheCut, message: str) -> None:
+def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: SplitLayout, message: str) -> None:
     split.forward(0, 0, 1)
     held = set(split.residency.held())
     with pytest.raises(ValueError, match=message):
@@ -169,7 +169,7 @@ def test_a_cut_of_another_pool_changes_nothing(split: Split, cut: CacheCut, mess
 def test_whole_experts_stay_whole() -> None:
     case = make_case(0, 2, 4, 2, True, torch.float32)
     with engine_for(case, 1.0) as engine, pytest.raises(ValueError, match="cannot be cut"):
-        engine.cache.recut(CacheCut(16, (8, 8), (1, 1), 1))
+        engine.cache.recut(SplitLayout(16, (8, 8), (1, 1), 1))
 
 
 def test_what_cannot_be_split() -> None:
@@ -222,7 +222,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
     assert made.stats.layers[0].bytes_loaded == 8 * NEURON_BYTES
 
 
-def simulated(trace: Trace, cut: CacheCut, prefetch: bool, gbps: float | None) -> SimulatedEngine:
+def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None) -> SimulatedEngine:
     header = trace.header
     return SimulatedEngine(
         header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), 1.0,
@@ -236,7 +236,7 @@ def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
     traces.write(tmp_path / "t", traces.header(), [[1, 2, 3]], decodes=4)
     trace = Trace(tmp_path / "t")
     iterations = next(iter(trace.requests())).iterations
-    roomy = CacheCut(10, (4,) * 3, (6,) * 3, 18)
+    roomy = SplitLayout(10, (4,) * 3, (6,) * 3, 18)
     engine = simulated(trace, roomy, False, 1e-6)  # 1000 bytes take a second
     engine.forward([("r", iterations[0])])
     total = engine.stats.total()
@@ -252,7 +252,7 @@ def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
         costs.forward_s + 3 * costs.dense_s + 3 * 2 * costs.expert_s
     )
     assert engine.stats.total().blocked_io_s == blocked_s
-    tight = simulated(trace, CacheCut(10, (4, 0, 10), (2, 0, 1), 2), True, 1e-3)
+    tight = simulated(trace, SplitLayout(10, (4, 0, 10), (2, 0, 1), 2), True, 1e-3)
     for part in iterations:
         tight.forward([("r", part)])
     assert tight.stats.total().top_hits > 0
@@ -262,13 +262,13 @@ SPLIT = SplitOptions(kind="fixed", theta=0.5)
 WHOLE = 16
 
 
-def a_cut(draw: st.DrawFn, case: Case, tops: Sequence[int]) -> CacheCut:
+def a_cut(draw: st.DrawFn, case: Case, tops: Sequence[int]) -> SplitLayout:
     """Slots for these tops within the memory of all experts, often few."""
     left = case.layers * case.experts * WHOLE
     slots = [draw(st.integers(1, case.experts)) if top else 0 for top in tops]
     left -= sum(top * count for top, count in zip(tops, slots, strict=True))
     bottom = WHOLE - min(tops)
-    return CacheCut(WHOLE, tuple(tops), tuple(slots), draw(st.integers(1, left // bottom)) if bottom else 0)
+    return SplitLayout(WHOLE, tuple(tops), tuple(slots), draw(st.integers(1, left // bottom)) if bottom else 0)
 
 
 def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
@@ -293,7 +293,7 @@ def test_pressure_changes_no_bit(data: st.DataObject) -> None:
     )
     calls = calls_of(case, draw, forwards=draw(st.integers(1, 3)))
     tops = [draw(st.integers(0, WHOLE)) for _ in range(case.layers)]
-    roomy = CacheCut(
+    roomy = SplitLayout(
         WHOLE, tuple(tops), tuple(experts if top else 0 for top in tops),
         (case.layers * experts * WHOLE - experts * sum(tops)) // (WHOLE - min(tops)) if min(tops) < WHOLE else 0,
     )  # fmt: skip

@@ -67,9 +67,9 @@ class TestObserve:
         h, p, ph = by_hand(ids, scores, order, 0.3, omega)
         np.testing.assert_allclose(found.hit_rate, h)
         np.testing.assert_allclose(found.accuracy, p)
-        np.testing.assert_allclose(found.guess_hit_rate, ph)
+        np.testing.assert_allclose(found.predicted_hit_rate, ph)
         assert found.per_step == K
-        assert found.steps == found.guessed == tokens
+        assert found.steps == found.predicted == tokens
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
@@ -82,7 +82,7 @@ class TestObserve:
             first = first + second
         for name in ("hits", "named", "held"):
             np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
-        assert (first.steps, first.needed, first.guessed) == (whole.steps, whole.needed, whole.guessed)
+        assert (first.steps, first.needed, first.predicted) == (whole.steps, whole.needed, whole.predicted)
         np.testing.assert_array_equal(then.last, end.last)
         np.testing.assert_array_equal(then.counts, end.counts)
 
@@ -99,8 +99,8 @@ class TestObserve:
         assert found.hit_rate[0] == 0
         assert found.hit_rate[E] == 1
         assert (np.diff(found.hit_rate) >= 0).all()
-        assert (np.diff(found.guess_hit_rate, axis=1) >= 0).all()
-        assert (found.guess_hit_rate[:, E] == 1).all()
+        assert (np.diff(found.predicted_hit_rate, axis=1) >= 0).all()
+        assert (found.predicted_hit_rate[:, E] == 1).all()
         assert found.accuracy.sum() == pytest.approx(K)
 
 
@@ -177,15 +177,15 @@ class TestPicks:
         assert after.now == 5
         assert after.last.tolist() == [5, 3, 4]
         assert after.counts.tolist() == [3, 1, 1]
-        assert found.guessed == 0
+        assert found.predicted == 0
         assert not found.accuracy.any()
 
     def test_steps_without_a_prediction(self) -> None:
         scores = np.array([[np.nan] * 3, [0.1, 0.7, 0.2]])
         found, _ = observe(Picks.of_tokens(np.array([[0], [1]]), 3, scores), "lcp")
-        assert found.guessed == 1
+        assert found.predicted == 1
         assert found.accuracy.tolist() == [1, 0, 0]
-        assert found.guess_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number
+        assert found.predicted_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number
 
     def test_refuses(self) -> None:
         ones = np.ones((2, 3), int)

@@ -20,7 +20,7 @@ from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru, TwoPools
-from tiermoe.actors.policies.moepic.split import CacheCut
+from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.plan import Load, LoadOnMiss
 from tiermoe.actors.policies.prefetch import PrefetchGovernor
 from tiermoe.actors.policies.residency import Residency, State
@@ -213,7 +213,7 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
         rig.queue.submit([job], DEMAND)
 
 
-def disturb(rig: Rig, chance: random.Random, cuts: Sequence[CacheCut] = ()) -> None:
+def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -> None:
     """Do one of the things that happen between layers."""
     cache, what = rig.cache, chance.randrange(9)
     if what == 0:
@@ -237,7 +237,7 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[CacheCut] = ()) -> N
     cache.check_integrity()
 
 
-def drive(rig: Rig, seed: int, cuts: Sequence[CacheCut] = (), layers: int = 24) -> None:
+def drive(rig: Rig, seed: int, cuts: Sequence[SplitLayout] = (), layers: int = 24) -> None:
     chance = random.Random(seed)
     for turn in range(layers):
         rig.cache.poll()
@@ -264,8 +264,8 @@ def test_random_plans_read_the_right_bytes(slots: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_random_plans_with_split_experts(dtype: torch.dtype) -> None:
     cuts = [
-        CacheCut(NEURONS, (1, 2, 3), (2, 1, 2), 2), CacheCut(NEURONS, (2, 2, 2), (1, 1, 1), 4),
-        CacheCut(NEURONS, (3, 1, 2), (1, 1, 1), 3),
+        SplitLayout(NEURONS, (1, 2, 3), (2, 1, 2), 2), SplitLayout(NEURONS, (2, 2, 2), (1, 1, 1), 4),
+        SplitLayout(NEURONS, (3, 1, 2), (1, 1, 1), 3),
     ]  # fmt: skip
     for seed in range(12):
         drive(Rig(5, seed, dtype, ahead=(1 / 3, 1)[seed % 2], cut=cuts[0]), seed, cuts)

@@ -13,7 +13,7 @@ import torch
 from ....errors import BudgetError, ConfigError
 from ...policies.cost import Link
 from ...policies.eviction import make_eviction
-from ...policies.moepic.split import CacheCut, SplitOptions, buffer_for
+from ...policies.moepic.split import SplitLayout, SplitOptions, buffer_for
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.registry import PolicyContext
 from ...policies.residency import Residency
@@ -103,7 +103,7 @@ class _Bought:
 
     budget: int
     slots: int
-    cut: CacheCut | None
+    cut: SplitLayout | None
     replica_slots: int
 
 
@@ -143,7 +143,7 @@ def _within_memory(budget: int) -> Iterator[None]:
         ) from error
 
 
-def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> CacheCut:
+def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> SplitLayout:
     """The division that a split begins with: every layer alike.
 
     Args:
@@ -156,7 +156,7 @@ def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: in
         raise ConfigError("experts with biases cannot be split", "use a policy without split")
     buffer = settings.buffer if settings.buffer is not None else buffer_for(settings.theta, top_k)
     try:
-        return CacheCut.uniform(
+        return SplitLayout.uniform(
             layers, shape.num_experts, shape.intermediate, slots * shape.intermediate, settings.theta, buffer
         )
     except ValueError as error:

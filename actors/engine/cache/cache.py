@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from ...policies.eviction import EvictionPolicy
-from ...policies.moepic.split import CacheCut
+from ...policies.moepic.split import SplitLayout
 from ...policies.plan import LayerPlan, Load
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
@@ -67,7 +67,7 @@ class ExpertCache:
         timeline: Timeline,
         loader: CopyQueue | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        cut: CacheCut | None = None,
+        cut: SplitLayout | None = None,
         writeback: bool = False,
         low_bit: LowBitPart | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class ExpertCache:
     # -- experts and their segments ----------------------------------------------------------------------
 
     @property
-    def cut(self) -> CacheCut | None:
+    def cut(self) -> SplitLayout | None:
         """The present division of the slots; None where a slot is a whole expert."""
         return self._map.cut
 
@@ -104,7 +104,7 @@ class ExpertCache:
         """As `await_expert` of a pinned replica: its slot among those of replicas."""
         return self.await_expert(segment, layer) - self.whole_slots
 
-    def recut(self, cut: CacheCut, fill: Sequence[int] = ()) -> None:
+    def recut(self, cut: SplitLayout, fill: Sequence[int] = ()) -> None:
         """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
 
         Args:

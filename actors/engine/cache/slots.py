@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ...policies.moepic.split import CacheCut, Segments
+from ...policies.moepic.split import Segments, SplitLayout
 from ...policies.residency import Reservation, Residency, State
 from ...store.format import ExpertShape
 
@@ -219,11 +219,11 @@ class SlotMap:
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
 
     @property
-    def cut(self) -> CacheCut | None:
+    def cut(self) -> SplitLayout | None:
         """The present division of the slots; None where a slot is a whole expert."""
         return None if self._segments is None else self._segments.cut
 
-    def check(self, cut: CacheCut) -> None:
+    def check(self, cut: SplitLayout) -> None:
         """Raise ValueError unless the pool can be divided so."""
         if cut.neurons != self._neurons or len(cut.tops) != len(self._weights):
             raise ValueError(
@@ -235,7 +235,7 @@ class SlotMap:
         if max(cut.slots) > self.experts:
             raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
 
-    def divide(self, cut: CacheCut) -> None:
+    def divide(self, cut: SplitLayout) -> None:
         """Lay out the slots by a cut, while nothing is held.
 
         Raises:

@@ -28,7 +28,6 @@ from ...policies.context_ndp import (
     monde_split,
     prefix_split,
     static_hot,
-    uniform,
 )
 from ...policies.cost import FULL_BITS, SplitCosts, Work, split_costs
 from ...policies.plan import LayerPlan, Remote
@@ -424,7 +423,7 @@ def _bits(precision: PrecisionOptions, name: str, tables: ReplicaTables | None) 
         )
     if precision.kind == "uniform":
         width = precision.widths[0]
-        return lambda layer, order: dict(zip(order, uniform(len(order), width), strict=True)), width
+        return lambda layer, order: dict.fromkeys(order, width), width
     assert tables is not None  # `_tables` refused
     assert precision.bits is not None  # the settings refused
     losses = tables.losses[:, :, [have.index(b) for b in (1, 2, 3, 4)]]  # [L, E, 4]

@@ -215,12 +215,7 @@ class MissRule(Rerouting):
         self.needs_probabilities = options.needs_probabilities
 
     def reroute(
-        self,
-        layer: int,
-        ids: Ids,
-        weights: Weights,
-        probabilities: NDArray[np.floating] | None,
-        view: RerouteView,
+        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         here, shard_of = view.available, view.shard_of
         if view.emptied != self._emptied:  # nothing was resident since: all layers fill again
@@ -303,9 +298,7 @@ class RandomRule(MissRule):
         gates = options.gates(context)
         return cls(context.layers, context.experts, options.substitution(context), **gates, seed=context.seed)
 
-    def __init__(
-        self, layers: int, experts: int, options: SubstitutionOptions, seed: int = 0, **gates: Any
-    ) -> None:
+    def __init__(self, layers: int, experts: int, options: SubstitutionOptions, seed: int = 0, **gates: Any) -> None:
         if options.needs_probabilities or options.search is not None or options.kappa:
             raise ValueError("random replacement goes by no probabilities, no ranks and no hops")
         everyone = Buddies(

@@ -255,8 +255,6 @@ def buddy_table(q: Floats, alphas: Sequence[float], most: int) -> BuddyTable:
     )
 
 
-
-
 class OutputsMissing(ValueError):
     """Buddies by output similarity from a profile without outputs: it was made from a trace."""
 
@@ -340,8 +338,7 @@ class ExpertProfile:
         return buddy_table(self.shares(options), alphas, options.max_buddies)
 
     def taus(self, percentile: float, temperature: float = 1.0) -> tuple[float, ...]:
-        """tau of each layer: the percentile of its TAE. Raises ValueError: percentile or temperature is out of range.
-        """
+        """tau of each layer: the percentile of its TAE. Raises ValueError: percentile or temperature is out of range."""
         return tuple(entropy_threshold(counts, percentile, temperature) for counts in self.entropies)
 
 

@@ -238,9 +238,7 @@ def select(
     return taken
 
 
-def prefetch_priority(
-    probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int
-) -> NDArray[np.float32]:
+def prefetch_priority(probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
     """p / (l - l_now) (fMoE section 4.5); layers from 0, of which `now` were seen: l - l_now = layer + 1 - now."""
     return (probabilities / (layers + 1 - now)).astype(np.float32)
 
@@ -366,7 +364,10 @@ class BlendPrefetch:
     def merged(self, seen: LayerSeen, mapped: Sequence[Wanted]) -> list[Wanted]:
         """Score the prefetches for this layer, add newly arrived ones of maps (most wanted first), and combine."""
         self._judge(seen)
-        for layer, keys in _by_layer(mapped, self._experts).items():
+        arrived: dict[int, list[int]] = {}
+        for want in mapped:
+            arrived.setdefault(want.key // self._experts, []).append(want.key)
+        for layer, keys in arrived.items():
             if layer > seen.layer:
                 self._mapped[layer] = (layer - seen.layer, keys)
                 self._open[MAP, layer, layer - seen.layer] = set(keys)
@@ -409,10 +410,3 @@ class BlendPrefetch:
             self._right[place] = self._fade * self._right.get(place, 0.0) + len(keys & picked)
             self._guessed[place] = self._fade * self._guessed.get(place, 0.0) + len(keys)
         self._mapped.pop(seen.layer, None)
-
-
-def _by_layer(wanted: Sequence[Wanted], experts: int) -> dict[int, list[int]]:
-    out: dict[int, list[int]] = {}
-    for want in wanted:
-        out.setdefault(want.key // experts, []).append(want.key)
-    return out

@@ -85,9 +85,7 @@ class ExpertMapStore:
         generation: counts changes, so that a search notices one.
     """
 
-    def __init__(
-        self, layers: int, experts: int, width: int, distance: int, capacity: int = DEFAULT_CAPACITY
-    ) -> None:
+    def __init__(self, layers: int, experts: int, width: int, distance: int, capacity: int = DEFAULT_CAPACITY) -> None:
         if min(layers, experts, width, capacity) < 1 or distance < 0:
             raise ValueError(
                 f"no store of {capacity} maps of {layers} x {experts} with embeddings of {width}, distance {distance}"

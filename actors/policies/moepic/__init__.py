@@ -6,92 +6,16 @@ configurator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, log
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ..eviction import EvictionPolicy
-from ..prefetch import LayerSeen, NextLayerOptions, PrefetchPolicy, Wanted, by_score
+from ..eviction import Entry, EvictionPolicy, ValueOrder
+from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, by_score
 from ..registry import PolicyContext, PolicyOptions, register
 from .split import OMEGA, RHO
-
-Entry = tuple[float, int, int]  # value, stamp, key
-_SPARE = 64  # entries of removed keys that are always allowed
-
-
-@dataclass
-class RisingOrder:
-    """Keys by rising value, then by the order in which they were added.
-
-    State: the value and stamp of each key, and a heap with one entry for each, whose value may be from before the last
-    rises: it is then too low, so the true lowest is found by renewing entries at the root until one is up to date. An
-    entry is renewed at most once for all rises since it was last looked at. Removed keys leave their entry behind until
-    it comes up, or until such entries are the most.
-
-    `raise_to` is O(1) a key, `add` and `remove` O(log n) amortized, `first` O(log n) for each key found, passed or
-    renewed.
-    """
-
-    _present: dict[int, tuple[float, int]] = field(default_factory=dict)
-    _stamp: int = 0
-    # What looking changes is no part of the state.
-    _heap: list[Entry] = field(default_factory=list, compare=False)
-    looked_at: int = field(default=0, compare=False)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._present
-
-    def add(self, key: int, value: float) -> None:
-        """A key that is not there yet."""
-        self._stamp += 1
-        self._present[key] = (value, self._stamp)
-        heappush(self._heap, (value, self._stamp, key))
-        if len(self._heap) > 2 * len(self._present) + _SPARE:
-            self._heap = [(value, stamp, key) for key, (value, stamp) in self._present.items()]
-            heapify(self._heap)
-
-    def raise_to(self, values: Mapping[int, float]) -> None:
-        """Values that are not below the present ones; keys that are not there stay away."""
-        present = self._present
-        for key, value in values.items():
-            found = present.get(key)
-            if found is not None:
-                present[key] = (value, found[1])
-
-    def remove(self, key: int) -> None:
-        """KeyError: there is no such key."""
-        del self._present[key]
-
-    def first(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
-        """At most `count` keys for which `wanted` holds, lowest value first."""
-        out: list[int] = []
-        if count <= 0:
-            return out
-        heap, present = self._heap, self._present
-        taken: list[Entry] = []
-        while heap:
-            self.looked_at += 1
-            entry = heap[0]
-            found = present.get(entry[2])
-            if found is None or found[1] != entry[1]:
-                heappop(heap)
-            elif found[0] != entry[0]:
-                heapreplace(heap, (*found, entry[2]))
-            else:
-                taken.append(heappop(heap))
-                if wanted(entry[2]):
-                    out.append(entry[2])
-                    if len(out) == count:
-                        break
-        for entry in taken:
-            heappush(heap, entry)
-        return out
-
-
 
 
 @register("eviction", "lcp")
@@ -130,7 +54,7 @@ class Lcp(EvictionPolicy):
         self._one_layer = one_layer
         self._count: dict[int, int] = {}  # mu
         self._value: dict[int, float] = {}
-        self._order = RisingOrder()
+        self._order, self._stamp = ValueOrder(), 0
         self._before, self._tokens = 0, 0  # tokens before the present forward, and with it
         self._highest = inf  # key of the last layer routed: whatever comes first begins a forward
 
@@ -141,16 +65,18 @@ class Lcp(EvictionPolicy):
             self._before = self._tokens
         self._highest = max(keys)
         self._tokens = max(self._tokens, self._before + tokens)
-        age, raised = self._tokens * self._rate, dict[int, float]()
+        age, present, raised = self._tokens * self._rate, self._order.present, list[Entry]()
         for key, count in zip(keys, counts, strict=True):
             mu = self._count[key] = self._count.get(key, 0) + count
-            raised[key] = log(mu) + age
-        self._value.update(raised)
-        self._order.raise_to(raised)
+            value = self._value[key] = log(mu) + age
+            if key in present:
+                raised.append((value, present[key][1], key))
+        self._order.set(raised)
 
     def admitted(self, key: int) -> None:
-        guessed = self._tokens * self._rate  # log 1, now
-        self._order.add(key, max(guessed, self._value.get(key, -inf)))
+        now = self._tokens * self._rate  # the value of one pick
+        self._stamp += 1
+        self._order.set(((max(now, self._value.get(key, -inf)), self._stamp, key),))
 
     def used(self, keys: Iterable[int]) -> None:
         return None  # `routed` has told, also of what runs elsewhere
@@ -171,7 +97,7 @@ class Lcp(EvictionPolicy):
 
 
 @register("prefetch", "speculative")
-class SpeculativePrefetch(PrefetchPolicy):
+class SpeculativePrefetch(LayeredPrefetch):
     """MoEpic's speculative prefetcher (section 3.2).
 
     State: none. Rule: after layer i's router, layer i+1's router runs on layer i's post-attention activation h^i,
@@ -193,14 +119,6 @@ class SpeculativePrefetch(PrefetchPolicy):
     needs_lookahead: ClassVar[bool] = True
     lookahead_softmax: ClassVar[bool] = True
     wraps: ClassVar[bool] = True
-
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        return cls(context.layers, context.experts, options.experts(context), options.synchronous)
-
-    def __init__(self, layers: int, experts: int, top: int, synchronous: bool = False) -> None:
-        self._layers, self._experts, self._top = layers, experts, top
-        self.synchronous = synchronous
 
     def observed(self, seen: LayerSeen) -> list[Wanted]:
         self.predicted = seen.lookahead(1)

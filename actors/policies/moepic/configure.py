@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..adapmoe import cache_sizes, load_costs
-from .split import CacheCut, LayerStatistics, buffer_for
+from .split import LayerStatistics, SplitLayout, buffer_for
 
 Floats = NDArray[np.float64]
 
@@ -69,12 +69,12 @@ class LayerModel:
         prefetched: experts prefetched for a layer at most; None: as many as the window allows.
     """
 
-    def __init__(self, statistics: LayerStatistics, times: Times, guesses: int | None = None) -> None:
+    def __init__(self, statistics: LayerStatistics, times: Times, prefetched: int | None = None) -> None:
         self.experts, self.needed, self._times = statistics.experts, statistics.per_step, times
-        most = self.experts if guesses is None else min(guesses, self.experts)
+        most = self.experts if prefetched is None else min(prefetched, self.experts)
         self._hit_rate = statistics.hit_rate  # [E + 1]
-        self._accuracy = statistics.accuracy[:most] if statistics.guessed else np.zeros(0)  # [Y]
-        self._guess_hit_rate = statistics.guess_hit_rate[: len(self._accuracy)].T.copy()  # [E + 1, Y]
+        self._accuracy = statistics.accuracy[:most] if statistics.predicted else np.zeros(0)  # [Y]
+        self._predicted_hit_rate = statistics.predicted_hit_rate[: len(self._accuracy)].T.copy()  # [E + 1, Y]
 
     def best(self, budget: float, window_s: float) -> LayerSplit:
         """The split with the most in memory in time (equation 11) over all C; ties to the least C.
@@ -95,11 +95,13 @@ class LayerModel:
 
     def _loaded(self, sizes: NDArray[np.int64], thetas: Floats, window_s: float) -> Floats:
         """m (equation 11) for each pair of C and theta [n]."""
-        missing = 1.0 - self._guess_hit_rate[sizes] * thetas[:, None]  # [n, Y]: of the y-th guess, what is to be loaded
+        missing = (
+            1.0 - self._predicted_hit_rate[sizes] * thetas[:, None]
+        )  # [n, Y]: absent part of the y-th prediction
         in_time = np.cumsum(missing * self._times.load_s, axis=1) <= window_s  # equation 9
-        prefetched = (missing * self._accuracy * in_time).sum(axis=1)  # equation 10
+        in_window = (missing * self._accuracy * in_time).sum(axis=1)  # equation 10
         cached = self.needed * self._hit_rate[sizes] * thetas
-        return np.minimum(self.needed, cached + prefetched)
+        return np.minimum(self.needed, cached + in_window)
 
     def _costs(self, slots: int, theta: float, loaded: float) -> LayerSplit:
         times = self._times
@@ -151,9 +153,7 @@ class Allocation:
     exchanges: int
 
 
-def allocate(
-    models: Sequence[LayerModel], times: Times, budget_neurons: int, neurons: int, zeta: float
-) -> Allocation:
+def allocate(models: Sequence[LayerModel], times: Times, budget_neurons: int, neurons: int, zeta: float) -> Allocation:
     """VramAllocation of Algorithm 1 (MoEpic section 3.4.2).
 
     From the uniform division on, zeta * V_e moves from the layer that loses least to the one that gains most, until the
@@ -240,7 +240,7 @@ class Room:
 class Configured:
     """A better layout, and the expected exposed latency of a token before and after, in seconds."""
 
-    cut: CacheCut
+    layout: SplitLayout
     before_s: float
     after_s: float
 
@@ -254,12 +254,12 @@ def configure(
     statistics: Sequence[LayerStatistics],
     times: Times,
     room: Room,
-    present: CacheCut,
+    present: SplitLayout,
     *,
     zeta: float = 0.01,
     min_gain: float = 0.01,
     allocation: AllocationKind = "moepic",
-    guesses: int | None = None,
+    prefetched: int | None = None,
 ) -> Configured | None:
     """The layout to change to; None if the expected gain is under `min_gain`.
 
@@ -275,37 +275,37 @@ def configure(
     Raises:
         ValueError: the room is too small for any layout.
     """
-    models = [LayerModel(layer, times, guesses) for layer in statistics]
+    models = [LayerModel(layer, times, prefetched) for layer in statistics]
     whole = allocation == "dynamic-programming"
-    cut = _whole(statistics, room, guesses) if whole else _split(models, times, room, zeta)
-    before_s, after_s = expected_s(models, times, present), expected_s(models, times, cut)
-    found = Configured(cut, before_s, after_s)
-    return found if cut != present and found.gain >= min_gain and after_s < before_s else None
+    layout = _whole(statistics, room, prefetched) if whole else _split(models, times, room, zeta)
+    before_s, after_s = expected_s(models, times, present), expected_s(models, times, layout)
+    found = Configured(layout, before_s, after_s)
+    return found if layout != present and found.gain >= min_gain and after_s < before_s else None
 
 
-def expected_s(models: Sequence[LayerModel], times: Times, cut: CacheCut) -> float:
+def expected_s(models: Sequence[LayerModel], times: Times, layout: SplitLayout) -> float:
     """Expected exposed latency of a token, in seconds."""
-    thetas = [top / cut.neurons for top in cut.tops]
-    return total_s(expected(models, cut.slots, thetas, times))
+    thetas = [top / layout.neurons for top in layout.tops]
+    return total_s(expected(models, layout.slots, thetas, times))
 
 
-def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) -> CacheCut:
+def _split(models: Sequence[LayerModel], times: Times, room: Room, zeta: float) -> SplitLayout:
     """Algorithm 1 in the memory that the buffer leaves, which depends on the size of the resulting bottoms."""
     held = room.top_k if room.buffer_experts is None else room.buffer_experts
     while True:
-        cut = _cut(models, times, room, zeta, room.buffer(len(models), held))
-        wanted = buffer_for(1 - cut.buffer_neurons / room.neurons, room.top_k)
+        layout = _whole_neurons(models, times, room, zeta, room.buffer(len(models), held))
+        wanted = buffer_for(1 - layout.buffer_neurons / room.neurons, room.top_k)
         if room.buffer_experts is not None or wanted <= held:
             break
         held = wanted  # more each time, and 2 K at most
-    if not cut.buffer_slots:  # no layer has a bottom: what was kept for them can be the caches'
-        whole = _cut(models, times, room, zeta, 0)
+    if not layout.buffer_slots:  # no layer has a bottom: what was kept for them can be the caches'
+        whole = _whole_neurons(models, times, room, zeta, 0)
         if not whole.buffer_neurons:
             return whole
-    return cut
+    return layout
 
 
-def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, buffer: int) -> CacheCut:
+def _whole_neurons(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, buffer: int) -> SplitLayout:
     """In whole neurons: tops of V_i // C_i, at most I; where that is 0, fewer slots of one neuron."""
     layers, neurons = len(models), room.neurons
     found = allocate(models, times, room.pool_neurons - buffer, neurons, zeta)
@@ -317,13 +317,13 @@ def _cut(models: Sequence[LayerModel], times: Times, room: Room, zeta: float, bu
         slots.append(min(model.experts, budget // top))
     bottom, every = neurons - min(tops), layers * models[0].experts
     held = min(max(buffer // bottom, 1), every) if bottom else 0
-    return CacheCut(neurons, tuple(tops), tuple(slots), held)
+    return SplitLayout(neurons, tuple(tops), tuple(slots), held)
 
 
-def _whole(statistics: Sequence[LayerStatistics], room: Room, guesses: int | None) -> CacheCut:
+def _whole(statistics: Sequence[LayerStatistics], room: Room, prefetched: int | None) -> SplitLayout:
     """theta = 1 everywhere and no buffer: the caches have the whole pool, as in AdapMoE."""
     layers = len(statistics)
     picked = ceil(max(layer.per_step for layer in statistics))
-    costs = load_costs(statistics, picked if guesses is None else guesses)
+    costs = load_costs(statistics, picked if prefetched is None else prefetched)
     sizes = cache_sizes(costs, room.pool_neurons // room.neurons)
-    return CacheCut(room.neurons, (room.neurons,) * layers, sizes, 0)
+    return SplitLayout(room.neurons, (room.neurons,) * layers, sizes, 0)

@@ -75,7 +75,7 @@ class SplitOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class CacheCut:
+class SplitLayout:
     """One division of expert memory (MoEpic section 4.1); sizes are in neurons.
 
     The top of an expert of layer l is its neurons [0, n_l), its bottom the others. A layer with n_l = I has no bottoms
@@ -121,7 +121,7 @@ class CacheCut:
     @staticmethod
     def uniform(
         layers: int, experts: int, neurons: int, budget_neurons: int, theta: float, buffer_experts: int
-    ) -> CacheCut:
+    ) -> SplitLayout:
         """The fixed split: tops of round(theta * I) neurons, and as many slots in each layer as fit beside the buffer.
 
         The buffer has the memory of `buffer_experts` experts, less where a layer would have no slot. The remainder
@@ -138,7 +138,7 @@ class CacheCut:
         if top == 0:
             slots = min(budget_neurons // neurons, buffer_experts, every)
             _least(slots, neurons, budget_neurons)
-            return CacheCut(neurons, (0,) * layers, (0,) * layers, slots)
+            return SplitLayout(neurons, (0,) * layers, (0,) * layers, slots)
         buffer = 0
         if bottom:
             spare = budget_neurons - layers * top  # beside one top of each layer
@@ -150,7 +150,7 @@ class CacheCut:
             buffer = min((budget_neurons - every * top) // bottom, every)
         each, over = divmod(cached, layers)
         slots_of = tuple(each + (layer < over) for layer in range(layers))
-        return CacheCut(neurons, (top,) * layers, slots_of, buffer)
+        return SplitLayout(neurons, (top,) * layers, slots_of, buffer)
 
 
 def buffer_for(theta: float, top_k: int) -> int:
@@ -185,7 +185,7 @@ class Segments:
         ValueError: a layer has more slots than experts.
     """
 
-    def __init__(self, cut: CacheCut, experts: int) -> None:
+    def __init__(self, cut: SplitLayout, experts: int) -> None:
         if max(cut.slots) > experts:
             raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {experts} experts")
         layers, whole = range(len(cut.tops)), cut.neurons
@@ -264,14 +264,14 @@ class LayerStatistics:
     """H(C), P(y) and PH(y, C) of one layer (MoEpic section 3.4), as counts, which add up over windows.
 
     steps: observed. needed: experts needed in all of them together. hits [E + 1]: of these, those among the C that rank
-    highest, C = 0..E. guessed: steps with a prediction. named [E]: steps in which the expert with the y-th highest
+    highest, C = 0..E. predicted: steps with a prediction. named [E]: steps in which the expert with the y-th highest
     score was needed, y = 0..E-1. held [E, E + 1]: steps in which it was among the C that rank highest.
     """
 
     steps: int
     needed: int
     hits: Ints
-    guessed: int
+    predicted: int
     named: Ints
     held: Ints
 
@@ -284,7 +284,7 @@ class LayerStatistics:
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
         return LayerStatistics(
             self.steps + other.steps, self.needed + other.needed, self.hits + other.hits,
-            self.guessed + other.guessed, self.named + other.named, self.held + other.held,
+            self.predicted + other.predicted, self.named + other.named, self.held + other.held,
         )  # fmt: skip
 
     @property
@@ -304,12 +304,12 @@ class LayerStatistics:
     @property
     def accuracy(self) -> Floats:
         """P(y): how often the expert with the (y + 1)-th highest score is needed [E]; zeros without predictions."""
-        return self.named / max(1, self.guessed)
+        return self.named / max(1, self.predicted)
 
     @property
-    def guess_hit_rate(self) -> Floats:
+    def predicted_hit_rate(self) -> Floats:
         """PH(y, C): how often the expert with the (y + 1)-th highest score is cached [E, E + 1]."""
-        return self.held / max(1, self.guessed)
+        return self.held / max(1, self.predicted)
 
 
 def observe(
@@ -374,14 +374,14 @@ def _counted(needed: NDArray[np.bool_], ranks: Ints, scores: NDArray[np.floating
     hits = np.zeros(experts + 1, np.int64)
     hits[1:] = np.bincount(ranks[needed], minlength=experts).cumsum()
     none = LayerStatistics.none(experts)
-    guessed, named, held = 0, none.named, none.held
+    predicted, named, held = 0, none.named, none.held
     rows = np.zeros(steps, bool) if scores is None else ~np.isnan(scores[:, 0])
     if scores is not None and rows.any():
-        guessed = int(rows.sum())
+        predicted = int(rows.sum())
         by_score = np.argsort(-scores[rows], axis=1, kind="stable")  # [g, y]: the expert with the y-th highest score
         named = np.take_along_axis(needed[rows], by_score, axis=1).sum(axis=0, dtype=np.int64)
         rank_of = np.take_along_axis(ranks[rows], by_score, axis=1)  # [g, y]
         cells = (np.arange(experts) * experts + rank_of).ravel()
         by_rank = np.bincount(cells, minlength=experts * experts).reshape(experts, experts)
         held = np.concatenate([np.zeros((experts, 1), np.int64), by_rank.cumsum(axis=1)], axis=1)
-    return LayerStatistics(steps, int(needed.sum()), hits, guessed, named, held)
+    return LayerStatistics(steps, int(needed.sum()), hits, predicted, named, held)
