@@ -31,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Run `key` on process `peer`, a registered NDP worker or shard, on its replica of `bits` bits; 0: full precision."""
+    """Run `key` on process `peer`, an NDP worker or shard, on its replica of `bits` bits; 0: full precision."""
 
     key: int
     bits: int

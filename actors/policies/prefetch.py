@@ -274,7 +274,7 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
 
 
 def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
-    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties by number, lowest first."""
+    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties: lowest number."""
     tokens, experts = scores.shape
     last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
     picked = scores >= last  # [T, E]

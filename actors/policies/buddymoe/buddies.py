@@ -338,7 +338,7 @@ class ExpertProfile:
         return buddy_table(self.shares(options), alphas, options.max_buddies)
 
     def taus(self, percentile: float, temperature: float = 1.0) -> tuple[float, ...]:
-        """tau of each layer: the percentile of its TAE. Raises ValueError: percentile or temperature is out of range."""
+        """tau of each layer: the percentile of its TAE. Raises ValueError: an argument is out of range."""
         return tuple(entropy_threshold(counts, percentile, temperature) for counts in self.entropies)
 
 

@@ -94,7 +94,7 @@ def margin(weights: NDArray[np.floating], temperature: float = 1.0) -> Doubles:
 def permitted(
     weights: NDArray[np.floating], tau: float | None, gamma: float | None, temperature: float = 1.0
 ) -> NDArray[np.bool_]:
-    """Which tokens allow a replacement [T]: not (TAE <= tau or margin >= gamma). tau, gamma: None: without that gate."""
+    """Which tokens allow a replacement [T]: not (TAE <= tau or margin >= gamma). A None: without that gate."""
     allowed = np.ones(len(weights), bool)
     if tau is not None:
         allowed &= token_entropy(weights, temperature) > tau
