@@ -223,11 +223,7 @@ def _map_header(shape: MapShape, width: int) -> dict[str, str]:
 
 
 def save_maps(path: Path, arrays: Mapping[str, NDArray[np.float32]], shape: MapShape) -> None:
-    """Write the arrays of `ExpertMapStore.arrays` atomically.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Write the arrays of `ExpertMapStore.arrays` atomically. Raises StoreError: it cannot be written."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

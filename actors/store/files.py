@@ -269,8 +269,8 @@ class ExpertStore:
         stamps = {record.file: files.stamp(record) for record in self._records}
         views = [files.view(layer, manifest.expert_tensors()) for layer in chosen]
         read_header(self._path / manifest.dense.file, files.error)
-        noted = files.read_stamps()
-        known = noted if verify == "stamp" else {}
+        recorded = files.read_stamps()
+        known = recorded if verify == "stamp" else {}
         files.check_hashes([r for r in self._records if known.get(r.file) != stamps[r.file]])
         self._view = StoreView(
             str(self._path),
@@ -281,7 +281,7 @@ class ExpertStore:
         # mapped now: a file that was replaced after its hashing is refused here
         self._layers: tuple[LayerArrays, ...] | None = tuple(open_views(self._view))
         self._view.dense.check_unchanged(REBUILD)
-        if (all_known := noted | stamps) != noted:  # stamps of other layers stay
+        if (all_known := recorded | stamps) != recorded:  # stamps of other layers stay
             files.write_stamps(all_known)
 
     @property

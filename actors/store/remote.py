@@ -72,7 +72,8 @@ class ChannelReader:
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         neurons, ids = self._manifest.experts.intermediate, np.array(experts, np.int32)
-        part = neurons_per_part(self._manifest, len(experts))
+        per_neuron = max(1, self._manifest.expert_nbytes() * len(experts) // neurons)
+        part = max(1, PART_BYTES // per_neuron)
         parts = [
             (first, last, self._channel.submit(StoreRequest(layer, ids, first, last - first), deadline_s))
             for first, last in ((first, min(first + part, neurons)) for first in range(0, neurons, part))
@@ -166,12 +167,6 @@ class RefReader:
             if isinstance(cause, TierMoeError):
                 raise RemoteFailure(cause.what, cause.remedy, type(cause).__name__) from None
             raise PeerLost(f"Ray: {type(error).__name__}", "see whether the store's node is up") from error
-
-
-def neurons_per_part(manifest: Manifest, experts: int) -> int:
-    """Neurons of each expert that one message carries."""
-    per_neuron = max(1, manifest.expert_nbytes() * experts // manifest.experts.intermediate)
-    return max(1, PART_BYTES // per_neuron)
 
 
 def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> StoreReader:

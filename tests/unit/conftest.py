@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -13,3 +15,22 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a unit test must not start Ray; tests/cluster is the place")
 
     monkeypatch.setattr(ray, "init", refuse)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that reads bytes; tests that change it take a copy."""
+    from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint  # torch
+
+    path = save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny") / "qwen3", vocab_size=VOCAB_SIZE)
+    save_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import TEXT
+
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path

@@ -79,13 +79,6 @@ def edit_header(path: Path, edit: Callable[[dict], None]) -> None:
     overwrite(path, len(text).to_bytes(8, "little") + text + data[length:])
 
 
-def edit_entry(path: Path, rng: random.Random, edit: Callable[[dict], None]) -> None:
-    def change(entries: dict) -> None:
-        edit(entries[rng.choice(sorted(set(entries) - {"__metadata__"}))])
-
-    edit_header(path, change)
-
-
 def truncate(path: Path, rng: random.Random) -> None:
     data = path.read_bytes()
     overwrite(path, data[: rng.choice([0, 1, 7, 8, 9, len(data) // 2, len(data) - 1, rng.randrange(len(data))])])
@@ -95,12 +88,7 @@ def weights(folder: Path, rng: random.Random) -> Path:
     return pick(folder, rng, "*.safetensors")
 
 
-def truncate_weights(folder: Path, rng: random.Random) -> None:
-    truncate(weights(folder, rng), rng)
-
-
-def truncate_json(folder: Path, rng: random.Random) -> None:
-    truncate(pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME), rng)
+JSON_FILES = ("config.json", "*.index.json", MANIFEST_NAME)
 
 
 def extend_weights(folder: Path, rng: random.Random) -> None:
@@ -108,59 +96,44 @@ def extend_weights(folder: Path, rng: random.Random) -> None:
     overwrite(path, path.read_bytes() + bytes(rng.choice([1, 64, 4096])))
 
 
-def flip_length(folder: Path, rng: random.Random) -> None:
-    flip(weights(folder, rng), rng, 0, 8)
-
-
 def flip_header(folder: Path, rng: random.Random) -> None:
-    path = weights(folder, rng)
-    flip(path, rng, 8, header_length(path))
+    flip(path := weights(folder, rng), rng, 8, header_length(path))
 
 
 def flip_payload(folder: Path, rng: random.Random) -> None:
-    path = weights(folder, rng)
-    flip(path, rng, header_length(path), path.stat().st_size)
+    flip(path := weights(folder, rng), rng, header_length(path), path.stat().st_size)
 
 
-def flip_config(folder: Path, rng: random.Random) -> None:
-    path = folder / "config.json"
-    flip(path, rng, 0, path.stat().st_size)
+def flip_json(folder: Path, rng: random.Random, *patterns: str) -> None:
+    flip(path := pick(folder, rng, *patterns), rng, 0, path.stat().st_size)
 
 
-def flip_index(folder: Path, rng: random.Random) -> None:
-    path = pick(folder, rng, "*.index.json", MANIFEST_NAME, "config.json")
-    flip(path, rng, 0, path.stat().st_size)
-
-
-def edit_shape(folder: Path, rng: random.Random) -> None:
+def edit_shape(entry: dict, rng: random.Random) -> None:
     """The same number of elements in one more or less dimension: the file stays consistent."""
-
-    def change(entry: dict) -> None:
-        shape = entry["shape"]
-        entry["shape"] = [1, *shape] if len(shape) == 1 else [shape[0] * shape[1], *shape[2:]]
-
-    edit_entry(weights(folder, rng), rng, change)
+    shape = entry["shape"]
+    entry["shape"] = [1, *shape] if len(shape) == 1 else [shape[0] * shape[1], *shape[2:]]
 
 
-def edit_dimension(folder: Path, rng: random.Random) -> None:
-    def change(entry: dict) -> None:
-        entry["shape"][0] = rng.choice([0, -1, entry["shape"][0] + 1, 1 << 40, 1.5, "x", None, True])
-
-    edit_entry(weights(folder, rng), rng, change)
+def edit_dimension(entry: dict, rng: random.Random) -> None:
+    entry["shape"][0] = rng.choice([0, -1, entry["shape"][0] + 1, 1 << 40, 1.5, "x", None, True])
 
 
-def edit_type(folder: Path, rng: random.Random) -> None:
-    def change(entry: dict) -> None:
-        entry["dtype"] = rng.choice(["I32", "U32", "F16", "BF16", "F64", "BOOL", "F4", 7, None])
-
-    edit_entry(weights(folder, rng), rng, change)
+def edit_type(entry: dict, rng: random.Random) -> None:
+    entry["dtype"] = rng.choice(["I32", "U32", "F16", "BF16", "F64", "BOOL", "F4", 7, None])
 
 
-def edit_offsets(folder: Path, rng: random.Random) -> None:
-    def change(entry: dict) -> None:
-        entry["data_offsets"][rng.randrange(2)] += rng.choice([-8, -1, 4, 64, 1 << 45])
+def edit_offsets(entry: dict, rng: random.Random) -> None:
+    entry["data_offsets"][rng.randrange(2)] += rng.choice([-8, -1, 4, 64, 1 << 45])
 
-    edit_entry(weights(folder, rng), rng, change)
+
+def in_an_entry(edit: Callable[[dict, random.Random], None]) -> Mutation:
+    def mutate(folder: Path, rng: random.Random) -> None:
+        def change(entries: dict) -> None:
+            edit(entries[rng.choice(sorted(set(entries) - {"__metadata__"}))], rng)
+
+        edit_header(weights(folder, rng), change)
+
+    return mutate
 
 
 def rename_tensor(folder: Path, rng: random.Random) -> None:
@@ -190,13 +163,13 @@ def drop_tensor(folder: Path, rng: random.Random) -> None:
 def put_nan(folder: Path, rng: random.Random) -> None:
     path = weights(folder, rng)
     length, data = header_length(path), bytearray(path.read_bytes())
-    place = length + 4 * rng.randrange((len(data) - length) // 4)
-    data[place : place + 4] = np.float32(rng.choice([np.nan, np.inf, -np.inf])).tobytes()
+    start = length + 4 * rng.randrange((len(data) - length) // 4)
+    data[start : start + 4] = np.float32(rng.choice([np.nan, np.inf, -np.inf])).tobytes()
     overwrite(path, data)
 
 
 def zero_a_page(folder: Path, rng: random.Random) -> None:
-    """What a disk or a copy tool leaves of a lost block."""
+    """A lost block of a disk or a copy tool."""
     path = weights(folder, rng)
     data, length = bytearray(path.read_bytes()), header_length(path)
     start = rng.randrange(length, max(length + 1, len(data) - 4096))
@@ -212,71 +185,66 @@ def swap_files(folder: Path, rng: random.Random) -> None:
     overwrite(other, first)
 
 
-def remove_file(folder: Path, rng: random.Random) -> None:
-    pick(folder, rng, "*.safetensors", "config.json", "*.index.json", MANIFEST_NAME).unlink()
-
-
 def replace_by_folder(folder: Path, rng: random.Random) -> None:
-    path = pick(folder, rng, "*.safetensors", "config.json", "*.index.json", MANIFEST_NAME)
+    path = pick(folder, rng, "*.safetensors", *JSON_FILES)
     path.unlink()
     path.mkdir()
 
 
 def junk_json(folder: Path, rng: random.Random) -> None:
-    path = pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME)
+    path = pick(folder, rng, *JSON_FILES)
     overwrite(path, rng.choice([b"[]", b"null", b"{}", b"\xff" * 9, b"[" * 100_000, b'{"weight_map": {"a": "../b"}}']))
 
 
 def edit_json_value(folder: Path, rng: random.Random) -> None:
-    path = pick(folder, rng, "config.json", "*.index.json", MANIFEST_NAME)
+    path = pick(folder, rng, *JSON_FILES)
     content = json.loads(path.read_bytes())
     content[rng.choice(sorted(content))] = rng.choice([None, -1, 0, 3, "x", [], {}, 1e9, True, [[1]]])
     overwrite(path, json.dumps(content, indent=1).encode())
 
 
-# What must be refused in a checkpoint too: it leaves too little, too much, or numbers that are none.
-FATAL: list[Mutation] = [
-    truncate_weights,
-    extend_weights,
-    flip_length,
-    edit_shape,
-    edit_dimension,
-    edit_offsets,
-    rename_tensor,
-    drop_tensor,
-    put_nan,
-    swap_files,
-]
-ANY: list[Mutation] = [
-    truncate_json,
-    flip_header,
-    flip_payload,
-    flip_config,
-    flip_index,
-    edit_type,
-    zero_a_page,
-    remove_file,
-    replace_by_folder,
-    junk_json,
-    edit_json_value,
-]
+# must be refused in a checkpoint too: missing or surplus data, or numbers that are not finite
+FATAL: dict[str, Mutation] = {
+    "truncate_weights": lambda folder, rng: truncate(weights(folder, rng), rng),
+    "extend_weights": extend_weights,
+    "flip_length": lambda folder, rng: flip(weights(folder, rng), rng, 0, 8),
+    "edit_shape": in_an_entry(edit_shape),
+    "edit_dimension": in_an_entry(edit_dimension),
+    "edit_offsets": in_an_entry(edit_offsets),
+    "rename_tensor": rename_tensor,
+    "drop_tensor": drop_tensor,
+    "put_nan": put_nan,
+    "swap_files": swap_files,
+}
+MUTATIONS: dict[str, Mutation] = FATAL | {
+    "truncate_json": lambda folder, rng: truncate(pick(folder, rng, *JSON_FILES), rng),
+    "flip_header": flip_header,
+    "flip_payload": flip_payload,
+    "flip_config": lambda folder, rng: flip_json(folder, rng, "config.json"),
+    "flip_index": lambda folder, rng: flip_json(folder, rng, *JSON_FILES),
+    "edit_type": in_an_entry(edit_type),
+    "zero_a_page": zero_a_page,
+    "remove_file": lambda folder, rng: pick(folder, rng, "*.safetensors", *JSON_FILES).unlink(),
+    "replace_by_folder": replace_by_folder,
+    "junk_json": junk_json,
+    "edit_json_value": edit_json_value,
+}
+every_mutation = pytest.mark.parametrize("mutation", MUTATIONS)
 
 
-def mutated(pristine: list[Path], mutation: Mutation, seed: int, target: Path) -> Path:
-    rng = random.Random(f"{mutation.__name__}/{seed}")
-    shutil.copytree(pristine[seed % len(pristine)], target)  # keeps modification times
-    mutation(target, rng)
+def mutated(pristine: list[Path], mutation: str, seed: int, target: Path) -> Path:
+    shutil.copytree(pristine[seed % len(pristine)], target)  # with modification times
+    MUTATIONS[mutation](target, random.Random(f"{mutation}/{seed}"))
     return target
 
 
 def test_there_are_enough_mutations() -> None:
-    kinds = len(FATAL) + len(ANY)
-    assert kinds * len(STORE_SEEDS) >= 200
-    assert kinds * len(CHECKPOINT_SEEDS) >= 150
+    assert len(MUTATIONS) * len(STORE_SEEDS) >= 200
+    assert len(MUTATIONS) * len(CHECKPOINT_SEEDS) >= 150
 
 
-@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
-def test_no_damaged_store_opens(stores: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+@every_mutation
+def test_no_damaged_store_opens(stores: list[Path], mutation: str, tmp_path: Path) -> None:
     for seed in STORE_SEEDS:
         store = mutated(stores, mutation, seed, tmp_path / str(seed))
         for verify in VERIFY_MODES:
@@ -285,14 +253,14 @@ def test_no_damaged_store_opens(stores: list[Path], mutation: Mutation, tmp_path
             assert caught.value.remedy
 
 
-@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
-def test_a_running_process_notices_damage(stores: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+@every_mutation
+def test_a_running_process_notices_damage(stores: list[Path], mutation: str, tmp_path: Path) -> None:
     """In place, behind the back of a store that was verified: no other process maps it any more."""
     store = tmp_path / "store"
     shutil.copytree(stores[0], store)
     view = ExpertStore(store).describe()
     before = {path: path.read_bytes() for path in store.glob("layer-*")}
-    mutation(store, random.Random(mutation.__name__))
+    MUTATIONS[mutation](store, random.Random(mutation))
     if any(not path.is_file() or path.read_bytes() != data for path, data in before.items()):
         with pytest.raises(StoreError):
             open_views(view)
@@ -300,21 +268,16 @@ def test_a_running_process_notices_damage(stores: list[Path], mutation: Mutation
         ExpertStore(store, verify="stamp")
 
 
-def refusal(checkpoint: Path, out: Path) -> TierMoeError | None:
-    """The typed error that a preparation ends with; anything else escapes."""
-    try:
-        prepare(checkpoint, out, progress=False)
-    except TierMoeError as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize("mutation", [*FATAL, *ANY], ids=lambda mutation: mutation.__name__)
-def test_damaged_checkpoints_raise_typed_errors(checkpoints: list[Path], mutation: Mutation, tmp_path: Path) -> None:
+@every_mutation
+def test_damaged_checkpoints_raise_typed_errors(checkpoints: list[Path], mutation: str, tmp_path: Path) -> None:
     for seed in CHECKPOINT_SEEDS:
         checkpoint = mutated(checkpoints, mutation, seed, tmp_path / str(seed))
         out = tmp_path / f"{seed}-store"
-        error = refusal(checkpoint, out)
+        error: TierMoeError | None = None
+        try:
+            prepare(checkpoint, out, progress=False)
+        except TierMoeError as raised:  # anything else escapes
+            error = raised
         if error is not None:
             assert error.what, seed
             assert error.remedy, seed
@@ -327,9 +290,9 @@ def test_damaged_checkpoints_raise_typed_errors(checkpoints: list[Path], mutatio
             assert np.isfinite(layer.down).all(), seed
 
 
-@pytest.mark.parametrize("mutation", [truncate_weights, truncate_json, remove_file, flip_payload])
+@pytest.mark.parametrize("mutation", ["truncate_weights", "truncate_json", "remove_file", "flip_payload"])
 def test_damaged_leftovers_are_not_taken_over(
-    checkpoints: list[Path], stores: list[Path], mutation: Mutation, tmp_path: Path
+    checkpoints: list[Path], stores: list[Path], mutation: str, tmp_path: Path
 ) -> None:
     """A damaged work-in-progress folder: what comes out is the store that a clean run makes."""
     from tiermoe.cluster.jobs.prepare import convert
@@ -341,7 +304,7 @@ def test_damaged_leftovers_are_not_taken_over(
             with pytest.raises(TierMoeError, match="changed while"):
                 prepare(checkpoints[0], out, progress=False)
         partial = out.with_name(out.name + ".partial")
-        mutation(partial, random.Random(seed))
+        MUTATIONS[mutation](partial, random.Random(seed))
         ensure_prepared(checkpoints[0], out, progress=False)
         ExpertStore(out)
         assert (out / MANIFEST_NAME).read_bytes() == (stores[0] / MANIFEST_NAME).read_bytes()

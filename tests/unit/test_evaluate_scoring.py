@@ -92,18 +92,12 @@ def test_a_sequence_ends_when_its_forward_fails(worker: GpuWorker) -> None:
     assert worker._model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("prefix", [0, -1, len(IDS)])
-def test_nothing_before_or_after_the_prefix_is_refused(worker: GpuWorker, prefix: int) -> None:
-    with pytest.raises(RequestError, match="at least one token"):
-        score_with(worker, IDS, prefix)
-
-
-def test_continuations_of_different_lengths_are_refused(worker: GpuWorker) -> None:
+def test_refusals_of_scoring(worker: GpuWorker) -> None:
+    for prefix in (0, -1, len(IDS)):
+        with pytest.raises(RequestError, match="at least one token"):
+            score_with(worker, IDS, prefix)
     with pytest.raises(RequestError, match="one length"):
         score_continuations_with(worker, IDS, [[1, 2], [3]])
-
-
-def test_a_worker_that_serves_is_refused(worker: GpuWorker) -> None:
     stream = worker.submit(GenerationRequest("long", (5, 6), SamplingParams(max_tokens=200, ignore_eos=True)))
     with pytest.raises(RuntimeFailure, match="1 requests"):
         score_with(worker, IDS, 8)
@@ -203,29 +197,24 @@ def test_the_record(model: Path, started: list[GpuWorker]) -> None:
     json.dumps(record, allow_nan=False)
 
 
-def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_are_in_half_precision_and_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Distributions(2, 3, 4)
+    rows = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
+    stored.put(1, rows)
+    assert torch.equal(stored.get(1), rows.half())
+    assert stored.get(0).abs().sum() == 0
+
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)  # an error, not a signal
     with pytest.raises(RuntimeFailure, match="no room for 48 bytes"):
         Distributions(2, 3, 4)
 
 
-def test_distributions_are_kept_in_half_precision() -> None:
-    kept = Distributions(2, 3, 4)
-    rows = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
-    kept.put(1, rows)
-    assert torch.equal(kept.get(1), rows.half())
-    assert kept.get(0).abs().sum() == 0
-
-
-def test_more_tokens_than_positions_are_refused(model: Path) -> None:
+def test_short_models_and_models_without_heldout_text_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="300 tokens exceed the model's 256 positions"):
         Evaluation(model, EvaluationOptions(prefix=200, continuation=100))
-
-
-def test_a_model_without_heldout_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_byte_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="no held-out passages"):

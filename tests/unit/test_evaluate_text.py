@@ -41,6 +41,7 @@ def shipped() -> HeldOut:
 
 def small_model(folder: Path, documents: int = 5, lines: int = 30, begin: bool = False) -> Path:
     """A tokenizer of one token a byte, and documents of one kind; `begin`: it puts <s> before a text."""
+    folder.mkdir(exist_ok=True)
     tokenizer: Tokenizer = save_byte_tokenizer(folder)
     if begin:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -119,21 +120,13 @@ def test_special_tokens_before_a_text_stand_in_every_prefix(tmp_path: Path) -> N
     assert (item.context[0], len(item.context)) == (1, CONTEXT)
 
 
-def test_a_model_without_a_set_gets_one_built(tmp_path: Path) -> None:
-    heldout = load_heldout(small_model(tmp_path))
-    assert load_choices(tmp_path, heldout) == build_choices(heldout)
-
-
 def test_the_script_writes_what_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(small_model(tmp_path))]) == 0
-    heldout = load_heldout(tmp_path)
+    heldout = load_heldout(small_model(tmp_path))
+    assert load_choices(tmp_path, heldout) == build_choices(heldout)  # built without a file
+    assert main([str(tmp_path)]) == 0
     assert load_choices(tmp_path, heldout) == build_choices(heldout)
     assert "15 items" in capsys.readouterr().out
     assert main([str(tmp_path / "none")]) == 2
-
-
-def test_a_set_of_other_text_is_refused(tmp_path: Path) -> None:
-    main([str(small_model(tmp_path))])
     (tmp_path / "heldout" / "more.jsonl").write_text(json.dumps({"text": "more"}) + "\n")
     with pytest.raises(CheckpointError, match=r"another fingerprint.*build it again"):
         load_choices(tmp_path, load_heldout(tmp_path))
@@ -152,28 +145,25 @@ def test_a_damaged_set_is_refused(tmp_path: Path, old: str, new: str) -> None:
 
 def test_refusals_of_heldout_text(tmp_path: Path) -> None:
     shutil.copy(default_model_dir() / "tokenizer.json", tmp_path)
-    with pytest.raises(CheckpointError, match="no held-out passages"):
-        load_heldout(tmp_path)
     (tmp_path / "heldout").mkdir()
-    (tmp_path / "heldout" / "x.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(CheckpointError, match="line 2 is not an object with a text"):
-        load_heldout(tmp_path)
-    (tmp_path / "heldout" / "x.jsonl").write_text('{"text": "a", "id": "n"}\n{"text": "b", "id": "n"}\n')
-    with pytest.raises(CheckpointError, match="the id 'n'"):
-        load_heldout(tmp_path)
+    for content, why in (
+        ("", "no held-out passages"),
+        ('{"text": "a"}\n{"txt": "b"}\n', "line 2 is not an object with a text"),
+        ('{"text": "a", "id": "n"}\n{"text": "b", "id": "n"}\n', "the id 'n'"),
+    ):
+        (tmp_path / "heldout" / "x.jsonl").write_text(content)
+        with pytest.raises(CheckpointError, match=why):
+            load_heldout(tmp_path)
 
 
 def test_refusals_of_too_little_text(tmp_path: Path) -> None:
-    heldout = load_heldout(small_model(tmp_path, documents=3))
+    heldout = load_heldout(small_model(tmp_path / "few", documents=3))
     with pytest.raises(CheckpointError, match="four documents of one kind"):
         build_choices(heldout)
     with pytest.raises(CheckpointError, match="no held-out passage has 5000 tokens"):
         cut_windows(heldout, EvaluationOptions(prefix=4000, continuation=1000))
-
-
-def test_a_prefix_without_room_for_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--prefix"):
-        cut_windows(load_heldout(small_model(tmp_path, begin=True)), EvaluationOptions(prefix=1))
+    with pytest.raises(ConfigError, match="--prefix"):  # only special tokens fit
+        cut_windows(load_heldout(small_model(tmp_path / "begin", begin=True)), EvaluationOptions(prefix=1))
 
 
 def test_spread() -> None:

@@ -20,14 +20,7 @@ from tiermoe.actors.settings import ShardSettings
 from tiermoe.actors.store.artifacts import save_maps
 from tiermoe.errors import ConfigError, RemoteFailure, StoreError
 from tiermoe.proto.channel import open_channel
-from tiermoe.proto.messages import (
-    Context,
-    HealthReport,
-    HealthRequest,
-    Message,
-    PrefetchCommand,
-    StoreRequest,
-)
+from tiermoe.proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand, StoreRequest
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 from tiermoe.proto.server import ChannelServer
 
@@ -89,26 +82,17 @@ def test_over_a_channel() -> None:
             channel.call(StoreRequest(0, np.zeros(1, np.int32)), 5.0)
 
 
-def test_an_iteration_that_it_does_not_know_is_left_alone(served: Matcher) -> None:
-    """The matcher restarted in the midst of one."""
-    show(served, iteration(0))
-    shown = iteration(1)
-    assert [served.handle(context) for context in shown.contexts()[3:]] == [None] * 4
-    assert served.health()["unknown_iterations"] == 4
-    assert served.health()["maps"] == 1
-
-
-def test_other_sequences_are_no_part_of_the_iteration(served: Matcher) -> None:
-    shown, other = iteration(0), iteration(0, 2)
-    served.handle(shown.first())
-    assert served.handle(other.at(0)) is None
-    assert served.health()["unknown_iterations"] == 1
-
-
-def test_an_iteration_that_failed_is_forgotten(served: Matcher) -> None:
-    for context in iteration(0).contexts()[:3]:
+def test_unknown_and_unfinished_iterations_are_not_stored(served: Matcher) -> None:
+    for context in iteration(0).contexts()[:3]:  # it failed
         served.handle(context)
     show(served, iteration(1))
+    assert served.health()["maps"] == 1
+    middle = iteration(2).contexts()[3:]  # the matcher started during it
+    assert [served.handle(context) for context in middle] == [None] * 4
+    assert served.health()["unknown_iterations"] == 4
+    served.handle(iteration(3).first())
+    assert served.handle(iteration(3, 2).at(0)) is None  # other sequences
+    assert served.health()["unknown_iterations"] == 5
     assert served.health()["maps"] == 1
 
 
@@ -116,18 +100,17 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
     shown = iteration(0)
     good, nothing = shown.first(), np.empty((1, 0), np.float32)
     p = shown.probabilities
-    with pytest.raises(ConfigError, match="another model"):
-        served.handle(Context(0, 0, good.sequences, np.ones((1, 5), np.float32), nothing))
-    with pytest.raises(ConfigError, match="another model"):
-        served.handle(Context(0, 0, good.sequences, nothing, np.ones((1, 5), np.float32)))
-    with pytest.raises(ConfigError, match="both"):
-        served.handle(Context(0, 0, good.sequences, good.embedding, p[0]))
-    with pytest.raises(ConfigError, match="neither"):
-        served.handle(Context(0, 0, good.sequences, nothing, nothing))
-    with pytest.raises(ConfigError, match="layer 6"):
-        served.handle(Context(0, SHAPE.layers, good.sequences, nothing, p[0]))
-    with pytest.raises(ConfigError, match="0 sequences"):
-        served.handle(Context(0, 0, good.sequences[:0], good.embedding[:0], nothing[:0]))
+    narrow = np.ones((1, 5), np.float32)
+    for layer, sequences, embedding, probabilities, why in (
+        (0, good.sequences, narrow, nothing, "another model"),
+        (0, good.sequences, nothing, narrow, "another model"),
+        (0, good.sequences, good.embedding, p[0], "both"),
+        (0, good.sequences, nothing, nothing, "neither"),
+        (SHAPE.layers, good.sequences, nothing, p[0], "layer 6"),
+        (0, good.sequences[:0], good.embedding[:0], nothing[:0], "0 sequences"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            served.handle(Context(0, layer, sequences, embedding, probabilities))
     served.handle(good)
     served.handle(shown.at(0))
     with pytest.raises(ConfigError, match="out of order"):

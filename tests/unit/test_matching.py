@@ -123,13 +123,10 @@ class TestPublish:
         with linked() as (link, _, channel):
             begin(link, 3)
             observe(link, 3, 1)
-            first, second = (pending.context for pending in channel.sent)
-            assert (first.iteration, first.layer, first.embedding.shape, first.probabilities.shape) == (
-                3, 0, (1, SHAPE.hidden), (1, 0),
-            )  # fmt: skip
-            assert (second.iteration, second.layer, second.embedding.shape, second.probabilities.shape) == (
-                3, 1, (1, 0), (1, SHAPE.experts),
-            )  # fmt: skip
+            sent = [pending.context for pending in channel.sent]
+            assert [(c.iteration, c.layer, c.embedding.shape, c.probabilities.shape) for c in sent] == [
+                (3, 0, (1, SHAPE.hidden), (1, 0)), (3, 1, (1, 0), (1, SHAPE.experts)),
+            ]  # fmt: skip
             assert link.report()["published"] == 2
 
     def test_a_forward_that_it_joins_midway(self) -> None:
@@ -176,26 +173,17 @@ class TestTake:
             assert [(c.keys.tolist(), c.priorities.tolist(), c.hints) for c in taken] == [([17, 18], [4.0, 2.0], 1)]
             assert (link.report()["late"], link.report()["commands"]) == (2, 1)
 
-    def test_only_hints_left_is_late(self) -> None:
+    @pytest.mark.parametrize(
+        ("answer", "layer", "silent", "late"),
+        [(command(0, 0, 8, 17, hints=1), 1, 0, 1), (DeadlinePassed("no answer", "wait"), 0, 0, 1), (None, 0, 1, 0)],
+        ids=["only hints are left", "after its deadline", "no forecast is no failure"],
+    )
+    def test_answers_without_keys(self, answer: Any, layer: int, silent: int, late: int) -> None:
         with linked() as (link, _, channel):
             begin(link, 0)
-            channel.sent[0].give(command(0, 0, 8, 17, hints=1))
-            assert link.take(0, 1) == []
-            assert link.report()["late"] == 1
-
-    def test_an_answer_after_its_deadline_is_late(self) -> None:
-        with linked() as (link, _, channel):
-            begin(link, 0)
-            channel.sent[0].give(DeadlinePassed("no answer", "wait"))
-            assert link.take(0, 0) == []
-            assert link.report()["late"] == 1
-
-    def test_no_answer_is_no_failure(self) -> None:
-        with linked() as (link, _, channel):
-            begin(link, 0)
-            channel.sent[0].give(None)
-            assert link.take(0, 0) == []
-            assert (link.report()["silent"], link.report()["late"]) == (1, 0)
+            channel.sent[0].give(answer)
+            assert link.take(0, layer) == []
+            assert (link.report()["silent"], link.report()["late"]) == (silent, late)
 
 
 class TestSource:

@@ -117,21 +117,17 @@ def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: p
     assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_tied_weights_that_the_checkpoint_holds_twice(tmp_path: Path, same: bool) -> None:
+@pytest.mark.parametrize(("case", "tied"), [("twice", 1), ("twice, different", 0), ("under the other name", 1)])
+def test_tied_weights(tmp_path: Path, case: str, tied: int) -> None:
     checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
     embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
-    edit_tensors(checkpoint, lm_head__weight=embedding.clone() if same else embedding + 1)
+    head = embedding + 1 if case == "twice, different" else embedding.clone()
+    edit_tensors(checkpoint, lm_head__weight=head)
+    if case == "under the other name":
+        edit_tensors(checkpoint, model__embed_tokens__weight=None)
     store = prepare(checkpoint, tmp_path / "store", progress=False)
-    assert len(read_manifest(store).dense.tied) == (1 if same else 0)
+    assert len(read_manifest(store).dense.tied) == tied
     assert_same_as_transformers(checkpoint, store)
-
-
-def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
-    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
-    edit_tensors(checkpoint, lm_head__weight=embedding, model__embed_tokens__weight=None)
-    assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
 
 
 def test_unknown_dense_tensors_are_tolerated(tmp_path: Path) -> None:
@@ -248,13 +244,16 @@ def test_a_full_disk_is_a_typed_error_and_resumes(qwen: Path, tmp_path: Path, mo
     prepare(qwen, tmp_path / "store", progress=False)
 
 
-def test_an_existing_store_is_kept_unless_forced(qwen: Path, tmp_path: Path) -> None:
+def test_an_existing_store_stays_unless_forced_or_truncated(qwen: Path, tmp_path: Path) -> None:
     out = prepare(qwen, tmp_path / "store", progress=False)
     before = (out / layer_name(0)).stat().st_ino
     assert ensure_prepared(qwen, out, progress=False) == out
     assert (out / layer_name(0)).stat().st_ino == before
     prepare(qwen, out, progress=False, force=True)
     assert (out / layer_name(0)).stat().st_ino != before
+    (out / "dense.safetensors").write_bytes(b"")
+    ensure_prepared(qwen, out, progress=False)
+    assert_same_as_transformers(qwen, out)
 
 
 def test_a_changed_checkpoint_is_prepared_again(tmp_path: Path) -> None:
@@ -265,13 +264,6 @@ def test_a_changed_checkpoint_is_prepared_again(tmp_path: Path) -> None:
     ensure_prepared(checkpoint, out, progress=False)
     assert_same_as_transformers(checkpoint, out)
     assert default_store_dir(checkpoint, tmp_path / "cache") != cached
-
-
-def test_a_truncated_store_is_prepared_again(qwen: Path, tmp_path: Path) -> None:
-    out = prepare(qwen, tmp_path / "store", progress=False)
-    (out / "dense.safetensors").write_bytes(b"")
-    ensure_prepared(qwen, out, progress=False)
-    assert_same_as_transformers(qwen, out)
 
 
 def test_a_folder_that_is_no_store_is_never_replaced(qwen: Path, tmp_path: Path) -> None:
@@ -327,19 +319,16 @@ def test_finding_a_store_needs_no_torch(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
+    """Guards also an option that did nothing: --cache-dir with OUT."""
+    with pytest.raises(ConfigError, match="OUT and --cache-dir are both given"):
+        prepare_command(qwen, tmp_path / "out", cache_dir=tmp_path)
+    assert not (tmp_path / "out").exists()
     app = typer.Typer()
     app.command()(prepare_command)
     result = CliRunner().invoke(app, [str(qwen), "--cache-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert Path(result.stdout.strip()) == default_store_dir(qwen, tmp_path)
     ExpertStore(default_store_dir(qwen, tmp_path))
-
-
-def test_out_and_cache_dir_exclude_each_other(qwen: Path, tmp_path: Path) -> None:
-    """Guards an option that did nothing: --cache-dir was ignored where OUT was given."""
-    with pytest.raises(ConfigError, match="OUT and --cache-dir are both given"):
-        prepare_command(qwen, tmp_path / "out", cache_dir=tmp_path)
-    assert not (tmp_path / "out").exists()
 
 
 # -- checkpoints that cannot be served: the message says which tensor or setting is to blame --------------------------
@@ -371,14 +360,6 @@ def test_bad_tensors_are_refused(tmp_path: Path, changes: dict[str, torch.Tensor
     assert not (tmp_path / "store").exists()
 
 
-def test_numbers_beyond_the_type_that_they_are_cast_to_are_refused(tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    edit_tensors(checkpoint, **{EXPERT: torch.full((24, 32), 1e6)})
-    edit_config(checkpoint, dtype="float16")
-    with pytest.raises(CheckpointError, match="NaN or infinity"):
-        prepare(checkpoint, tmp_path / "store", progress=False)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -389,22 +370,21 @@ def test_numbers_beyond_the_type_that_they_are_cast_to_are_refused(tmp_path: Pat
         ({"num_local_experts": 7}, "not"),
         ({"moe_intermediate_size": "many"}, "not usable|cannot build"),
         ({"hidden_size": 64}, "not"),
+        ({"dtype": "float16"}, "NaN or infinity"),  # of an expert's 1e6
     ],
 )
 def test_bad_configurations_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     checkpoint = edit_config(save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), **changes)
+    edit_tensors(checkpoint, **{EXPERT: torch.full((24, 32), 1e6)})
     with pytest.raises(CheckpointError, match=message):
         prepare(checkpoint, tmp_path / "store", progress=False)
 
 
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+def test_dense_models_and_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
     config = Qwen3Config(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(UnsupportedModelError, match="has no routed experts"):
         prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
-
-
-def test_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a folder"):
         prepare(tmp_path / "absent", tmp_path / "store", progress=False)
     (tmp_path / "config.json").write_text("{}")
@@ -438,15 +418,8 @@ print(kilobytes("VmHWM") - before)
 def test_peak_memory_is_bounded_by_layers_not_by_the_model(qwen: Path, tmp_path: Path) -> None:
     """Eight layers of 40 MB: the growth must stay under two layers and a fixed allowance."""
     layer_bytes = 32 * 3 * 256 * 416 * 4
-    big = save_tiny_checkpoint(
-        "qwen3_moe",
-        tmp_path / "big",
-        hidden_size=256,
-        moe_intermediate_size=416,
-        num_experts=32,
-        num_hidden_layers=8,
-        layer_types=None,
-    )
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 416, "num_experts": 32, "num_hidden_layers": 8}
+    big = save_tiny_checkpoint("qwen3_moe", tmp_path / "big", layer_types=None, **sizes)
     assert (big / "model.safetensors").stat().st_size > 8 * layer_bytes
     command = [sys.executable, "-c", _MEASURE, str(qwen), str(big), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas
@@ -46,16 +45,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
-def test_a_killed_preparation_with_replicas_finishes(tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", vocab_size=VOCAB_SIZE)
-    save_byte_tokenizer(checkpoint)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(60)))
+def test_a_killed_preparation_with_replicas_finishes(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "store"
 
     def run(start: str, changes: int) -> int:
         command = [sys.executable, "-c", _PROGRAM, f"{out}{start}", str(changes), "prepare", str(checkpoint), str(out)]
-        options = ["--bits", "2", "--group-size", "32", "--calibration", str(text)]
+        options = ["--bits", "2", "--group-size", "32", "--calibration", str(calibration)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run([*command, *options], timeout=_TIMEOUT_S, env=environment, capture_output=True).returncode
 
@@ -72,4 +67,4 @@ def test_a_killed_preparation_with_replicas_finishes(tmp_path: Path) -> None:
     assert view is not None
     assert view.widths == (2,)
     whole = prepare(checkpoint, tmp_path / "whole", progress=False)
-    assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), text, progress=False))
+    assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), calibration, progress=False))

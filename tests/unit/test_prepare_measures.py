@@ -16,14 +16,8 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.engine.model.model import build_model, find_blocks
 from tiermoe.actors.policies.baselines import PreGate
-from tiermoe.actors.store.artifacts import (
-    GATES_NAME,
-    SENSITIVITY_NAME,
-    encode_gates,
-    encode_sensitivity,
-    gates_of,
-    sensitivity_of,
-)
+from tiermoe.actors.store import artifacts
+from tiermoe.actors.store.artifacts import encode_gates, encode_sensitivity, gates_of, sensitivity_of
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare.calibration import Windows
@@ -136,51 +130,44 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-def test_sensitivities_are_kept_and_damaged_ones_refused(store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sensitivity", "gates"])
+def test_files_are_read_and_damaged_ones_refused(store: Path, kind: str) -> None:
     manifest = read_manifest(store)
-    path = store / SENSITIVITY_NAME
-
-    def refused(data: bytes, why: str) -> None:
+    other = manifest.model_copy(update={"source": ()})
+    path, read = store / f"{kind}.safetensors", getattr(artifacts, f"{kind}_of")
+    if kind == "sensitivity":
+        good = encode_sensitivity((0.5, 2.0), manifest, 100)
+        path.write_bytes(good)
+        assert sensitivity_of(store, manifest) == (0.5, 2.0)
+        refused = {
+            good[:40]: "holds no sensitivities",
+            b"": "holds no sensitivities",
+            encode_sensitivity((0.5,), manifest, 100): "not one number",
+            encode_sensitivity((0.5, float("nan")), manifest, 100): "not finite",
+            encode_sensitivity((0.5, -1.0), manifest, 100): "negative",
+            encode_sensitivity((0.5, 2.0), other, 100): "another model",
+        }
+    else:
+        weight = np.ones((manifest.experts.num_experts, manifest.experts.hidden), np.float32)
+        gate = PreGate(weight, weight[:, 0])
+        path.write_bytes(encode_gates([gate], manifest, 100))
+        (found,) = gates_of(store, manifest)
+        np.testing.assert_array_equal(found.weight, weight)
+        refused = {
+            b"{}": "holds no gates",
+            encode_gates([], manifest, 100): "weight of layer 0",
+            encode_gates([PreGate(weight[:, 1:], weight[:, 0])], manifest, 100): "weight of layer 0",
+            encode_gates([PreGate(weight * np.float32("inf"), weight[:, 0])], manifest, 100): "weight of layer 0",
+            encode_gates([gate], other, 100): "another model",
+        }
+    for data, why in refused.items():
         path.write_bytes(data)
         with pytest.raises(StoreError, match=why) as raised:
-            sensitivity_of(store, manifest)
-        assert "tiermoe prepare MODEL --sensitivity TEXT" in str(raised.value)
-
-    good = encode_sensitivity((0.5, 2.0), manifest, 100)
-    path.write_bytes(good)
-    assert sensitivity_of(store, manifest) == (0.5, 2.0)
-    refused(good[:40], "holds no sensitivities")
-    refused(b"", "holds no sensitivities")
-    refused(encode_sensitivity((0.5,), manifest, 100), "not one number")
-    refused(encode_sensitivity((0.5, float("nan")), manifest, 100), "not finite")
-    refused(encode_sensitivity((0.5, -1.0), manifest, 100), "negative")
-    other = manifest.model_copy(update={"source": ()})
-    refused(encode_sensitivity((0.5, 2.0), other, 100), "another model")
+            read(store, manifest)
+        assert f"tiermoe prepare MODEL --{kind} TEXT" in str(raised.value)
     path.unlink()
     with pytest.raises(StoreError, match="cannot be read"):
-        sensitivity_of(store, manifest)
-
-
-def test_gates_are_kept_and_damaged_ones_refused(store: Path) -> None:
-    manifest = read_manifest(store)
-    shape, path = manifest.experts, store / GATES_NAME
-    weight = np.ones((shape.num_experts, shape.hidden), np.float32)
-    good, bad = PreGate(weight, weight[:, 0]), PreGate(weight * np.float32("inf"), weight[:, 0])
-    path.write_bytes(encode_gates([good], manifest, 100))
-    (found,) = gates_of(store, manifest)
-    np.testing.assert_array_equal(found.weight, weight)
-    other = manifest.model_copy(update={"source": ()})
-    for data, why in (
-        (b"{}", "holds no gates"),
-        (encode_gates([], manifest, 100), "weight of layer 0"),
-        (encode_gates([PreGate(weight[:, 1:], weight[:, 0])], manifest, 100), "weight of layer 0"),
-        (encode_gates([bad], manifest, 100), "weight of layer 0"),
-        (encode_gates([good], other, 100), "another model"),
-    ):
-        path.write_bytes(data)
-        with pytest.raises(StoreError, match=why) as raised:
-            gates_of(store, manifest)
-        assert "tiermoe prepare MODEL --gates TEXT" in str(raised.value)
+        read(store, manifest)
 
 
 @pytest.mark.parametrize("option", ["--gates", "--sensitivity"])

@@ -52,7 +52,7 @@ def fail(what: str) -> StoreError:
     return StoreError(what, "test")
 
 
-def test_expert_shape_is_neuron_major_and_counts_its_bytes() -> None:
+def test_expert_shapes_are_neuron_major_and_count_their_bytes() -> None:
     assert SHAPE.gate_up == (5, 2, 6)
     assert SHAPE.down == (5, 6)
     assert SHAPE.gate_up_bias == (5, 2)
@@ -60,30 +60,20 @@ def test_expert_shape_is_neuron_major_and_counts_its_bytes() -> None:
     assert SHAPE.nbytes(2) == 2 * (60 + 30 + 10 + 6)
     assert SHAPE.stacked()["gate_up"] == (4, 5, 2, 6)
     assert manifest().expert_nbytes() == 212
-
-
-def test_shape_without_gate_or_bias() -> None:
     shape = ExpertShape(num_experts=2, hidden=3, intermediate=4, gates=1, has_bias=False)
     assert shape.stacked() == {"gate_up": (2, 4, 1, 3), "down": (2, 4, 3)}
     assert shape.nbytes(4) == 4 * 24
 
 
-def test_manifest_round_trip() -> None:
-    original = manifest()
-    assert Manifest.decode(original.encode(), "m") == original
-
-
-def test_every_altered_byte_of_a_manifest_is_noticed() -> None:
+def test_a_manifest_is_read_back_and_every_altered_byte_is_noticed() -> None:
     data = manifest().encode()
+    assert Manifest.decode(data, "m") == manifest()
     for place in range(len(data)):
         altered = bytearray(data)
         altered[place] ^= 1
         with pytest.raises(StoreError):
             Manifest.decode(bytes(altered), "m")
-
-
-def test_another_format_version_is_named() -> None:
-    body = json.loads(manifest().encode())
+    body = json.loads(data)
     body["format_version"] = 2
     with pytest.raises(StoreError, match="store format 2, not 1"):
         Manifest.decode(json.dumps(body).encode(), "m")
@@ -183,8 +173,5 @@ def test_malformed_headers_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(StoreError):
         read_header(path, fail)
-
-
-def test_an_absent_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be read"):
         read_header(tmp_path / "none", fail)

@@ -61,7 +61,7 @@ def test_gives_experts_over_its_channel(worker: StoreWorker, experts: tuple[int,
     assert worker.health()["bytes_sent"] == len(experts) * worker.describe().manifest.expert_nbytes()
 
 
-def test_gives_some_neurons(worker: StoreWorker) -> None:
+def test_gives_some_neurons_and_copies_no_single_expert(worker: StoreWorker) -> None:
     reply = worker.handle(Request(0, ids(1), 2, 3))
     assert isinstance(reply, StoreReply)
     assert reply.first == 2
@@ -69,9 +69,6 @@ def test_gives_some_neurons(worker: StoreWorker) -> None:
     np.testing.assert_array_equal(reply.tensors["gate_up"], values["gate_up"][1:2, 2:5])
     np.testing.assert_array_equal(reply.tensors["down"], values["down"][1:2, 2:5])
     np.testing.assert_array_equal(reply.tensors["down_bias"], values["down_bias"][1:2])
-
-
-def test_one_expert_is_not_copied(worker: StoreWorker) -> None:
     reply = worker.handle(Request(0, ids(1)))
     assert isinstance(reply, StoreReply)
     assert np.shares_memory(reply.tensors["gate_up"], worker._store.layers[0].gate_up)
@@ -210,17 +207,16 @@ def test_dense_weights_come_from_the_next_store_where_one_ends_in_the_middle(
 
 
 def test_altered_dense_weights_are_refused(folder: Path, worker: StoreWorker, tmp_path: Path) -> None:
-    (folder / "config.json").write_bytes(b"[]")
-    with pytest.raises(StoreError, match=r"config.json of store/0 does not match its SHA-256"):
-        fetch_dense(link_to(worker), tmp_path, SETTINGS)
-    (folder / "config.json").write_bytes(b"{} ")
-    with pytest.raises(StoreError, match="3 bytes, not 2"):
-        fetch_dense(link_to(worker), tmp_path, SETTINGS)
-    data = bytearray((folder / MANIFEST_NAME).read_bytes())
-    data[-10] ^= 1
-    (folder / MANIFEST_NAME).write_bytes(data)
-    with pytest.raises(StoreError, match="manifest of store/0"):
-        fetch_dense(link_to(worker), tmp_path, SETTINGS)
+    manifest = bytearray((folder / MANIFEST_NAME).read_bytes())
+    manifest[-10] ^= 1
+    for name, data, why in (
+        ("config.json", b"[]", r"config.json of store/0 does not match its SHA-256"),
+        ("config.json", b"{} ", "3 bytes, not 2"),
+        (MANIFEST_NAME, manifest, "manifest of store/0"),
+    ):
+        (folder / name).write_bytes(data)
+        with pytest.raises(StoreError, match=why):
+            fetch_dense(link_to(worker), tmp_path, SETTINGS)
 
 
 def test_no_store_to_give_the_dense_weights(tmp_path: Path) -> None:

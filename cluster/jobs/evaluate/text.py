@@ -142,12 +142,12 @@ def cut_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
     head = options.prefix - len(lead)  # tokens of text in the prefix
     windows = []
     for index, passages in enumerate(heldout.documents[: options.documents]):
-        places = [
+        positions = [
             (passage, start)
             for passage in passages
             for start in range(0, len(passage.ids) - head - options.continuation + 1, options.continuation)
         ]
-        for passage, start in spread(places, options.windows):
+        for passage, start in spread(positions, options.windows):
             middle, stop = start + head, start + head + options.continuation
             nbytes = passage.nbytes(middle, stop)
             windows.append(Window(index, passage.id, (*lead, *passage.ids[start:stop]), nbytes))
@@ -170,7 +170,7 @@ WAYS = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A token position in a passage."""
 
     passage: str
@@ -179,14 +179,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Item:
-    """The context ends at `true`; `wrong` are three other places, and `answer` is the index of `true` in all four."""
+    """The context ends at `true`; `wrong` are three others, and `answer` is the index of `true` in all four."""
 
-    true: Place
-    wrong: tuple[Place, ...]
+    true: Position
+    wrong: tuple[Position, ...]
     answer: int
 
     @property
-    def candidates(self) -> tuple[Place, ...]:
+    def candidates(self) -> tuple[Position, ...]:
         return (*self.wrong[: self.answer], self.true, *self.wrong[self.answer :])
 
 
@@ -215,7 +215,7 @@ def build_choices(heldout: HeldOut) -> list[Item]:
         for start in spread([s for s in begins[passage.id] if s >= head], PER_PASSAGE):
             wrong = _distractors(passage, start, others, begins)
             if len(wrong) == WAYS - 1:
-                items.append(Item(Place(passage.id, start), wrong, _draw(f"{passage.id}/{start}") % WAYS))
+                items.append(Item(Position(passage.id, start), wrong, _draw(f"{passage.id}/{start}") % WAYS))
     if not items:
         raise CheckpointError(
             "the held-out text gives no multiple choice: it takes passages of four documents of one kind, one of "
@@ -254,19 +254,19 @@ def line_starts(passage: Passage) -> list[int]:
 
 def _distractors(
     passage: Passage, start: int, others: Sequence[Passage], begins: Mapping[str, list[int]]
-) -> tuple[Place, ...]:
-    """Up to three places of different documents, all with different tokens."""
+) -> tuple[Position, ...]:
+    """Up to three positions of different documents, all with different tokens."""
     name = f"{passage.id}/{start}"
-    sources, texts, places = {passage.source}, {passage.ids[start : start + TOKENS]}, list[Place]()
+    sources, texts, positions = {passage.source}, {passage.ids[start : start + TOKENS]}, list[Position]()
     for other in sorted(others, key=lambda p: _draw(f"{name}/{p.id}")):
         starts = begins[other.id]
         begin = starts[_draw(f"{name}/{other.id}/start") % len(starts)]
         tokens = other.ids[begin : begin + TOKENS]
-        if len(places) < WAYS - 1 and other.source not in sources and tokens not in texts:
-            places.append(Place(other.id, begin))
+        if len(positions) < WAYS - 1 and other.source not in sources and tokens not in texts:
+            positions.append(Position(other.id, begin))
             sources.add(other.source)
             texts.add(tokens)
-    return tuple(places)
+    return tuple(positions)
 
 
 def _draw(name: str) -> int:
@@ -310,8 +310,8 @@ def _header(heldout: HeldOut) -> dict[str, Any]:
 
 
 def _item(entry: dict[str, Any], lengths: dict[str, int]) -> Item:
-    item = Item(Place(**entry["true"]), tuple(Place(**place) for place in entry["wrong"]), entry["answer"])
-    fits = all(0 <= place.start <= lengths[place.passage] - TOKENS for place in item.candidates)
+    item = Item(Position(**entry["true"]), tuple(Position(**position) for position in entry["wrong"]), entry["answer"])
+    fits = all(0 <= position.start <= lengths[position.passage] - TOKENS for position in item.candidates)
     if not fits or len(item.wrong) != WAYS - 1 or item.answer not in range(WAYS):
         raise ValueError(f"an item at {item.true} is out of range")
     return item

@@ -205,7 +205,14 @@ class _Recorder(Watcher):
 
     def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if not self._arrays:
-            self._create(ids.shape[1])
+            t, top_k = self._tokens, ids.shape[1]
+            head, specs = build_header(
+                {"hidden": ("F32", (t, self._hidden)), "weights": ("F32", (t, top_k)), "ids": ("I32", (t, top_k))}
+            )
+            with open(self.path, "wb") as file:
+                file.write(head)
+                file.truncate(specs[-1].offset + specs[-1].nbytes)
+            self._arrays = _mapped(self.path, specs, "r+")
         rows = slice(self._done, self._done + len(hidden))
         for name, tensor in (("hidden", hidden), ("ids", ids), ("weights", weights)):
             self._arrays[name][rows] = tensor.numpy()
@@ -217,13 +224,3 @@ class _Recorder(Watcher):
         self._arrays = {}
         if self._done != self._tokens:
             raise StoreError(f"{self.path} got {self._done} of {self._tokens} rows", "report this as a bug")
-
-    def _create(self, top_k: int) -> None:
-        t = self._tokens
-        head, specs = build_header(
-            {"hidden": ("F32", (t, self._hidden)), "weights": ("F32", (t, top_k)), "ids": ("I32", (t, top_k))}
-        )
-        with open(self.path, "wb") as file:
-            file.write(head)
-            file.truncate(specs[-1].offset + specs[-1].nbytes)
-        self._arrays = _mapped(self.path, specs, "r+")

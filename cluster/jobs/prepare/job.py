@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -100,8 +98,10 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     needed = conversion.total_bytes()
     remedy = "free some space, or name a folder on another disk as OUT"
     require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
-    with _bar(console, f"preparing {checkpoint.name}", needed) as advance:
-        write_store(conversion, partial, advance)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(f"preparing {checkpoint.name}", total=needed)
+        write_store(conversion, partial, lambda nbytes: bar.advance(task, nbytes))
     with disk_errors(out):
         discard(old)
         if out.exists():
@@ -131,20 +131,6 @@ def _refuse_foreign(out: Path) -> None:
     marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME)) + any(out.glob(f"{first}*.safetensors"))
     if marks < 2:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
-
-
-@contextmanager
-def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:

@@ -277,7 +277,7 @@ class ReplicaJob:
         for bits in self.widths:
             for layer in layers:
                 record = journal.finished(self._name(bits, layer))
-                assert record is not None  # `_layer` has just noted it
+                assert record is not None  # recorded by `_layer`
                 files.append(ReplicaFile(bits=cast(Width, bits), layer=layer, **record.model_dump()))
         tables = self._tables(opened, folder)
         _report_fallbacks(tables, self.widths, console)
@@ -357,9 +357,9 @@ class ReplicaJob:
         by_width = {bits: np.stack([figures(bits, layer) for layer in range(layers)]) for bits in self.widths}
         if self.present is not None and (view := describe_replicas(self.store, verify="stamp")) is not None:
             old = read_tables(view)
-            for place, bits in enumerate(old.widths):
+            for column, bits in enumerate(old.widths):
                 staying = (old.losses, old.rtn_losses, old.fallback)
-                by_width[bits] = np.stack([table[..., place].astype(np.float32) for table in staying], axis=1)
+                by_width[bits] = np.stack([table[..., column].astype(np.float32) for table in staying], axis=1)
         widths = tuple(sorted(by_width))
         stacked = np.stack([by_width[bits] for bits in widths])  # [B, L, 3, E]
         losses, rtn_losses, fallback = stacked.transpose(2, 1, 3, 0)

@@ -27,7 +27,7 @@ from ....actors.store.replicas import (
 )
 from ....errors import ConfigError, StoreError, UnsupportedModelError
 from .job import REPLICA_WORK, is_store
-from .writer import beside, discard, disk_errors, locked, noted
+from .writer import beside, discard, disk_errors, finished_names, locked
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _discard_published(store: Path, present: ReplicaManifest) -> None:
     Its journal names files of the store, or is removed already. Unfinished work on other widths stays and resumes.
     """
     folder = beside(store, REPLICA_WORK)
-    names = noted(folder)
+    names = finished_names(folder)
     if names is None or not names.isdisjoint(file.file for file in present.files):
         with disk_errors(folder):
             discard(folder)

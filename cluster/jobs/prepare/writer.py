@@ -169,7 +169,7 @@ def _acquire(path: Path, waiting: str, console: Console) -> tuple[int, bool]:
         os.close(descriptor)  # removed by its holder: lock the file of that name now
 
 
-class _Noted(BaseModel):
+class _JournalFile(BaseModel):
     """The journal file. Finished files count only for the same inputs, format and algorithm.
 
     transformers_version: of the conversion, or the job's own version. source: the inputs, as files or digests.
@@ -202,22 +202,22 @@ class Journal:
         if isinstance(inputs, Mapping):
             named = inputs.items()
             inputs = tuple(SourceFile(file=name, nbytes=0, mtime_ns=None, sha256=digest) for name, digest in named)
-        self._noted = _Noted(
+        self._content = _JournalFile(
             format_version=FORMAT_VERSION, transformers_version=algorithm, source=inputs, finished=()
         )
         with disk_errors(folder):
             earlier = _read(folder)
-            if earlier is None or earlier.model_copy(update={"finished": ()}) != self._noted:
+            if earlier is None or earlier.model_copy(update={"finished": ()}) != self._content:
                 discard(folder)
                 folder.mkdir(parents=True)
                 self._write()
             else:
                 whole = tuple(record for record in earlier.finished if _matches(folder, record))
-                self._noted = earlier.model_copy(update={"finished": whole})
+                self._content = earlier.model_copy(update={"finished": whole})
 
     def finished(self, name: str) -> FileRecord | None:
         """The record of a finished file, or None."""
-        return next((record for record in self._noted.finished if record.file == name), None)
+        return next((record for record in self._content.finished if record.file == name), None)
 
     def once(self, name: str, make: Callable[[], FileRecord]) -> FileRecord:
         """The record of a file; an unfinished one is made and recorded now. Raises as `add` and `make`."""
@@ -231,7 +231,7 @@ class Journal:
         """Record a finished file durably, once. Raises StoreError: the disk is full."""
         if self.finished(record.file) is None:
             plain = FileRecord(file=record.file, nbytes=record.nbytes, sha256=record.sha256)
-            self._noted = self._noted.model_copy(update={"finished": (*self._noted.finished, plain)})
+            self._content = self._content.model_copy(update={"finished": (*self._content.finished, plain)})
             self._write()
 
     def remove(self) -> None:
@@ -240,18 +240,18 @@ class Journal:
             self._path.unlink()
 
     def _write(self) -> None:
-        write_file(self._path, self._noted.model_dump_json(indent=1).encode())
+        write_file(self._path, self._content.model_dump_json(indent=1).encode())
 
 
-def noted(folder: Path) -> frozenset[str] | None:
+def finished_names(folder: Path) -> frozenset[str] | None:
     """Names of finished files in a folder's journal, bytes unchecked; None without a journal."""
     record = _read(folder)
     return None if record is None else frozenset(file.file for file in record.finished)
 
 
-def _read(folder: Path) -> _Noted | None:
+def _read(folder: Path) -> _JournalFile | None:
     try:
-        return _Noted.model_validate_json((folder / JOURNAL_NAME).read_bytes())
+        return _JournalFile.model_validate_json((folder / JOURNAL_NAME).read_bytes())
     except (OSError, ValidationError, ValueError):
         return None  # no journal, or a damaged one: start over
 

@@ -22,15 +22,15 @@ from ..options import AsJson, Model
 def main(
     model: Model = None,
     store: Annotated[Path | None, typer.Option(help="Its store, with a profile made from text.")] = None,
-    rates: Annotated[str, typer.Option(help="Shares of each layer's experts at hand.")] = "0.75,0.5,0.375",
-    draws: Annotated[int, typer.Option(help="Draws of the experts at hand.")] = 3,
+    rates: Annotated[str, typer.Option(help="Shares of each layer's experts that are resident.")] = "0.75,0.5,0.375",
+    draws: Annotated[int, typer.Option(help="Draws of the experts that are resident.")] = 3,
     documents: Annotated[int, typer.Option(help="Held-out documents to use at most.")] = 40,
     prefix: Annotated[int, typer.Option(help="Tokens before those that are scored.")] = 32,
     continuation: Annotated[int, typer.Option(help="Tokens of each document that are scored.")] = 128,
     rule: Annotated[list[str] | None, typer.Option(help="Only this rule; may be given several times. (all)")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out loss with a part of the experts at hand, by the rule that chooses their substitutes."""
+    """Held-out loss with a part of the experts that are resident, by the rule that chooses their substitutes."""
     try:
         shares = tuple(float(rate) for rate in rates.split(","))
     except ValueError as error:
@@ -43,7 +43,7 @@ def main(
     console = Console(stderr=True)
     with progress_on(console) as bar:
         rows = trial(model, shares, range(draws), options, bar, store, rule)
-    table = Table("at hand", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
+    table = Table("resident", "rule", "loss, nats", "KL, nats", "KL over drop (95%)", "top-1", "choices")
     for row in rows[1:]:
         over = ""
         if "kl_over_drop" in row:

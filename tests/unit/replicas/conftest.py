@@ -6,24 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB_SIZE)
-    save_byte_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_other_options_replace_the_set(
     assert contents(store) != before
 
 
+def interrupted_at(name: str, module: Any, stop: Callable[..., None], *run: Any) -> None:
+    """`add_replicas` with a function of a module replaced by one that interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            add_replicas(*run, progress=False)
+
+
+def stop(*_args: object) -> None:
+    raise KeyboardInterrupt
+
+
 STEPS = ("capture", "_write_figures", "pack_expert", "_write_tables", "write_file")
 
 
@@ -95,18 +108,15 @@ def test_an_interrupted_run_resumes(
         patch.setattr(module, step, count)
         add_replicas(whole, checkpoint, options, calibration, progress=False)
     assert calls
-    with pytest.MonkeyPatch.context() as patch:
 
-        def stop_at_last(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls -= 1
-            if not calls:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
+    def stop_at_last(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls -= 1
+        if not calls:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
 
-        patch.setattr(module, step, stop_at_last)
-        with pytest.raises(KeyboardInterrupt):
-            add_replicas(out, checkpoint, options, calibration, progress=False)
+    interrupted_at(step, module, stop_at_last, out, checkpoint, options, calibration)
     view = describe_replicas(out)
     assert (view is not None) == kept
     assert view is None or view.widths == (2, 4)
@@ -124,22 +134,19 @@ def test_an_interrupted_run_resumes(
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_what_a_finished_run_left_behind_is_removed(
-    store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
+    store: Path, checkpoint: Path, calibration: Path, journal: bool
 ) -> None:
     """Guards a leak: killed while it removed its work folder, whose activations then lay there for good."""
     work = store.with_name("store.replicas")
 
-    def stop(folder: Path) -> None:
+    def leave(folder: Path) -> None:
         if not folder.exists():
             return
         if not journal:
             (folder / "journal.json").unlink()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "discard", stop)
-        with pytest.raises(KeyboardInterrupt):
-            add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
+    interrupted_at("discard", writer, leave, store, checkpoint, ReplicaOptions((3,), 32), calibration)
     whole = contents(store)
     assert work.exists()
     add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
@@ -147,34 +154,15 @@ def test_what_a_finished_run_left_behind_is_removed(
     assert contents(store) == whole
 
 
-def test_unfinished_work_on_other_widths_is_kept(
-    store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replica_job, "_write_tables", stop)
-        with pytest.raises(KeyboardInterrupt):
-            add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
-    add_replicas(store, checkpoint, ReplicaOptions((2,), 32), calibration, progress=False)  # nothing to do
-    assert (store.with_name("store.replicas") / replica_name(3, 32, 0)).exists()
-
-
-def test_damaged_leftovers_are_made_again(
-    store: Path, checkpoint: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch
+def test_unfinished_work_on_other_widths_stays_and_damage_is_made_again(
+    store: Path, checkpoint: Path, calibration: Path
 ) -> None:
     reference = Path(shutil.copytree(store, store.with_name("reference")))
     add_replicas(reference, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
-    with monkeypatch.context() as patch:
-
-        def stop(*_args: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(replica_job, "_write_tables", stop)
-        with pytest.raises(KeyboardInterrupt):
-            add_replicas(store, checkpoint, ReplicaOptions((3,), 32), calibration, progress=False)
+    interrupted_at("_write_tables", replica_job, stop, store, checkpoint, ReplicaOptions((3,), 32), calibration)
+    add_replicas(store, checkpoint, ReplicaOptions((2,), 32), calibration, progress=False)  # nothing to do
     work = store.with_name("store.replicas")
+    assert (work / replica_name(3, 32, 0)).exists()
     assert len(open_inputs(work, 0).hidden) > 0
     for name in (replica_name(3, 32, 1), "inputs-000.safetensors", "figures-b3-000.f32"):
         data = bytearray((work / name).read_bytes())
