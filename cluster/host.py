@@ -76,11 +76,10 @@ def versions() -> dict[str, str]:
 
     A package that is not installed is "absent": a clone may run without being installed, and GPU workers without Ray.
     """
-    return {"python": sys.version.split()[0]} | {name: _version(name) for name in _PACKAGES}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "absent"
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found

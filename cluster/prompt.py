@@ -75,16 +75,13 @@ def read_header(path: Path) -> dict[str, Any]:
         if not isinstance(header, dict):
             raise ValueError("header is not an object")
         header.pop("__metadata__", None)
-        if wrong := [name for name, tensor in header.items() if not _has_shape(tensor)]:
-            raise ValueError(f"'{wrong[0]}' has no shape")
+        for name, tensor in header.items():
+            shape = tensor.get("shape") if isinstance(tensor, dict) else None
+            if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+                raise ValueError(f"'{name}' has no shape")
         return header
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"'{path}' is not a safetensors file: {error}", "download it again") from error
-
-
-def _has_shape(tensor: Any) -> bool:
-    shape = tensor.get("shape") if isinstance(tensor, dict) else None
-    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -108,10 +105,7 @@ def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, An
     """Refuse a request that cannot fit, before anything is started.
 
     Args:
-        prompt_tokens: tokens of the prompt.
-        max_tokens: tokens that may be generated.
         model_config: as from `load_model_config`; `max_position_embeddings` bounds the positions where it is there.
-        kv: page size in tokens, and pages.
 
     Raises:
         RequestError: prompt and generation exceed the model's positions or the KV cache.
@@ -169,13 +163,8 @@ class IncrementalText:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        pieces: list[str] = []
-        for token in token_ids:
-            self._ids.append(token)
-            piece = self._stream.step(self._tokenizer, token)
-            if piece is not None:
-                pieces.append(piece)
-        text = "".join(pieces)
+        self._ids += token_ids
+        text = "".join(self._stream.step(self._tokenizer, token) or "" for token in token_ids)
         self._emitted += text
         return text
 

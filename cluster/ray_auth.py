@@ -24,7 +24,8 @@ def ensure_private_token() -> None:
     Raises:
         RuntimeFailure: the home directory cannot be written.
     """
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or _token_elsewhere():
+    elsewhere = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if elsewhere or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     path = Path.home() / ".ray" / "auth_token"
     try:
@@ -47,10 +48,6 @@ def ensure_private_token() -> None:
             f"Ray's token '{path}' cannot be made private: {error.strerror or error}",
             "make the home directory writable, or set RAY_AUTH_TOKEN_PATH to a token file of your own",
         ) from error
-
-
-def _token_elsewhere() -> bool:
-    return any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
 
 
 def check_joinable(address: str) -> None:

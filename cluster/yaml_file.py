@@ -42,7 +42,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read '{path}': {error}", "give a readable UTF-8 YAML file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"'{path}' is not valid YAML: {_yaml_problem(error)}", "correct that line") from error
+        problem = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            problem = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise ConfigError(f"'{path}' is not valid YAML: {problem}", "correct that line") from error
     except (ValueError, RecursionError) as error:  # an invalid date or number, endless nesting
         raise ConfigError(f"'{path}' is not valid YAML: {error}", "correct that value") from error
     if content is None:
@@ -123,9 +126,3 @@ def _given(options: Mapping[str, Any], path: list[str]) -> bool:
             return False
         current = current[part]
     return True
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return " ".join(str(error).split())

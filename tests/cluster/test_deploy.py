@@ -35,24 +35,24 @@ def _request(name: str, behaviour: int = 1, max_tokens: int = 5) -> GenerationRe
     return GenerationRequest(name, (behaviour,), SamplingParams(max_tokens=max_tokens))
 
 
-def test_plan_stats_and_trace_come_from_the_worker(runtime: Deployment) -> None:
+def test_plan_stats_trace_and_tokens_come_from_the_worker(runtime: Deployment) -> None:
     assert runtime.plan["store_path"] == "store"
     assert runtime.stats().hit_rate == 0.75
     assert runtime.trace_events()[0]["ph"] == "X"
     runtime.reset_stats()
-
-
-def test_thread_limits_reach_the_worker_and_not_the_driver(runtime: Deployment) -> None:
-    assert runtime.health()["omp"] == "1"
-    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
-
-
-def test_tokens_stream_in_order(runtime: Deployment) -> None:
     generation = Generation("a")
     for event in runtime.generate(_request("a")):
         generation.add(event)
     assert generation.token_ids == [0, 1, 2, 3, 4]
     assert (generation.finish, generation.ttft_s) == ("length", 0.01)
+
+
+def test_the_start_leaves_the_driver_s_environment_and_a_private_token(runtime: Deployment) -> None:
+    assert runtime.health()["omp"] == "1"  # of the worker
+    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():
+        assert stat.S_IMODE(token.stat().st_mode) & 0o077 == 0
 
 
 def test_leaving_the_stream_cancels_the_request(runtime: Deployment) -> None:
@@ -71,12 +71,6 @@ def test_control_calls_get_through_while_a_request_waits(runtime: Deployment) ->
     runtime.cancel("stuck")
     thread.join(timeout=20)
     assert events == ["cancelled"]
-
-
-def test_ray_token_is_private(runtime: Deployment) -> None:
-    token = Path.home() / ".ray" / "auth_token"
-    if token.exists():
-        assert stat.S_IMODE(token.stat().st_mode) & 0o077 == 0
 
 
 def test_a_second_deployment_leaves_the_first_alone(runtime: Deployment) -> None:
@@ -130,7 +124,6 @@ class TestStartUp:
 
     def test_deadline(self) -> None:
         slow = RaySettings(startup_deadline_s=8.0)
-        with pytest.raises(RuntimeFailure, match="did not start within 8 s"), _deployment(
-            worker=StuckWorker, ray=slow
-        ):
+        stuck = _deployment(worker=StuckWorker, ray=slow)
+        with pytest.raises(RuntimeFailure, match="did not start within 8 s"), stuck:
             pytest.fail("started")

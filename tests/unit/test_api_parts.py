@@ -279,7 +279,7 @@ def _events(tokens: list[int]) -> list[TokenEvent]:
     return [TokenEvent("r", (token,), logprobs=score((token,), 0)) for token in tokens]
 
 
-def test_scores_come_with_their_text_and_stop_with_it() -> None:
+def test_scores_come_with_their_text_and_stop_with_it_or_come_at_the_end() -> None:
     text = ChoiceText(_TOKENIZER, ["lo!"])
     shown, offsets = [], []
     for event in _events([*"hé".encode(), *b"llo!", *b"more"]):
@@ -290,18 +290,12 @@ def test_scores_come_with_their_text_and_stop_with_it() -> None:
     assert shown == ["h", "", "é", "", "l", "", ""]
     assert offsets == [[0], [], [1, 1], [], [2], [], []]  # the stop string's tokens are not shown
     assert text.tokens == 7
-
-
-def test_all_scores_come_at_the_end() -> None:
     text = ChoiceText(_TOKENIZER, [])
     for event in _events([ord("a"), 0xC3]):
         text.add(event)
     assert text.finish() == "\ufffd"
     assert len(text.take_scores(last=True)) == 2
-
-
-def test_a_stop_string_below_the_minimal_length_is_text() -> None:
-    text = ChoiceText(_TOKENIZER, ["b"], min_tokens=3)
+    text = ChoiceText(_TOKENIZER, ["b"], min_tokens=3)  # below the minimal length a stop string is text
     shown = "".join(text.add(event) for event in _events(list(b"abcdb")))
     assert (shown, text.stopped, text.tokens) == ("abcd", True, 5)
 

@@ -43,17 +43,19 @@ def fake_cache(layers: int) -> Any:
     return SimpleNamespace(decode_only=False, stats=SimpleNamespace(layers=[LayerStats() for _ in range(layers)]))
 
 
-def forward(recorder: Recorder, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step | None:
+def forward(recorder: Recorder, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step:
     """Two layers, each entered 1 s after what was before, 3 s long."""
     cache.decode_only = decode
-    step = None
+    steps = []
     for layer in range(2):
         clock.now_s += 1
         recorder.routed(layer, routed(1, [layer, 2], [0, 1, 2]))
         cache.stats.layers[layer].blocked_io_s += waits_s
         clock.now_s += 3 + waits_s
-        step = recorder.ran(layer)
-        assert (step is None) == (layer == 0)
+        steps.append(recorder.ran(layer))
+    first, step = steps
+    assert first is None
+    assert step is not None
     return step
 
 
@@ -62,16 +64,11 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder = Recorder(cache, 2, clock)
         first = forward(recorder, cache, clock, decode=True, waits_s=7)
-        assert first is not None
         assert (first.attention_s, first.moe_s, first.head_s) == (1, 6, None)  # waits for copies are no computing
         assert (first.experts, first.starts, first.decode) == ([[0, 2], [1, 2]], [[0, 1, 2]] * 2, True)
         clock.now_s += 4
-        second = forward(recorder, cache, clock, decode=False)
-        assert second is not None
-        assert second.head_s == 5  # the head, and the first layer's attention
-        third = forward(recorder, cache, clock, decode=True)
-        assert third is not None
-        assert third.head_s is None  # after a prompt
+        # the head, and the first layer's attention; none after a prompt
+        assert [forward(recorder, cache, clock, decode=decode).head_s for decode in (False, True)] == [5, None]
 
     def test_predictions_belong_to_the_layer_that_they_foresee(self) -> None:
         cache, clock = fake_cache(2), Clock()
@@ -85,16 +82,10 @@ class TestRecorder:
         assert step is not None
         assert step.scores[0] is wrapped
         assert step.scores[1] is later
-        again = forward(recorder, cache, clock, decode=True)
-        assert again is not None
-        assert again.scores == [None, None]
-
-    def test_a_forward_that_broke_off_is_no_step(self) -> None:
-        cache, clock = fake_cache(2), Clock()
-        recorder = Recorder(cache, 2, clock)
+        assert forward(recorder, cache, clock, decode=True).scores == [None, None]
         recorder.routed(0, routed(1, [0], [0, 1]))
-        assert recorder.ran(1) is None
-        assert forward(recorder, cache, clock, decode=True) is not None
+        assert recorder.ran(1) is None  # a forward that broke off is no step
+        forward(recorder, cache, clock, decode=True)
 
     def test_counters_that_begin_anew_meanwhile(self) -> None:
         cache, clock = fake_cache(2), Clock()

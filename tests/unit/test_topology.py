@@ -145,8 +145,7 @@ def test_slices_go_round_and_every_layer_has_its_copies() -> None:
     ]  # fmt: skip
 
 
-def test_slices_on_the_workers_nodes() -> None:
-    nodes = [a_node("a", CPU=3, GPU=1), a_node("b", CPU=3, GPU=1)]
+    nodes = [a_node("a", CPU=3, GPU=1), a_node("b", CPU=3, GPU=1)]  # on the workers' nodes
     topology = plan(nodes, shards=2, store_layout="sliced")
     assert [(a.node, a.layers) for a in topology.having("lead", "shard")] == [("a", (0, 2)), ("b", (1, 3))]
     assert [load.host_bytes for load in topology.loads] == [1536, 1536]
@@ -162,16 +161,14 @@ def test_ndp_experts_are_spread_over_the_workers() -> None:
     assert [(a.node, a.experts) for a in three.having("ndp")] == [("m", 11), ("n", 11), ("m", 10)]
 
 
-def test_full_precision_ndp_shares_the_pages_of_its_nodes_store() -> None:
+    # NDP workers come first, so that the others leave them room
+    nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
+    assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
+    # in full precision they share the pages of their node's store
     full = replace(NDP, widths=(), replica_bytes=0, bits=16.0)
     beside, alone = a_node("a", CPU=5, GPU=1, ndp=1), a_node("b", CPU=2, ndp=1)
     topology = plan([beside, alone], ndp=full)
     assert [(load.node, load.host_bytes) for load in topology.loads] == [("a", 3072), ("b", 16 * 96)]
-
-
-def test_ndp_comes_first_so_that_workers_leave_it_room() -> None:
-    nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
-    assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
 
 
 def test_unknown_memory_and_dead_nodes_are_noted() -> None:
@@ -348,7 +345,7 @@ def _predict(nodes: list[NodeInfo], hardware: Hardware = _HARDWARE, **changes: A
     return predict(plan_topology(spec, FACTS, nodes), spec, FACTS, hardware)
 
 
-def test_prediction_without_prefetch() -> None:
+def test_prediction_with_and_without_prefetch() -> None:
     got = _predict([a_node("a", CPU=3, GPU=1)])  # 4 of 32 experts are resident: an eighth
     assert got.hit_share == 0.125
     parts = {"dense_s": 100e-6, "hit_s": 48e-6, "shard_s": 0.0, "miss_s": 336e-6, "load_s": 168e-6}
@@ -358,11 +355,8 @@ def test_prediction_without_prefetch() -> None:
     assert got.bytes_loaded_per_token == 4 * 1.75 * 96
     assert got.bound_by == "miss"
     assert got.as_dict()["label"] == "predicted"
-
-
-def test_prefetch_overlaps_the_dense_part() -> None:
-    got = _predict([a_node("a", CPU=3, GPU=1)], prefetch=True)
-    assert got.layer_s == pytest.approx((max(100, 84) + max(48, 84) + 336) * 1e-6)
+    overlapped = _predict([a_node("a", CPU=3, GPU=1)], prefetch=True)  # loads overlap the dense part
+    assert overlapped.layer_s == pytest.approx((max(100, 84) + max(48, 84) + 336) * 1e-6)
 
 
 def test_two_shards_halve_loads_and_experts() -> None:
