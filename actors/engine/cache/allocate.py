@@ -1,11 +1,10 @@
-"""The expert cache of one device, from its settings: what a lead and a shard allocate alike."""
+"""The expert cache of one device, from its settings; for a lead and for a shard."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,33 +24,25 @@ from .device import Device
 from .link_queue import copy_queue
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
-from .slots import ExpertSource, LayerWeights, SlotPool
+from .slots import ExpertSource, SlotPool
 from .virtual_link import VirtualClock, VirtualLoader, copy_now
 
 
 def make_cache(
-    settings: EngineSettings,
-    shape: ExpertShape,
-    weights: Sequence[ExpertSource],
-    device: Device,
-    dtype: torch.dtype,
-    owned: int,
-    top_k: int = 1,
-    clock: VirtualClock | None = None,
-    replicas: ReplicaWeights | None = None,
-) -> ExpertCache:
+    settings: EngineSettings, shape: ExpertShape, weights: Sequence[ExpertSource], device: Device, dtype: torch.dtype,
+    owned: int, top_k: int = 1, clock: VirtualClock | None = None, replicas: ReplicaWeights | None = None,
+) -> ExpertCache:  # fmt: skip
     """A cache within the budget of one device, with counters of its own.
 
     Args:
-        owned: experts in all layers that belong to this device; it gets no more slots than that.
+        owned: experts in all layers that belong to this device; it gets at most that many slots.
         top_k: experts per token, for the buffer of split experts.
         clock: of a stepped link; None: wall-clock.
-        replicas: which get slots of their own within the budget; None where the policy loads none.
+        replicas: low-bit replicas, with slots of their own within the budget.
 
     Raises:
-        BudgetError: not one slot fits, or with split experts or replicas not one of each kind; or the device has less
-            memory than the budget. ConfigError: the policy keeps all experts resident, and they do not fit; or it
-            splits experts that have biases.
+        BudgetError: the budget does not hold one slot of each kind, or the device's memory does not hold the budget.
+        ConfigError: the policy needs all experts resident, and they do not fit; or it splits experts with biases.
     """
     policy, layers, keys = settings.policy, len(weights), len(weights) * shape.num_experts
     slot_bytes = shape.nbytes(dtype.itemsize)
@@ -63,10 +54,20 @@ def make_cache(
         experts=keys,
         executor=device.executor,
     )
-    with _within_memory(bought.budget):
+    try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
         pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
-    replica_layers: Sequence[LayerWeights] = () if replicas is None else replicas.layers
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the GPU has no room for an expert cache of {bought.budget} bytes beside what is on it: "
+            f"{'. '.join(str(error).split('. ')[:3])}",
+            "give a smaller budget, or end what else uses the GPU",
+        ) from error
+    copies: CopyQueue
+    if clock is None or settings.link.gbps is None:
+        copies = copy_queue(device, pool, weights, settings.copies, () if replicas is None else replicas.layers)
+    else:  # a stepped link, on its own clock
+        copies = VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), copy_now)
     return ExpertCache(
         pool,
         weights,
@@ -79,7 +80,7 @@ def make_cache(
         PrefetchGovernor(policy.prefetch.min_useful),
         stats,
         Timeline(settings.trace),
-        _queue(settings, device, pool, weights, replica_layers, clock),
+        copies,
         time.perf_counter if clock is None else clock,
         bought.cut,
         policy.evict_writeback,
@@ -87,22 +88,12 @@ def make_cache(
     )
 
 
-def _queue(
-    settings: EngineSettings, device: Device, pool: SlotPool, weights: Sequence[ExpertSource],
-    replicas: Sequence[LayerWeights], clock: VirtualClock | None,
-) -> CopyQueue:  # fmt: skip
-    """What makes the cache's copies; on a stepped link's clock (None: wall-clock) they take what the link says."""
-    if clock is None or settings.link.gbps is None:
-        return copy_queue(device, pool, weights, settings.copies, replicas)
-    return VirtualLoader(clock, Link(settings.link.gbps, settings.link.latency_us), copy_now)
-
-
 @dataclass(frozen=True)
 class _Bought:
-    """What a budget of bytes buys on one device: slots of whole experts, how they are cut, slots of replicas."""
+    """What a device's budget of bytes buys."""
 
     budget: int
-    slots: int
+    slots: int  # of whole experts
     cut: SplitLayout | None
     replica_slots: int
 
@@ -111,7 +102,6 @@ def _divide(
     settings: EngineSettings, shape: ExpertShape, layers: int, slot_bytes: int, owned: int, top_k: int,
     replicas: ReplicaWeights | None,
 ) -> _Bought:  # fmt: skip
-    """The budget of a device by the policy; raises as `make_cache`."""
     policy, keys = settings.policy, layers * shape.num_experts
     budget = budget_bytes(settings.budget, slot_bytes, keys)
     slots, replica_slots = min(budget // slot_bytes, owned), 0
@@ -130,27 +120,11 @@ def _divide(
     return _Bought(budget, slots, cut, replica_slots)
 
 
-@contextmanager
-def _within_memory(budget: int) -> Iterator[None]:
-    """The GPU may have less memory left than the budget allows."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise BudgetError(
-            f"the GPU has no room for an expert cache of {budget} bytes beside what is on it: "
-            f"{'. '.join(str(error).split('. ')[:3])}",
-            "give a smaller budget, or end what else uses the GPU",
-        ) from error
-
-
 def first_cut(settings: SplitOptions, shape: ExpertShape, layers: int, slots: int, top_k: int) -> SplitLayout:
-    """The division that a split begins with: every layer alike.
-
-    Args:
-        slots: whole experts that the memory holds.
+    """The initial split: every layer alike. `slots`: whole experts that the memory holds.
 
     Raises:
-        BudgetError: it does not hold a top of each layer and a bottom. ConfigError: the experts have biases.
+        BudgetError: a top of each layer and a bottom do not fit. ConfigError: the experts have biases.
     """
     if shape.has_bias:
         raise ConfigError("experts with biases cannot be split", "use a policy without split")

@@ -1,12 +1,10 @@
-"""The expert cache: residency, slot tensors and loads, joined. The life cycle of a load is in `loads`, its counters in
-`counting`.
+"""The expert cache: residency, slot tensors and loads, joined; `loads` has the life cycle, `counting` the counters.
 
-An expert is one segment or, under a cut (`policies.split.cut`), two, which are loaded, pinned, run and evicted one by
-one. Plans, loads and jobs go by segment; without a cut an expert's segment is the expert, and has its key.
+An expert is one segment or, with a split (`policies.moepic.split`), two, which are loaded, pinned, run and evicted one
+by one. Plans, loads and jobs name segments; an unsplit expert's segment has the expert's key.
 
-All methods run on the forward's thread; the loader's thread only copies and sets `LoadJob.done`.
-So the bookkeeping needs no lock: an arrived copy becomes resident when the forward looks (`poll`, `await_expert`).
-On a GPU an expert is resident once the compute's stream waits for its copy: what is enqueued from then on finds it.
+All methods run on the forward's thread, without locks; the loader's thread only copies and sets `LoadJob.done`. An
+arrived copy becomes resident in `poll` or `await_experts`; on a GPU, once the compute's stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -36,41 +34,28 @@ class ExpertCache:
     """Slots for experts of all layers on one device.
 
     Args:
-        pool: the slot tensors; `pool.bytes` is the whole expert memory, allocated once.
-        weights: where the experts of each MoE layer come from.
-        device: copies and waits.
+        pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory.
+        weights: the sources of each MoE layer's experts.
         residency: bookkeeping over `len(weights) * experts` keys and the pool's slots.
-        eviction: order of leaving; with a cut one that has an order for each slot class (`split_eviction`).
+        eviction: with a split, one with an order for each slot class (`split_eviction`).
         governor: told which prefetches were used.
         stats: counters, one `LayerStats` per MoE layer.
-        loader: makes the copies; None: a thread. clock: seconds, of which the loader's copies tell the same.
-            The simulator gives both.
-        writeback: copy an evicted expert back to the host before its slot is used again, as systems do that swap;
-            for comparison, since nothing here ever changes a weight. Low-bit replicas are not.
-        cut: how slots are divided between tops and bottoms; None: a slot is a whole expert. Only a cache that begins
-            with a cut can be cut anew.
-        low_bit: further slots, for low-bit replicas, within the same budget; not beside a cut. None: there are none.
+        loader: makes the copies; None: a thread. clock: seconds, on the scale of the loader's times.
+        writeback: copy an evicted expert back to the host before its slot is used again, as systems that swap do; for
+            comparison only. Replicas are not copied back.
+        cut: how slots are split between tops and bottoms; None: a slot is a whole expert, for good.
+        low_bit: further slots within the same budget, for low-bit replicas; not with a split.
 
     Raises:
-        ValueError: the cut is none of this pool.
+        ValueError: the split does not fit the pool.
     """
 
     def __init__(
-        self,
-        pool: SlotPool,
-        weights: Sequence[ExpertSource],
-        device: Device,
-        residency: Residency,
-        eviction: EvictionPolicy,
-        governor: PrefetchGovernor,
-        stats: EngineStats,
-        timeline: Timeline,
-        loader: CopyQueue | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        cut: SplitLayout | None = None,
-        writeback: bool = False,
-        low_bit: LowBitPart | None = None,
-    ) -> None:
+        self, pool: SlotPool, weights: Sequence[ExpertSource], device: Device, residency: Residency,
+        eviction: EvictionPolicy, governor: PrefetchGovernor, stats: EngineStats, timeline: Timeline,
+        loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
+        writeback: bool = False, low_bit: LowBitPart | None = None,
+    ) -> None:  # fmt: skip
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)
@@ -97,22 +82,22 @@ class ExpertCache:
 
     @property
     def cut(self) -> SplitLayout | None:
-        """The present division of the slots; None where a slot is a whole expert."""
+        """The present split of the slots; None where a slot is a whole expert."""
         return self._map.cut
 
     def replica_slot(self, segment: int, layer: int) -> int:
-        """As `await_expert` of a pinned replica: its slot among those of replicas."""
+        """`await_expert` of a pinned replica: its slot among the replicas' slots."""
         return self.await_expert(segment, layer) - self.whole_slots
 
     def recut(self, cut: SplitLayout, fill: Sequence[int] = ()) -> None:
-        """Divide the same memory anew, between forwards and on their thread; what was cached is dropped.
+        """Split the same memory anew, between forwards; drops what is cached.
 
         Args:
-            fill: experts whose tops are loaded at once, most urgent first, as many as their layers have slots. Demand
-                loads overtake these.
+            fill: experts whose tops are loaded at once, most urgent first, as many as their layers have slots, behind
+                demand loads.
 
         Raises:
-            ValueError: the cut is none of this pool; then nothing has changed.
+            ValueError: the split does not fit the pool; then nothing has changed.
         """
         if not self.divided:
             raise ValueError("a cache of whole experts cannot be cut")
@@ -131,7 +116,7 @@ class ExpertCache:
     # -- what the forward does, in the order of a layer ------------------------------------------------
 
     def poll(self) -> None:
-        """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
+        """Make every arrived copy resident; a failed one frees its slot."""
         self._queue.poll()
         if self._under_way:
             self.loads.land_ended()
@@ -146,7 +131,7 @@ class ExpertCache:
             self.loads.drop(stale)
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
-        """Count hits and misses, pin what is here or on its way, and give late prefetches demand priority."""
+        """Count hits and misses, pin resident and loading segments, and promote late prefetches to demand."""
         self.counters.begin(layer, plan)
         here = plan.resident + plan.arriving
         self.residency.pin(*plan.run[:here])
@@ -161,7 +146,7 @@ class ExpertCache:
                 self._queue.promote(job)
 
     def issue(self, loads: Sequence[Load]) -> None:
-        """Evict, reserve and queue these demand loads of one layer; each key is pinned."""
+        """Evict, reserve and queue these demand loads of one layer, and pin them."""
         if not loads:
             return
         layer, keys = self._layer_of(loads[0].key), []
@@ -176,7 +161,7 @@ class ExpertCache:
         self._queue.submit(jobs, DEMAND)
 
     def await_expert(self, key: int, layer: int) -> int:
-        """The slot of a pinned expert, after waiting for its copy if it is still on its way.
+        """The slot of a pinned expert; waits for its copy.
 
         Raises:
             RuntimeFailure: the copy failed (a failed prefetch is first loaded again) or the cache was closed.
@@ -200,12 +185,11 @@ class ExpertCache:
         self.eviction.used(keys)
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
-        """Queue loads of absent experts, most wanted first; the number queued. A replica's key stands for the replica
-        (`LowBitPart`), which is not loaded where its expert is there in full.
+        """Queue loads of absent experts, most wanted first; returns the number queued.
 
-        Victims are residents that are neither pinned (the present layer's are) nor among `keys` or `keep`
-        (what nearer layers want), so a pool as small as the working set is left to demand. `source` names the policy
-        that asks, for the counters.
+        A replica (`LowBitPart`) is not loaded where its expert is present. Victims are neither pinned nor among `keys`
+        or `keep` (what nearer layers want), so demand has a small pool to itself. `source` names the policy, for the
+        counters.
         """
         residency, experts = self.residency, self._map.keys
         if self.low_bit is not None:
@@ -223,15 +207,12 @@ class ExpertCache:
         return len(fit)
 
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
-        """Wait for the copies of these experts that are under way: what synchronous prefetch costs `layer`."""
+        """Wait, at the cost of `layer`, for the copies of these experts that are under way: synchronous prefetch."""
         for segment in self.segments(keys):
             self.loads.land_prefetch(segment, layer)
 
     def vacate(self, slots: int, layer: int) -> None:
-        """Before `layer` runs: evict until so many slots are free, of residents those that are not pinned.
-
-        For a cache of whole experts, whose slots serve all layers.
-        """
+        """Before `layer` runs: evict unpinned experts until `slots` are free; for a cache of whole experts."""
         residency = self.residency
         victims = self.eviction.victims(slots - residency.free_slots, residency.evictable())
         for victim in victims:
@@ -241,11 +222,11 @@ class ExpertCache:
     # -- around forwards ---------------------------------------------------------------------------------
 
     def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
-        """Make these experts the cache's content; those that are absent are loaded in this order.
+        """Make these experts the cache's content; absent ones are loaded in this order.
 
         Args:
-            keys: what to hold, most urgent first; at most as many as there are slots are loaded.
-            keep_others: let other residents stay where there is room, for a prefill that is using them.
+            keys: most urgent first; as many are loaded as there are slots.
+            keep_others: evict other residents only where room is needed, for a prefill that uses them.
         """
         residency, segments = self.residency, self.segments(keys)
         wanted = set(segments)
@@ -260,26 +241,26 @@ class ExpertCache:
         self._queue.submit(self.loads.reserve(self.loads.make_room(absent, evictable), "migration"), DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
-        """Load experts into free slots and wait for them; counted in `bytes_preloaded` and in no layer."""
+        """Load experts into free slots and wait; counted in `bytes_preloaded` and in no layer."""
         fit = self.loads.make_room(self.segments(keys), lambda k: False)
         self.counters.preloaded(self.loads.preload(fit))
 
     def flush(self) -> None:
-        """Wait for every copy under way, then empty all slots; for tests and before a re-cut."""
+        """Wait for every copy under way, then empty all slots."""
         self.loads.land_all()
         self.settle_times()
         for key in list(self.residency.held()):
             self.loads.evict(key, self._layer_of(key))
 
     def settle_times(self) -> None:
-        """Count what copies took that have ended by now; on the forward's thread. Only a GPU's are timed late.
+        """Count the times of GPU copies that have ended by now; on the forward's thread.
 
-        Not between a layer's two looks at its counters: what comes late is counted for the forward's way here.
+        Not between a layer's two readings of its counters: late times belong to the layers before.
         """
         self._queue.tell(self.counters)
 
     def abandon(self) -> None:
-        """The forward under way failed: what it pinned may go. Its loads still arrive."""
+        """The forward under way failed: unpin its experts. Its loads still arrive."""
         self.residency.unpin_all()
 
     def check_integrity(self) -> None:
@@ -298,7 +279,7 @@ class ExpertCache:
         return self.stats
 
     def layer_residency(self) -> list[LayerResidency]:
-        """Where the experts of each layer stand at this moment; from any thread."""
+        """State and uses of each layer's experts at this moment; from any thread."""
         states, uses, n = [int(state) for state in self.states()], self.uses.copy(), self._map.experts
         return [LayerResidency(tuple(states[i : i + n]), tuple(uses[i : i + n])) for i in range(0, len(states), n)]
 

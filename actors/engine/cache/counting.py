@@ -1,4 +1,4 @@
-"""Counters of one expert cache: hits, bytes by cause, what became of prefetches, and timeline spans."""
+"""Counters of one expert cache: hits, bytes by cause, outcomes of prefetches, and timeline spans."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 class CacheCounters:
     """Counts the events of one `ExpertCache`, on the forward's thread.
 
-    Keys are those of segments where experts are split. A prefetched segment stays pending until the first of: a layer
-    uses it, it leaves the cache, its copy is given up.
+    Keys are those of segments where experts are split. A prefetched segment is pending until a layer uses it, it is
+    evicted, or its load is given up.
 
     Args:
-        stats: the counters. The cache's events write one `LayerStats` per MoE layer, the `SourceStats` of prefetches
-            and `bytes_preloaded`; others write the rest.
-        governor: told which prefetches were used.
-        timeline: gets a span for each copy and each wait.
-        slot_map: layers and bytes of segments.
-        divided: whether experts are split; stays so. replicas: whether there are slots for low-bit replicas.
+        stats: the cache writes one `LayerStats` per MoE layer, the prefetches' `SourceStats` and `bytes_preloaded`.
+        divided: whether experts are split, for good. replicas: whether there are slots for low-bit replicas.
 
     Attributes:
-        uses: forwards that ran each expert on this device, since the counters were reset; the list stays the same.
+        uses: forwards that ran each expert since the counters were reset; the list object never changes.
     """
 
     def __init__(
@@ -50,7 +46,7 @@ class CacheCounters:
     # -- a layer's forward -------------------------------------------------------------------------------
 
     def begin(self, layer: int, plan: LayerPlan) -> None:
-        """Count hits and misses, prefetches that hit, and what pre-eviction removed too early."""
+        """Count hits, misses, prefetches that hit, and loads of experts that were pre-evicted too early."""
         stats = self.stats.layers[layer]
         stats.forwards += 1
         stats.waves += plan.waves if plan.loads else 1
@@ -67,7 +63,7 @@ class CacheCounters:
             self._count_prefetched(stats, plan)
 
     def arriving(self, layer: int, keys: Sequence[int], jobs: Mapping[int, LoadJob]) -> None:
-        """`layer` needs these, whose copies are under way: the prefetches among them were right, and late."""
+        """`layer` needs these, whose copies are under way: the prefetches among them are late."""
         late: set[int] = set()  # experts
         for key in keys:
             if jobs[key].cause == "prefetch":
@@ -78,12 +74,12 @@ class CacheCounters:
         self.stats.layers[layer].late_prefetches += len(late)
 
     def demanded(self, jobs: Sequence[LoadJob]) -> None:
-        """A forward without rows of any prompt asked for these."""
+        """A decode-only forward demands these loads."""
         for job in jobs:
             self.stats.layers[job.layer].bytes_demanded_decode += job.nbytes
 
     def waited(self, layer: int, start_s: float, end_s: float) -> None:
-        """The forward of `layer` stood still for a copy."""
+        """The forward of `layer` waited for a copy."""
         self.stats.layers[layer].blocked_io_s += end_s - start_s
         if self.timeline.enabled:
             self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
@@ -99,13 +95,13 @@ class CacheCounters:
     # -- copies ------------------------------------------------------------------------------------------
 
     def prefetched(self, keys: Sequence[int], source: str) -> None:
-        """Prefetches of these are queued, for this source."""
+        """Prefetches of these keys are queued for `source`."""
         counters = self.stats.source(source)
         counters.queued += len(keys)
         self._pending.update(dict.fromkeys(keys, counters))
 
     def landed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy has become resident: its bytes by cause, and the link's seconds where they are known."""
+        """A copy became resident: count its bytes by cause, and the link's seconds where known."""
         key, stats = job.reservation.key, self.stats.layers[job.layer]
         nbytes = job.nbytes
         if job.cause == "prefetch":
@@ -125,7 +121,7 @@ class CacheCounters:
                 self._show(job, copied)
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy on a GPU's stream has ended, after its layer may have gone on (`loader.CopyTimes`)."""
+        """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
         stats = self.stats.layers[job.layer]
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
@@ -134,7 +130,7 @@ class CacheCounters:
             self._show(job, copied)
 
     def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
-        """The compute of `layer` stood still for a copy, on a GPU's stream (`loader.CopyTimes`)."""
+        """The compute of `layer` waited for a copy, on a GPU's stream (`loader.CopyTimes`)."""
         self.waited(layer, start_s, end_s)
         self.stats.layers[layer].io_path_s += end_s - start_s  # as above
 
@@ -143,14 +139,14 @@ class CacheCounters:
         self.stats.bytes_preloaded += sum(self._bytes_of(job.reservation.key) for job in jobs)
 
     def failed(self, job: LoadJob) -> None:
-        """A copy raised. Only a prefetch's counts: another's fails the forward that needs it."""
+        """A copy raised. Only a prefetch counts: any other fails the forward that needs it."""
         if job.cause == "prefetch":
             self.stats.layers[job.layer].failed_prefetches += 1
 
     # -- leaving -----------------------------------------------------------------------------------------
 
     def evicted(self, key: int) -> None:
-        """It left the cache: a prefetch unused until now was wasted, and so were its bytes."""
+        """It left the cache: a prefetch that no layer used was wasted."""
         if (source := self._pending.pop(key, None)) is not None:
             self.governor.wasted()
             source.wasted += 1
@@ -194,7 +190,7 @@ class CacheCounters:
         stats.bytes_premature += sum(map(self._bytes_of, again))
 
     def _count_segments(self, stats: LayerStats, plan: LayerPlan) -> None:
-        """Count the experts that are here as a whole, those of which something lacks, and those with their top."""
+        """Count experts with all segments (hits), with a missing one (misses), and misses with the top resident."""
         keys, lacking, whole = self._keys, set[int](), set[int]()
         for segment in plan.run[plan.resident :]:
             lacking.add(segment % keys)

@@ -1,19 +1,17 @@
-"""Where experts are cached and how bytes get there: a GPU, or the CPU that stands in for one at a stated rate.
+"""Devices that cache experts: a GPU, or the CPU that stands in for one at a stated link rate.
 
-A device copies host tensors into slot tensors (on the loader's thread) and lets the compute wait
-for a copy. It knows no experts and decides nothing.
+A device copies host tensors into slot tensors and orders compute behind copies. It decides nothing.
 
 `Activations` carry a layer's rows from the compute device to its peers, and their sums back:
 
     begin (hidden) -> the routing is read -> take (the rows of one peer) -> the channel
     the channel -> receive (a peer's sums) -> a tensor on the compute device
 
-A shard is at the other end:
+and at a shard:
 
     the channel -> receive (rows, weights) -> kernels -> deliver (the sums) -> the channel
 
-If the compute device is the CPU, the rows are there already. On a GPU they go through pinned memory; only the host
-waits, once, for the rows that it is about to send (`cuda.activations`).
+On a GPU they go through pinned memory, and the host waits once, for the rows that it sends (`cuda.activations`).
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ Tensors = tuple[torch.Tensor, ...]
 class Copied:
     """A finished copy.
 
-    start_s, end_s: the time the link was given to it, `time.perf_counter` seconds.
-    event: of a copy that is enqueued on a GPU's stream and timed later (`loader.Books`); None: the times are these.
-    link_s: what it took by the clock of the link: on the stand-in latency and bytes at the stated rate, however late
-    the processor was; on a GPU the same as the time above.
+    start_s, end_s: when it occupied the link, `time.perf_counter` seconds. event: of a copy on a GPU's stream, which is
+    timed later; None: the times are known. link_s: seconds by the link's own clock: on the stand-in latency and bytes
+    at the stated rate, on a GPU end - start.
     """
 
     start_s: float
@@ -55,10 +52,10 @@ class Copied:
 
 @dataclass(frozen=True)
 class PinReport:
-    """What became of the experts in this host's memory when a GPU was to copy from them: bytes, and seconds it took.
+    """Bytes of experts by what pinning did with them, and the seconds it took.
 
-    registered: pinned where they lie. copied: pinned as a copy of this process's own. staged: neither; their copies go
-    through staging buffers, and the forward waits for them. problem: why some are not registered; None: all are.
+    registered: pinned in place. copied: pinned as a copy. staged: neither; copied through staging buffers, and the
+    forward waits. problem: why some are not registered; None: all are.
     """
 
     registered: int
@@ -68,7 +65,6 @@ class PinReport:
     seconds: float
 
     def beside(self, other: PinReport) -> PinReport:
-        """Of both."""
         return PinReport(
             self.registered + other.registered, self.copied + other.copied, self.staged + other.staged,
             self.problem or other.problem, self.seconds + other.seconds,
@@ -78,43 +74,44 @@ class PinReport:
 class Device(Protocol):
     """What the cache and the loader need of a device.
 
-    The bytes of a copy are those written to the slot, in the slot's dtype, in every counter and on both
-    executors; a link that carries a narrower store dtype moves fewer.
+    Bytes are counted as written to the slot, in the slot's dtype, on both executors.
     """
 
     torch_device: torch.device
     executor: Literal["real", "emulated"]
 
     def enter(self) -> None:
-        """The calling thread computes here from now on: kernels are launched on a thread's current GPU."""
+        """Make it the calling thread's current device."""
         ...
 
     def mark_use(self) -> Any:
-        """A token for 'all compute enqueued so far', which a later copy into its slots waits for."""
+        """A mark of all compute enqueued so far; a later copy into its slots waits for it."""
         ...
 
     def copy(self, dst: Tensors, src: Tensors, after: Any) -> Copied:
-        """Copy one expert and wait for it; called on a loader's thread. `after` is a token of `mark_use`."""
+        """Copy one expert after `after` (of `mark_use`), and wait; called on a loader's thread."""
         ...
 
     def pin(
         self, layers: Sequence[LayerWeights], settings: CopySettings
     ) -> tuple[Sequence[LayerWeights], PinReport | None]:
-        """Pin host memory that experts are copied from: the layers, some perhaps in other memory now, and what it came
-        to; None: this device copies from any memory alike."""
+        """Pin host memory that experts are copied from.
+
+        Returns:
+            The layers, some maybe in other memory, and a report; None: this device needs no pinned memory.
+        """
         ...
 
     def close(self) -> None:
-        """Give back what was taken of the host; after the copy queues. Safe to call twice."""
+        """Release pinned host memory, after the copy queues. Safe to call twice."""
         ...
 
 
 class CpuDevice:
     """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate.
 
-    A copy occupies the link for `latency_us + bytes / gbps`; copies follow each other without
-    overlap, as on one PCIe direction.
-    With `gbps` None the link is as fast as memory and only latency is added.
+    A copy occupies the link for `latency_us + bytes / gbps`, and copies do not overlap, as in one PCIe direction. With
+    `gbps` None only the latency is added.
     """
 
     executor: Literal["real", "emulated"] = "emulated"
@@ -152,51 +149,48 @@ class CpuDevice:
 
 
 class Outgoing(Protocol):
-    """The rows of one layer, on their way to the host; used by the forward's thread."""
+    """The rows of one layer on their way to the host; used by the forward's thread."""
 
     def take(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], torch.Tensor]:
-        """The rows of some tokens, once they are there.
+        """The rows of some tokens; waits for them.
 
         Args:
             tokens: their numbers [R], rising.
 
         Returns:
-            The rows [R, H], which stay as they are while anybody refers to them, and `tokens` on the compute device.
+            The rows [R, H], unchanged while referenced, and `tokens` on the compute device.
         """
         ...
 
 
 class Activations(Protocol):
-    """The way to peers and back for one engine."""
+    """Transfers to and from the peers of one engine."""
 
     @property
     def supply(self) -> Supply | None:
-        """Where the channels to the peers put what they receive; None: anywhere."""
+        """Where the channels to the peers put received arrays; None: anywhere."""
         ...
 
     @property
     def label(self) -> str:
-        """For the plan: how they travel."""
+        """For the plan: the kind of transfer."""
         ...
 
     def begin(self, hidden: torch.Tensor) -> Outgoing:
-        """A layer may send rows of hidden [T, H]. Never waits."""
+        """Prepare to send rows of hidden [T, H]. Never waits."""
         ...
 
     def receive(self, array: NDArray[Any]) -> torch.Tensor:
-        """What arrived, such as a peer's sums [R, H], on the compute device, for what is enqueued from now on.
-
-        Never waits. uint16 holds bfloat16 bits.
-        """
+        """A received array, such as sums [R, H], on the compute device. Never waits; uint16 holds bfloat16 bits."""
         ...
 
     def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
-        """Sums [R, H] on the host, once they are there: the one wait of an answer."""
+        """Sums [R, H] on the host; waits once."""
         ...
 
 
 class PlainActivations:
-    """Tensors are copied when they are asked for: on the CPU, where most of it is no copy, and to compare with."""
+    """Synchronous copies: for the CPU, where most are none, and as a baseline."""
 
     supply: Supply | None = None
     label = "plain"
@@ -234,10 +228,10 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
     """The device for `auto`, `cpu` or `cuda`.
 
     Args:
-        gpu: number of the CUDA device, which becomes this process's current one; None: the current one.
+        gpu: number of the CUDA device to make current; None: the current one.
 
     Raises:
-        ConfigError: CUDA is asked for and not there, or there are too few GPUs.
+        ConfigError: CUDA is not available, or there are too few GPUs.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,7 +253,7 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
 
 
 def activations_of(device: torch.device) -> Activations:
-    """The way from and to a compute device."""
+    """The transfers for a compute device."""
     if device.type == "cpu":
         return PlainActivations(device)
     from ..cuda.activations import PinnedActivations

@@ -1,7 +1,6 @@
 """The copy queue of the CPU stand-in: a throttled link whose thread never takes the interpreter's lock.
 
-A GPU's copy engine costs the thread of the forward nothing. A stand-in that copied on a Python thread would: each copy
-would take the interpreter's lock some ten times, and every wait for it is one of the forward (docs/experiments.md).
+A copying Python thread would take that lock some ten times a copy and delay the forward (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -20,15 +19,10 @@ from .slots import ExpertSource, LayerWeights, SlotPool
 
 
 class LinkQueue(HostWaits):
-    """A `CopyQueue` of copies from host memory into slots, demand before prefetch, then first come first served.
+    """A `CopyQueue` from host memory into slots: demand before prefetch, then first come first served.
 
-    A copy occupies the link for latency + bytes / rate. Copies follow each other without overlap, and without a gap
-    where one was asked for before the last had ended. `close` drops what is queued and joins the thread.
-
-    A slot whose last expert is to be copied back first is one copy of both, with the latency once.
-
-    Args:
-        link: rate (none: as fast as memory) and latency.
+    A copy occupies the link for latency + bytes / rate. Copies do not overlap, and no gap lies between queued copies.
+    A write-back and the load after it are one copy with one latency. `link.gbps` None: as fast as memory.
     """
 
     def __init__(self, link: LinkSettings) -> None:
@@ -40,7 +34,7 @@ class LinkQueue(HostWaits):
 
     @staticmethod
     def supports(pool: SlotPool, weights: Sequence[ExpertSource]) -> bool:
-        """Whether experts lie in this host's memory, in the slots' dtype or in one that the thread can widen."""
+        """Whether the experts lie in this host's memory, in the slots' dtype or as bfloat16 for float32 slots."""
         return all(
             isinstance(layer, LayerWeights)
             and all(_copies(target, source) for target, source in zip(pool.tensors, layer.tensors, strict=True))
@@ -48,34 +42,36 @@ class LinkQueue(HostWaits):
         )
 
     def event(self) -> LinkDone:
-        """For a new job's `done`."""
         return LinkDone(self._link)
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
         if not jobs:
             return
-        pieces = [self._pieces(job) for job in jobs]
-        copies = None if self._closed else _cpu.link_submit(self._link, pieces, priority == PREFETCH)
+        copies = None
+        if not self._closed:
+            copies = _cpu.link_submit(self._link, list(map(self._pieces, jobs)), priority == PREFETCH)
         if copies is None:
             for job in jobs:
                 job.cancelled = True
                 job.done.set()
             raise RuntimeFailure("the expert cache is closed", "start a new worker")
         for job, copy in zip(jobs, copies, strict=True):
-            _done(job).follow(job, copy)
+            done = job.done
+            assert isinstance(done, LinkDone)  # made by `event`
+            done.job, done.copy = job, copy
         alive = self._alive
-        while alive and alive[0].done.is_set():
+        while alive and (alive[0].copied is not None or alive[0].done.is_set()):
             alive.popleft()
         alive.extend(jobs)
 
     def promote(self, job: LoadJob) -> None:
         """Give a queued prefetch the priority of a demand load; nothing if it has started."""
-        _cpu.link_promote(self._link, _done(job).copy)
+        _cpu.link_promote(self._link, _copy(job))
 
     def cancel(self, job: LoadJob) -> bool:
         """Drop a copy that has not started. False if it has: then wait for `done`."""
-        job.cancelled = _cpu.link_cancel(self._link, _done(job).copy)
+        job.cancelled = _cpu.link_cancel(self._link, _copy(job))
         return job.cancelled
 
     @property
@@ -84,12 +80,16 @@ class LinkQueue(HostWaits):
         return _cpu.link_pending(self._link)
 
     def _pieces(self, job: LoadJob) -> tuple[_cpu.Piece, ...]:
-        if not job.writeback:
-            return _pieces(job)
-        if self._scratch is None:
-            self._scratch = tuple(torch.empty_like(d) for d in job.dst)
-        back = tuple((s.data_ptr(), d.data_ptr(), d.nbytes, False) for s, d in zip(self._scratch, job.dst, strict=True))
-        return back + _pieces(job)
+        pieces: list[_cpu.Piece] = []
+        if job.writeback:
+            if self._scratch is None:
+                self._scratch = tuple(torch.empty_like(d) for d in job.dst)
+            for s, d in zip(self._scratch, job.dst, strict=True):
+                pieces.append((s.data_ptr(), d.data_ptr(), d.nbytes, False))
+        for d, s in zip(job.dst, job.src, strict=True):  # type: ignore[arg-type]  # none is pending, see `supports`
+            widen = d.dtype != s.dtype
+            pieces.append((d.data_ptr(), s.data_ptr(), s.numel() if widen else s.nbytes, widen))
+        return tuple(pieces)
 
     def close(self) -> None:
         """Stop after the copy under way; queued copies are dropped. Safe to call twice."""
@@ -99,60 +99,48 @@ class LinkQueue(HostWaits):
 
 
 class LinkDone:
-    """Whether a copy on the link has ended; seeing so gives the job its `copied`."""
+    """Whether a copy on the link has ended; seeing the end sets the job's `copied`."""
 
-    __slots__ = ("_copy", "_ended", "_job", "_link")
+    __slots__ = ("_ended", "_link", "copy", "job")
 
     def __init__(self, link: _cpu.Link) -> None:
         self._link, self._ended = link, False
-        self._job: LoadJob | None = None
-        self._copy: _cpu.Copy | None = None
-
-    @property
-    def copy(self) -> _cpu.Copy:
-        assert self._copy is not None  # asked for queued jobs only
-        return self._copy
-
-    def follow(self, job: LoadJob, copy: _cpu.Copy) -> None:
-        """The job was queued as this copy."""
-        self._job, self._copy = job, copy
+        self.job: LoadJob | None = None  # both are set when the job is queued
+        self.copy: _cpu.Copy | None = None
 
     def is_set(self) -> bool:
-        if not self._ended and self._copy is not None and _cpu.copy_ended(self._copy):
-            self._see_end()
+        if not self._ended and self.copy is not None and _cpu.copy_ended(self.copy):
+            self._see_end(self.copy)
         return self._ended
 
     def wait(self) -> bool:
         if not self._ended:
+            assert self.copy is not None
             _cpu.link_wait(self._link, self.copy)
-            self._see_end()
+            self._see_end(self.copy)
         return True
 
     def set(self) -> None:
-        """The job was never queued."""
+        """End a job that was never queued."""
         self._ended = True
 
-    def _see_end(self) -> None:
-        times = _cpu.copy_times(self.copy)
-        if times is not None and self._job is not None:
+    def _see_end(self, copy: _cpu.Copy) -> None:
+        times = _cpu.copy_times(copy)
+        if times is not None and self.job is not None:
             start_s, end_s, link_s = times
-            self._job.copied = Copied(start_s, end_s, None, link_s)
-        self._ended, self._job = True, None  # a job and its event know each other no longer
+            self.job.copied = Copied(start_s, end_s, None, link_s)
+        self._ended, self.job = True, None  # ends the reference cycle of the job and its event
 
 
 def copy_queue(
-    device: Device,
-    pool: SlotPool,
-    weights: Sequence[ExpertSource],
-    settings: CopySettings | None = None,
+    device: Device, pool: SlotPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None,
     replicas: Sequence[LayerWeights] = (),
-) -> CopyQueue:
-    """What makes a cache's copies: on a GPU its streams, as far as experts are in pinned memory; for the CPU stand-in
-    the link's own thread, where it can read the experts itself; else a Python thread.
+) -> CopyQueue:  # fmt: skip
+    """The queue for a device: a GPU's streams, the stand-in's link thread, or a Python thread for other sources.
 
     Args:
-        weights: pinned already, where that is done. settings: of copies to a GPU; None: as they are by default.
-        replicas: of the same layers, which go into slots of their own; none: the cache has no such slots.
+        weights: pinned before, where they are to be. settings: of copies to a GPU; None: the defaults.
+        replicas: of the same layers, for slots of their own; empty: the cache has no such slots.
     """
     if isinstance(device, CpuDevice):
         return LinkQueue(device.link) if LinkQueue.supports(pool, weights) else Loader(device)
@@ -176,15 +164,7 @@ def _copies(target: torch.Tensor, source: torch.Tensor) -> bool:
     return (alike or widened) and target[0].is_contiguous() and source[0].is_contiguous()
 
 
-def _pieces(job: LoadJob) -> tuple[_cpu.Piece, ...]:
-    return tuple(
-        (d.data_ptr(), s.data_ptr(), s.numel(), True)
-        if d.dtype != s.dtype
-        else (d.data_ptr(), s.data_ptr(), s.nbytes, False)
-        for d, s in zip(job.dst, job.src, strict=True)  # type: ignore[arg-type]  # none is pending, see `supports`
-    )
-
-
-def _done(job: LoadJob) -> LinkDone:
-    assert isinstance(job.done, LinkDone)  # made by `event`
-    return job.done
+def _copy(job: LoadJob) -> _cpu.Copy:
+    assert isinstance(job.done, LinkDone)
+    assert job.done.copy is not None  # the job is queued
+    return job.done.copy

@@ -20,7 +20,7 @@ Cause = Literal["demand", "prefetch", "migration"]
 
 
 class Done(Protocol):
-    """Set once a copy has ended, one way or the other: a `threading.Event`, or its like on a virtual clock."""
+    """Set once a copy has ended or failed: a `threading.Event` or an equivalent."""
 
     def is_set(self) -> bool: ...
     def wait(self) -> object: ...
@@ -29,10 +29,10 @@ class Done(Protocol):
 
 @dataclass(eq=False, slots=True)
 class LoadJob:
-    """One expert on its way into one slot.
+    """One expert to be copied into one slot.
 
-    `copied` is set by the loader's thread before `done`; `error` instead of it when the copy raised. On a GPU's streams
-    it is set once the copy is enqueued, without times.
+    The loader's thread sets `copied`, or `error` where the copy raised, before `done`. A GPU's stream queue sets
+    `copied` when the copy is enqueued, without times.
     """
 
     reservation: Reservation
@@ -56,10 +56,10 @@ class LoadJob:
 
 
 class CopyTimes(Protocol):
-    """Who is told what copies took, where that is known only after their experts are in use."""
+    """Receives the times of copies that are known only after their experts are in use."""
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy has ended, whose expert may be long evicted."""
+        """A copy has ended; its expert may be evicted already."""
         ...
 
     def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
@@ -70,8 +70,8 @@ class CopyTimes(Protocol):
 class CopyQueue(Protocol):
     """What the cache asks of a loader.
 
-    A copy is over at the latest when its `done` is set. Where the device has streams, the compute can go on before: it
-    waits for the copy itself (`join`), and a later copy into the same slot does (`overtake`).
+    A copy is over at the latest when its `done` is set. With streams the compute can be enqueued before: it waits for
+    the copy itself (`join`), and so does a later copy into the same slot (`overtake`).
     """
 
     def event(self) -> Done: ...
@@ -81,22 +81,22 @@ class CopyQueue(Protocol):
     def close(self) -> None: ...
 
     def join(self, job: LoadJob, layer: int) -> bool:
-        """Have the compute of `layer` that is enqueued from now on see the bytes. True: the host has waited for them.
+        """Order the compute of `layer` enqueued from now on behind the copy. True: the host has waited.
 
         After that `copied` is set, or the copy failed or was dropped.
         """
         ...
 
     def overtake(self, job: LoadJob) -> bool:
-        """Have copies that are submitted from now on come after this one, which is no longer needed. As `join` else."""
+        """Order later copies behind this one, which is no longer needed. True: the host has waited."""
         ...
 
     def poll(self) -> None:
-        """A layer begins: go on with what waits, and follow the compute to the stream that it is on now."""
+        """A layer begins: enqueue what waits, and follow the compute to its present stream."""
         ...
 
     def tell(self, times: CopyTimes) -> None:
-        """Say what copies and waits took that have ended by now, each once."""
+        """Report the times of copies and waits that have ended by now, each once."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class CopyQueue(Protocol):
 
 
 class HostWaits:
-    """The part of a `CopyQueue` whose copies the host waits for, and whose jobs tell what they took when they end."""
+    """The part of a `CopyQueue` for copies that the host waits for, and that are timed when they end."""
 
     def join(self, job: LoadJob, layer: int) -> bool:
         job.done.wait()
@@ -124,11 +124,9 @@ class HostWaits:
 class Loader(HostWaits):
     """A priority queue of copies in front of one device link.
 
-    Order: demand before prefetch, then first come first served. A copy that has started is never
-    interrupted. `close` drops what is queued and joins the thread.
-
-    A source may be a `PendingExpert`: this thread asks for its bytes, and for those of the pending ones behind it,
-    before it waits for them and again before it copies them, so that some travel while others are copied.
+    Order: demand before prefetch, then first come first served. A started copy is never interrupted. The thread
+    requests the bytes of a `PendingExpert`, and of those behind it, before it waits for them and again before it copies
+    them, so that fetches and copies overlap.
     """
 
     def __init__(self, device: Device) -> None:
@@ -143,7 +141,6 @@ class Loader(HostWaits):
         self._thread.start()
 
     def event(self) -> Done:
-        """For a new job's `done`."""
         return threading.Event()
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
@@ -164,8 +161,7 @@ class Loader(HostWaits):
         with self._wake:
             if job.started or job.cancelled:
                 return
-            self._heap = [entry for entry in self._heap if entry[2] is not job]
-            heapq.heapify(self._heap)
+            self._remove(job)
             heapq.heappush(self._heap, (DEMAND, self._sequence, job))
             self._sequence += 1
 
@@ -175,10 +171,13 @@ class Loader(HostWaits):
             if job.started:
                 return False
             job.cancelled = True
-            self._heap = [entry for entry in self._heap if entry[2] is not job]
-            heapq.heapify(self._heap)
+            self._remove(job)
             job.done.set()
             return True
+
+    def _remove(self, job: LoadJob) -> None:
+        self._heap = [entry for entry in self._heap if entry[2] is not job]
+        heapq.heapify(self._heap)
 
     @property
     def pending(self) -> int:
@@ -202,13 +201,16 @@ class Loader(HostWaits):
             try:
                 src = self._fetch(job.src) if isinstance(job.src, PendingExpert) else job.src
                 written = self._write_back(job) if job.writeback else None
-                job.copied = _joined(written, self._device.copy(job.dst, src, job.after))
+                copied = self._device.copy(job.dst, src, job.after)
+                if written is not None:  # both copies as one
+                    copied = replace(copied, start_s=written.start_s, link_s=written.link_s + copied.link_s)
+                job.copied = copied
             except BaseException as error:  # handed to the cache, which drops a prefetch and fails a forward that waits
                 job.error = error
             job.done.set()
 
     def _write_back(self, job: LoadJob) -> Copied:
-        """Copy what is in the slot to host memory, where it is not used: only the time counts."""
+        """Copy the slot's content to scratch memory on the host: only the time counts."""
         if self._scratch is None:
             self._scratch = tuple(t.cpu().clone() for t in job.dst)
         return self._device.copy(self._scratch, job.dst, job.after)
@@ -221,7 +223,7 @@ class Loader(HostWaits):
         return tensors
 
     def _pending(self) -> list[PendingExpert]:
-        """Those queued, in the order in which they will be copied."""
+        """The queued pending experts, in copy order."""
         with self._wake:
             jobs = [job for _, _, job in heapq.nsmallest(_LOOK_AHEAD, self._heap)]
         return [job.src for job in jobs if isinstance(job.src, PendingExpert)]
@@ -237,10 +239,3 @@ class Loader(HostWaits):
             job.started = True
             self._busy = True
             return job
-
-
-def _joined(first: Copied | None, then: Copied) -> Copied:
-    """Two copies, one after the other, as one."""
-    if first is None:
-        return then
-    return replace(then, start_s=first.start_s, link_s=first.link_s + then.link_s)

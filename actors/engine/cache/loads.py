@@ -1,11 +1,9 @@
-"""Loads from their slots' reservation to their end, and how slots become free: the life cycle behind `ExpertCache`.
+"""The life cycle of loads behind `ExpertCache`, on the forward's thread.
 
     reserve     a free slot and a job for each absent segment        ABSENT -> LOADING
-    land        its copy is in the slot                              LOADING -> RESIDENT
-    drop        its copy was not begun, or it failed                 LOADING -> ABSENT
-    evict       its slot is for another one                          RESIDENT -> ABSENT
-
-What is loaded and what may leave, the cache says. As all of it, this runs on the forward's thread.
+    land        the copy is in the slot                              LOADING -> RESIDENT
+    drop        the copy was not begun, or it failed                 LOADING -> ABSENT
+    evict       the slot is for another segment                      RESIDENT -> ABSENT
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _NotCounted:
-    """For what a preload took, which no layer waited for."""
+    """Ignores the times of a preload, which no layer waits for."""
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         return None
@@ -35,19 +33,14 @@ class _NotCounted:
 
 
 class Loads:
-    """Jobs, slots and eviction order of one cache, in step with each other.
+    """Jobs, slots and eviction order of one cache, kept consistent.
 
     Args:
-        queue: makes the copies.
-        device: marks when slots were last used.
-        residency, eviction: states and slots, and the order of leaving.
-        slot_map: where a copy goes, and where from.
-        counters: told of every event.
-        clock: seconds, of which the queue's copies tell the same.
+        clock: seconds, on the same scale as the times of the queue's copies.
         writeback: copy an evicted expert back to the host before its slot is used again.
 
     Attributes:
-        under_way: the job of each key that is LOADING; the dict stays the same.
+        under_way: the job of each LOADING key; the dict object never changes.
     """
 
     def __init__(
@@ -62,7 +55,7 @@ class Loads:
     # -- in ----------------------------------------------------------------------------------------------
 
     def reserve(self, keys: Sequence[int], cause: Cause) -> list[LoadJob]:
-        """Slots for absent experts and their jobs. Whatever ran in these slots is before one mark for all of them."""
+        """Slots and jobs for absent segments; one mark for all covers what ran in these slots."""
         if not keys:
             return []
         after, jobs = self._device.mark_use(), list[LoadJob]()
@@ -74,7 +67,7 @@ class Loads:
         return jobs
 
     def new_job(self, reservation: Reservation, cause: Cause, after: Any) -> LoadJob:
-        """The job of a reserved slot, which is not queued yet. after: its slot's last use, a mark of the device."""
+        """The job of a reserved slot, not queued yet. after: the device's mark of the slot's last use."""
         key = reservation.key
         dst, src = self._map.copy_of(reservation)
         layer, nbytes, done = self._map.layer_of(key), self._map.bytes_of(key), self.queue.event()
@@ -85,13 +78,13 @@ class Loads:
         return job
 
     def land_ended(self) -> None:
-        """Make every arrived copy resident; one that failed frees its slot, for no forward waits for it."""
+        """Make every arrived copy resident; a failed one frees its slot."""
         for key, job in list(self.under_way.items()):
             if job.done.is_set():
                 self._land(key, job)
 
     def land_needed(self, job: LoadJob, layer: int) -> None:
-        """Wait for a copy that `layer` cannot do without, and make it resident.
+        """Wait for a copy that `layer` needs, and make it resident.
 
         Raises:
             RuntimeFailure: it failed (a prefetch is first loaded again) or the queue was closed. StoreError: no node
@@ -104,20 +97,20 @@ class Loads:
         self._land(key, self.under_way[key])  # the second try's job, where there was one
 
     def land_prefetch(self, key: int, layer: int) -> None:
-        """Wait for its copy, if it is under way, at the cost of `layer`, which can do without."""
+        """Wait, at the cost of `layer`, for a copy that is under way."""
         job = self.under_way.get(key)
         if job is not None:
             self._wait(job, layer)
             self._land(key, job)
 
     def land_all(self) -> None:
-        """Have the host wait for every copy under way; counted in no layer."""
+        """Wait on the host for every copy under way; counted in no layer."""
         for key, job in list(self.under_way.items()):
             job.done.wait()
             self._land(key, job)
 
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
-        """Load these into free slots and wait for them, counted in no layer; their jobs, which are over."""
+        """Load into free slots and wait; counted in no layer. Returns the finished jobs."""
         jobs = self.reserve(keys, "demand")
         self.queue.submit(jobs, DEMAND)
         for job in jobs:
@@ -132,13 +125,13 @@ class Loads:
     # -- out ---------------------------------------------------------------------------------------------
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Give up those loads under way that the queue has not begun."""
+        """Cancel those loads under way that the queue has not begun."""
         for key in list(keys):
             if self.queue.cancel(self.under_way[key]):
                 self._release(key)
 
     def make_room(self, absent: Sequence[int], evictable: Callable[[int], bool]) -> list[int]:
-        """Evict for these absent ones; those of them that have room now, in the same order."""
+        """Evict for these absent segments; returns those that fit now, in the same order."""
         residency, fit = self._residency, list[int]()
         for slot_class, keys in residency.by_class(absent).items():
             free = residency.free_of(slot_class)
@@ -153,7 +146,7 @@ class Loads:
         return [key for key in absent if key in found]
 
     def evict(self, key: int, layer: int) -> None:
-        """Free a slot, for the forward of `layer`; a copy under way into it comes to its end first."""
+        """Free a slot for the forward of `layer`, after a copy under way into it has ended."""
         job = self.under_way.get(key)
         if job is not None:
             if self.queue.cancel(job):
@@ -169,7 +162,7 @@ class Loads:
         self._counters.evicted(key)
 
     def check_integrity(self) -> None:
-        """Raise ResidencyError unless the loads under way are those of the slots that are LOADING."""
+        """Raise ResidencyError unless the loads under way are exactly the LOADING slots."""
         residency = self._residency
         loading = {key: residency.slot(key) for key in residency.held() if residency.state(key) == State.LOADING}
         if loading != {key: job.reservation.slot for key, job in self.under_way.items()}:
@@ -189,7 +182,7 @@ class Loads:
         return True
 
     def _load_again(self, job: LoadJob, layer: int) -> None:
-        """A forward waited for a copy that did not happen: one more try unless it was its own, else it fails."""
+        """A needed copy failed: load it once more unless it was a demand load, else raise."""
         if job.cause != "demand" and job.error is not None:
             self._counters.failed(job)
             self._counters.forget(job.reservation.key)
@@ -200,14 +193,14 @@ class Loads:
             self._fail(job)
 
     def _drop_failed(self, job: LoadJob) -> None:
-        """Give up a copy that no forward waits for. A failed demand load was reported by the forward that needed it."""
+        """Give up a failed copy that no forward waits for."""
         if job.error is None:
             self._fail(job)
         self._counters.failed(job)
         self._release(job.reservation.key)
 
     def _fail(self, job: LoadJob) -> NoReturn:
-        """Give up the slot of a copy that did not happen, and with it the forward that pinned it."""
+        """Give up the slot of a failed copy, and raise for the forward that pinned it."""
         self._residency.unpin_all()
         self._forget(job)
         if job.error is None:
@@ -234,7 +227,7 @@ class Loads:
         self._eviction.removed(key)
 
     def _wait(self, job: LoadJob, layer: int) -> None:
-        """Have the compute wait until a copy is done; the time is `layer`'s, whose forward waits."""
+        """Have the compute wait until a copy is done; the time counts for `layer`."""
         if job.done.is_set():
             return
         start_s = self._clock()
@@ -242,7 +235,7 @@ class Loads:
             self._counters.waited(layer, start_s, self._clock())
 
     def _overtake(self, job: LoadJob, layer: int) -> None:
-        """Have the slot of a copy under way given to another one; where that takes time it is `layer`'s."""
+        """Give the slot of a copy under way to another load; waiting time counts for `layer`."""
         if job.done.is_set():
             return
         start_s = self._clock()

@@ -1,9 +1,8 @@
-"""Mixed precision on a miss: low-bit replicas in slots beside those for experts in full, and who runs on one.
+"""Mixed precision on a miss: low-bit replicas, their slots, and the kernel that runs them.
 
     open_replica_weights -> make_part (slots within the budget) -> LowBits.layer: which of a layer's experts run on one
 
-The rest is the cache's own: replicas are reserved, copied over the same link, pinned, run and evicted as experts are
-(`LowBitPart`).
+Replicas are reserved, copied, pinned, run and evicted by the cache like experts (`LowBitPart`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .sources import host_tensor
 class ReplicaWeights:
     """The replicas of one width in host memory, mapped read-only.
 
-    shape: of one. layers: of each MoE layer the tensors of `PackedShape.tensors()` with the experts in front.
+    shape: of one. layers: the tensors of `PackedShape.tensors()` of each MoE layer, [E, ...].
     """
 
     shape: PackedShape
@@ -39,13 +38,13 @@ class ReplicaWeights:
     def pinned_by(
         self, device: Device, settings: CopySettings, experts: PinReport | None
     ) -> tuple[ReplicaWeights, PinReport | None]:
-        """The same, in memory that the device copies from without the host, as far as that can be had.
+        """The replicas in pinned memory, as far as the settings and the driver allow.
 
         Args:
-            experts: what became of those in full, which come first where the settings limit pinned memory.
+            experts: the report on full experts, which count first against the limit.
 
         Returns:
-            Beside the replicas, what became of both together.
+            The replicas, and one report for both.
         """
         if experts is not None and settings.pinned_gib is not None:
             left = settings.pinned_gib - (experts.registered + experts.copied) / (1 << 30)
@@ -56,14 +55,13 @@ class ReplicaWeights:
 
 @dataclass(frozen=True)
 class ReplicaPool:
-    """Slots of replicas on a device; `tensors` are in the order of `PackedShape.tensors()`, with the slots in front."""
+    """Slots of replicas on a device: `tensors` [S, ...] in the order of `PackedShape.tensors()`."""
 
     shape: PackedShape
     tensors: tuple[torch.Tensor, ...]
 
     @staticmethod
     def allocate(shape: PackedShape, slots: int, device: torch.device) -> ReplicaPool:
-        """So many slots, uninitialised."""
         kinds = packed_shapes(shape)
         return ReplicaPool(
             shape, tuple(torch.empty((slots, *dims), dtype=dtype, device=device) for dtype, dims in kinds)
@@ -78,7 +76,7 @@ class ReplicaPool:
 
 
 def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *, fetched: bool) -> ReplicaWeights:
-    """Map what a policy with `on_miss: low-bit` loads.
+    """Map the replicas that a policy with `on_miss: low-bit` loads.
 
     Args:
         replicas: of the store; None where it has none. fetched: this node has no files of experts.
@@ -108,7 +106,6 @@ def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *
 
 
 def make_part(weights: ReplicaWeights, slots: int, device: torch.device) -> LowBitPart:
-    """Slots for replicas, allocated."""
     pool = ReplicaPool.allocate(weights.shape, slots, device)
     return LowBitPart(pool, weights.layers, slots, pool.bytes // slots)
 
@@ -117,12 +114,12 @@ def make_packed_kernel(
     policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], dtype: torch.dtype,
     threads: int, notes: list[str],
 ) -> PackedKernel:  # fmt: skip
-    """What runs replicas on the pool's device: the C++ kernel on the CPU, Triton's on a GPU, which is compiled now.
+    """The kernel for replicas on the pool's device: C++ on the CPU, Triton on a GPU, compiled now.
 
-    Where Triton is missing or fails, torch does, slower and the same up to rounding; `notes` is told.
+    Where Triton is missing or fails, torch runs them, slower and equal up to rounding; `notes` gets a line.
 
     Raises:
-        ConfigError: the model's experts have biases, no gate, or an activation that the kernels do not build in.
+        ConfigError: the experts have biases, no gate, or an activation that the kernels do not build in.
     """
     activations = {block.activation for block in blocks}
     activation = next(iter(activations)) if len(activations) == 1 else None

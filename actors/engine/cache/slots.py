@@ -1,7 +1,6 @@
-"""Where experts lie: sources, the slot pool, slots for low-bit replicas, and which segment lies where.
+"""Experts in memory: sources, the slot pool, slots of low-bit replicas, and the segments' places in the pool.
 
-An expert whose bytes are not on this node yet is a `PendingExpert`. It is of a whole expert; where a segment is loaded,
-it is cut from what the pending expert gives. Nothing here imports torch before it allocates: the simulator uses it.
+Nothing here imports torch before it allocates: the simulator uses it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,23 +28,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PendingExpert(Protocol):
-    """An expert that is not in this node's memory yet; used by the loader's thread only."""
+    """A whole expert that is not in this node's memory yet; used by the loader's thread only."""
 
     def ask(self, behind: Sequence[Any]) -> None:
-        """Ask for its bytes, and for those of the pending ones behind it in the queue; returns at once."""
+        """Request its bytes, and those of the experts behind it in the queue; returns at once."""
         ...
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the expert, in the order of `SlotPool.tensors`; waits for them.
-
-        Raises:
-            TierMoeError: they cannot be had.
-        """
+        """Its tensors in the order of `SlotPool.tensors`; waits. Raises TierMoeError where the fetch fails."""
         ...
 
 
 class SharedPending:
-    """One pending expert for the copies of both its segments: it is fetched once, and kept until both have it."""
+    """One pending expert for the copies of both its segments: fetched once, alive until both are copied."""
 
     __slots__ = ("__weakref__", "_tensors", "whole")
 
@@ -63,7 +59,7 @@ class SharedPending:
 
 
 class PendingSegment:
-    """A `PendingExpert` of the neurons [begin, end) of an expert; those of one expert ask for it once."""
+    """A `PendingExpert` of the neurons [begin, end); both segments of an expert share one fetch."""
 
     __slots__ = ("_begin", "_end", "_shared")
 
@@ -71,7 +67,6 @@ class PendingSegment:
         self._shared, self._begin, self._end = shared, begin, end
 
     def ask(self, behind: Sequence[Any]) -> None:
-        """As `PendingExpert.ask`; those behind are segments, too."""
         wanted = dict.fromkeys(segment._shared for segment in (self, *behind) if not segment._shared.fetched)
         if wanted:
             first, *others = [shared.whole for shared in wanted]
@@ -83,16 +78,16 @@ class PendingSegment:
 
 def neuron_slice(tensors: tuple[torch.Tensor, ...], begin: int, end: int) -> tuple[torch.Tensor, ...]:
     """The neurons [begin, end) of an expert without biases: gate_up [I, G, H], down [I, H]."""
-    return tuple([t[begin:end] for t in tensors])
+    return tuple(map(itemgetter(slice(begin, end)), tensors))
 
 
 @dataclass(frozen=True)
 class SlotPool:
     """One contiguous allocation per tensor kind, made once; slot s of each is one whole expert.
 
-    Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None
-    (neuron-major: neuron j of an expert is gate_up[s, j] and down[s, j]). So the same tensors are a row of S*I neurons,
-    which slots of any other sizes can share (`neuron_range`).
+    Shapes: gate_up [S, I, G, H], down [S, I, H], gate_up_bias [S, I, G] or None, down_bias [S, H] or None; neuron j of
+    an expert is gate_up[s, j] and down[s, j]. The same tensors are also S*I neurons, which slots of other sizes share
+    (`neuron_range`).
     """
 
     gate_up: torch.Tensor
@@ -102,7 +97,6 @@ class SlotPool:
 
     @staticmethod
     def allocate(shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device) -> SlotPool:
-        """Allocate `slots` slots of `shape` in `dtype` on `device`."""
         import torch
 
         def empty(*dims: int) -> torch.Tensor:
@@ -141,10 +135,10 @@ class SlotPool:
 
     def slot(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one slot, in the order of `tensors`."""
-        return tuple([t[index] for t in self.tensors])
+        return tuple(map(itemgetter(index), self.tensors))
 
     def neuron_range(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; of a pool without biases."""
+        """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; without biases."""
         gate_up, down = self._rows
         return gate_up[first : first + count], down[first : first + count]
 
@@ -153,22 +147,21 @@ class ExpertSource(Protocol):
     """Where the experts of one MoE layer come from."""
 
     def expert(self, index: int) -> tuple[torch.Tensor, ...] | PendingExpert:
-        """One expert: what a device copies, or its `PendingExpert`. Returns at once."""
+        """One expert: tensors to copy, or its `PendingExpert`. Returns at once."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One MoE layer's experts in host memory, mapped read-only in the checkpoint's dtype.
-
-    Shapes as in `SlotPool`, with experts in place of slots.
+    """One MoE layer's experts in host memory, read-only, in the checkpoint's dtype; shapes [E, ...] as in
+    `SlotPool`.
     """
 
     tensors: tuple[torch.Tensor, ...]
 
     def expert(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one expert, in the order of `SlotPool.tensors`."""
-        return tuple([t[index] for t in self.tensors])
+        return tuple(map(itemgetter(index), self.tensors))
 
 
 class ReplicaSlots(Protocol):
@@ -181,13 +174,13 @@ class ReplicaSlots(Protocol):
 
 @dataclass(frozen=True)
 class LowBitPart:
-    """Slots of replicas and where their bytes come from.
+    """Slots of low-bit replicas, and the source of their bytes.
 
-    In a cache with such a part the replica of expert `key` goes by `key + keys`, keys being the number of experts of
-    all layers, and is reserved, copied, pinned, run and evicted as experts in full are, in slots of class 1.
+    The replica of expert `key` has the key `key + keys` (keys: experts of all layers). It is reserved, copied, pinned,
+    run and evicted like an expert, in slots of class 1.
 
-    pool: the slot tensors. weights: where the replicas of each MoE layer come from. slots: their number.
-    slot_bytes: of one replica, scales and filling included.
+    pool: the slot tensors. weights: the replicas of each MoE layer. slots: their number. slot_bytes: of one replica,
+    with scales and padding.
     """
 
     pool: ReplicaSlots
@@ -197,14 +190,12 @@ class LowBitPart:
 
 
 class SlotMap:
-    """Segments of experts, their slots' places in the pool, and their sources.
+    """Maps segments of experts to slots in the pool and to sources.
 
-    Without a cut an expert is one segment, which has its key, and slot s is the s-th expert of the pool. With slots for
-    low-bit replicas (`add_low_bit`) a replica is a segment, too, which stands in for its expert's.
+    Without a split an expert is one segment with its own key, and slot s is the pool's s-th expert. A low-bit replica
+    is a segment that stands in for its expert's.
 
-    Args:
-        pool: the slot tensors. weights: where the experts of each MoE layer come from.
-        residency: laid out anew by `divide`; as given it has a slot class for whole experts.
+    `divide` lays out `residency` anew; as given it has one slot class, for whole experts.
     """
 
     def __init__(self, pool: SlotPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
@@ -236,11 +227,7 @@ class SlotMap:
             raise ValueError(f"a layer has {max(cut.slots)} slots for tops of {self.experts} experts")
 
     def divide(self, cut: SplitLayout) -> None:
-        """Lay out the slots by a cut, while nothing is held.
-
-        Raises:
-            ValueError: the pool cannot be divided so; nothing has changed.
-        """
+        """Lay out the slots by a split, in an empty cache. Raises ValueError, and changes nothing, as `check`."""
         self.check(cut)
         segments = Segments(cut, self.experts)
         sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
@@ -248,14 +235,14 @@ class SlotMap:
         self._segments, self.shown = segments, segments.shown
 
     def add_low_bit(self, part: LowBitPart) -> None:
-        """Further slots, for replicas, while nothing is held and there is no cut."""
+        """Add slots for replicas to an empty cache without a split."""
         self._residency.divide(
             [0] * self.keys + [1] * self.keys, [self.whole_slots, part.slots], [self._expert_bytes, part.slot_bytes]
         )
         self._low_bit = part
 
     def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
-        """The segments of these experts, each expert's together; of those in `low` their replicas."""
+        """The segments of these experts, grouped by expert; for those in `low` their replicas."""
         if self._segments is None:
             return [key + self.keys if key in low else key for key in keys] if low else keys
         return self._segments.of(keys)
@@ -264,13 +251,14 @@ class SlotMap:
         return segment % self.keys // self.experts
 
     def states(self) -> list[State]:
-        """Of all experts at one moment, from any thread; under a cut those of their tops."""
+        """Of all experts, from any thread; of split experts the state of the top."""
         shown, states = self.shown, self._residency.states()
         return states[: self.keys] if shown is None else [states[segment] for segment in shown]
 
     def standing(self, layer: int) -> tuple[NDArray[np.bool_], int]:
-        """Which experts of a layer are resident or on their way [E], of split ones their tops; and how many there may
-        be at once, were no other layer's there."""
+        """Which experts of a layer are resident or loading [E] (of split experts the tops), and the most that fit at
+        once.
+        """
         shown, residency, base = self.shown, self._residency, layer * self.experts
         if shown is None:
             return residency.occupied(base, base + self.experts), residency.class_slots[0]
@@ -278,31 +266,31 @@ class SlotMap:
         return residency.occupied()[list(shown[base : base + self.experts])], slots
 
     def vacant(self, layer: int) -> int:
-        """Slots in which this layer's experts go (of a split one its top) and which hold nothing."""
+        """Free slots for this layer's experts (of split experts for the tops)."""
         shown, residency, key = self.shown, self._residency, layer * self.experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
     def bytes_of(self, segment: int) -> int:
-        """Bytes that its load moves."""
+        """Bytes that a load of this segment copies."""
         if self._segments is None:
             low_bit = self._low_bit
             return self._expert_bytes if low_bit is None or segment < self.keys else low_bit.slot_bytes
         return self._segments.neurons[segment] * self._expert_bytes // self._neurons
 
     def places(self, segments: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int]]:
-        """`place` of each segment of split experts, in its slot."""
+        """`place` of each segment of split experts."""
         assert self._segments is not None  # there is a cut
         first, neurons = self._segments.first, self._segments.neurons
         return [(first[slot], neurons[segment]) for segment, slot in zip(segments, slots, strict=True)]
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:
-        """Where it, no replica, lies while it has this slot: its first neuron in the pool, and how many."""
+        """First neuron in the pool and number of neurons of a segment (no replica) in this slot."""
         if self._segments is None:
             return slot * self._neurons, self._neurons
         return self._segments.first[slot], self._segments.neurons[segment]
 
     def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | PendingExpert]:
-        """Where a load goes, and where from."""
+        """Destination and source of a load."""
         segments, segment = self._segments, reservation.key
         key = segment % self.keys
         low_bit = self._low_bit

@@ -28,7 +28,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ _START_S = 30.0  # seconds to reach a store of each layer, which are started bef
 
 
 def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """A read-only array as a tensor on the same memory, which lives as long as the tensor does."""
+    """A read-only array as a tensor on the same memory, which the tensor keeps alive."""
     with warnings.catch_warnings():  # torch has no read-only tensors: nothing writes to these
         warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
         return torch.frombuffer(array.data.cast("B"), dtype=dtype).view(array.shape)
@@ -67,7 +68,7 @@ def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
 
 
 class RemoteExpert:
-    """One expert on its way (`PendingExpert`); used by the loader's thread only."""
+    """A `PendingExpert` on another node; used by the loader's thread only."""
 
     __slots__ = ("__weakref__", "expert", "fetch", "layer", "stores")
 
@@ -76,31 +77,25 @@ class RemoteExpert:
         self.fetch: _Fetch | None = None
 
     def ask(self, behind: Sequence[RemoteExpert]) -> None:
-        """Ask for it, and for those that are wanted next."""
         self.stores.ask([self, *behind])
 
     def tensors(self) -> Tensors:
-        """Its tensors in host memory, in the order of `SlotPool.tensors`; waits.
-
-        Raises:
-            StoreError: no store gave it in time.
-        """
+        """Its tensors in host memory. Raises StoreError: no store delivered it in time."""
         return self.stores.take(self)
 
 
 class RemoteLayer:
-    """One MoE layer in other nodes' host memory."""
+    """The source of one MoE layer in other nodes' host memory."""
 
     def __init__(self, stores: RemoteStores, layer: int) -> None:
         self._stores, self._layer = stores, layer
 
     def expert(self, index: int) -> RemoteExpert:
-        """An expert as a `PendingExpert`; nothing is asked for yet."""
         return RemoteExpert(self._stores, self._layer, index)
 
 
 class _Fetch:
-    """One request: experts of one layer under way from one store."""
+    """One request: experts of one layer from one store."""
 
     def __init__(
         self, holder: Reconnecting[StoreReader], reader: StoreReader, answer: Answer, experts: Sequence[int]
@@ -111,7 +106,7 @@ class _Fetch:
         self.failed = False
 
     def result(self, expert: int) -> tuple[NDArray[Any], ...]:
-        """Its arrays; the first call waits for those of all."""
+        """The arrays of one expert; the first call waits for the whole request."""
         if self._arrived is None:
             self._arrived = dict(zip(self._experts, self._answer(), strict=True))
         return self._arrived.pop(expert)
@@ -121,10 +116,9 @@ class RemoteStores:
     """The stores of other nodes, and which of them is asked.
 
     Args:
-        manifest: of the model. layers: those to be read here.
-        links: of the stores. settings: transport and deadline.
+        layers: those to be read from other nodes. links: of the stores. settings: transport and deadline.
 
-    `ask` and `take` are for the loader's thread; there is one.
+    `ask` and `take` are for the loader's one thread.
 
     Raises:
         StoreError: no link holds one of the layers.
@@ -138,29 +132,27 @@ class RemoteStores:
             raise StoreError(
                 f"no store holds MoE {_named(missing)}", "give a store these layers, or copy their files to this node"
             )
-        self._manifest, self._settings = manifest, settings
+        self._settings = settings
         self._dtype = DTYPES[manifest.dtype]
         self._per_request = max(1, PART_BYTES // manifest.expert_nbytes())
         self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
         self._holders: dict[str, Reconnecting[StoreReader]] = {
-            link.name: Reconnecting(link.name, self._connector(link), changed=self._changed) for link in used
+            link.name: Reconnecting(link.name, partial(connect_store, link, manifest, settings), changed=self._changed)
+            for link in used
         }
         for holder in self._holders.values():
             holder.start()
-        self._of_layer = {
-            layer: _turned([self._holders[link.name] for link in used if layer in link.layers], layer)
-            for layer in layers
-        }
+        self._of_layer = dict[int, list[Reconnecting[StoreReader]]]()
+        for layer in layers:
+            holders = [self._holders[link.name] for link in used if layer in link.layers]
+            first = layer % len(holders)
+            self._of_layer[layer] = holders[first:] + holders[:first]
         self.experts_fetched = self.bytes_fetched = self.refetches = 0
 
     def start(self, deadline_s: float) -> None:
-        """Wait until every layer has a store.
-
-        Raises:
-            StoreError: one has none in time.
-        """
+        """Wait until every layer has a store. Raises StoreError after `deadline_s` seconds."""
         until_s = time.monotonic() + deadline_s
         for layer, holders in self._of_layer.items():
             self._await_one(holders, max(0.0, until_s - time.monotonic()))
@@ -168,7 +160,6 @@ class RemoteStores:
                 raise self._nobody(layer, {})
 
     def layer(self, index: int) -> RemoteLayer:
-        """The source of one of the layers."""
         return RemoteLayer(self, index)
 
     def peers(self) -> dict[str, str]:
@@ -182,7 +173,7 @@ class RemoteStores:
         return {name: reader.transport for name, reader in readers.items() if reader is not None}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Each store: its transport now, the layers that are read from it first, and those it has in reserve."""
+        """By store: transport, the layers read from it first, and those it is a spare for."""
         transports = self.transports
         return [
             {
@@ -195,7 +186,7 @@ class RemoteStores:
         ]
 
     def ask(self, wanted: Sequence[RemoteExpert]) -> None:
-        """Begin the requests for these experts, in this order, as far as there is room for requests under way."""
+        """Begin requests for these experts, in this order, while fewer than `_UNDER_WAY` are under way."""
         rest = [one for one in wanted if one.fetch is None or one.fetch.failed]
         while rest and len(self._under_way) < _UNDER_WAY:
             layer = rest[0].layer
@@ -207,10 +198,10 @@ class RemoteStores:
             rest = [one for one in rest if one not in group]
 
     def take(self, wanted: RemoteExpert) -> Tensors:
-        """Wait for an expert, from whichever store gives it.
+        """Wait for an expert, from whichever store delivers it.
 
         Raises:
-            StoreError: none did; it names the layers and their stores.
+            StoreError: none did; the error names the layers and their stores.
         """
         until_s = time.monotonic() + self._settings.deadline_s
         failures: Counter[str] = Counter()
@@ -233,20 +224,17 @@ class RemoteStores:
             return tuple(host_tensor(np.ascontiguousarray(array), self._dtype) for array in arrays)
 
     def close(self) -> None:
-        """Hang up; who waits for an expert gets the error now. Safe to call twice."""
+        """Close the connections; a waiting `take` raises now. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for holder in self._holders.values():
             holder.close()
 
-    def _connector(self, link: StoreLink) -> Callable[[], StoreReader]:
-        return lambda: connect_store(link, self._manifest, self._settings)
-
     def _ask_again(
         self, wanted: RemoteExpert, until_s: float, failures: Counter[str], refusals: Mapping[str, str]
     ) -> _Fetch:
-        """Ask a living store, of those that did not refuse the one that failed least; waits until there is one."""
+        """Ask the connected store with the fewest failures that did not refuse; waits until there is one."""
         willing = [holder for holder in self._of_layer[wanted.layer] if holder.name not in refusals]
         while willing and not self._closed:
             now_s = time.monotonic()
@@ -265,7 +253,7 @@ class RemoteStores:
         raise self._nobody(wanted.layer, refusals)
 
     def _begin(self, holder: Reconnecting[StoreReader], group: Sequence[RemoteExpert], deadline_s: float) -> bool:
-        """Send one request; False: that store is lost now."""
+        """Send one request; False: that store is lost."""
         reader = holder.current
         if reader is None:
             return False
@@ -281,21 +269,20 @@ class RemoteStores:
         return True
 
     def _give_up(self, fetch: _Fetch, failure: RuntimeFailure) -> None:
-        """A request failed: its experts are asked for elsewhere, and its store says whether it is well again."""
         fetch.failed = True
         self._under_way.discard(fetch)
         self.refetches += 1
         fetch.holder.lost(fetch.reader, str(failure))
 
     def _await_one(self, holders: Sequence[Reconnecting[StoreReader]], timeout_s: float) -> None:
-        """Wait until one of these stores is there."""
+        """Wait until one of these stores is connected."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or any(holder.current is not None for holder in holders), timeout_s
             )
 
     def _nobody(self, layer: int, refusals: Mapping[str, str]) -> StoreError:
-        """No node gave an expert of this layer; the error names every layer that no node has now."""
+        """The error for an expert of this layer; it names every layer that no connected store has."""
         holders = self._of_layer[layer]
         why = "; ".join(f"{h.name}: {refusals.get(h.name) or h.problem}" for h in holders)
         gone = [i for i, having in self._of_layer.items() if all(h.current is None for h in having)]
@@ -312,14 +299,14 @@ class Sources:
     Attributes:
         weights: one source per MoE layer.
         mapped: the tensors of this node's files, for pinning.
-        remote: None where all is mapped.
+        remote: None where all layers are mapped.
     """
 
     def __init__(self, weights: list[ExpertSource], mapped: list[LayerWeights], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
 
     def pin(self, device: Device, settings: CopySettings) -> PinReport | None:
-        """Have the device pin what is mapped; before caches are made. None where that is not done."""
+        """Have the device pin the mapped layers; before caches are made. None where the device pins nothing."""
         layers, report = device.pin(self.mapped, settings)
         now = {id(old): new for old, new in zip(self.mapped, layers, strict=True)}
         self.weights = [now.get(id(source), source) for source in self.weights]
@@ -331,21 +318,21 @@ class Sources:
         return {} if self.remote is None else self.remote.peers()
 
     def describe(self) -> list[dict[str, Any]] | None:
-        """For the plan: each store that is read from, with its layers; None where all is mapped."""
+        """For the plan: each store with its layers; None where all layers are mapped."""
         return None if self.remote is None else self.remote.describe()
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connections. Safe to call twice."""
         if self.remote is not None:
             self.remote.close()
 
 
 def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Sources:
-    """Map the layers of this node's store and connect to the stores that hold the others.
+    """Map the layers of this node's store and connect to the stores of the others.
 
     Args:
         view: of this node; its `layers` are mapped.
-        stores: of other nodes; their own node's is not among them.
+        stores: of other nodes.
 
     Raises:
         StoreError: a file changed, a layer is nowhere, or none of its stores was reached.
@@ -363,11 +350,6 @@ def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
         raise
     weights: list[ExpertSource] = [mapped.get(layer.index) or remote.layer(layer.index) for layer in manifest.layers]
     return Sources(weights, list(mapped.values()), remote)
-
-
-def _turned(holders: list[Reconnecting[StoreReader]], by: int) -> list[Reconnecting[StoreReader]]:
-    at = by % len(holders)
-    return holders[at:] + holders[:at]
 
 
 def _named(layers: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Time that passes only when it is told to, and a loader whose copies take that time: simulated, or on a stepped link.
+"""A virtual clock, and a loader whose copies take virtual time: for the simulator and the stepped link.
 
-The simulator replays a routing on it, and moves nothing. On a stepped link (`LinkSettings.layer_us`) the engine
-computes for real, and the clock goes on by a stated time for each layer: what has arrived when a layer runs is the same
-on every machine, however busy. Then the loader copies, at the moment at which the copy ends.
+The simulator replays a routing and moves no bytes. On a stepped link (`LinkSettings.layer_us`) the engine computes for
+real, and the clock advances by a stated time a layer: what has arrived when a layer runs is the same on every machine.
+The loader then copies at the moment at which the copy ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VirtualClock:
 
 
 class VirtualCopy:
-    """When a copy had the link, with the fields of `engine.device.Copied`."""
+    """The fields of `cache.device.Copied`, without torch."""
 
     __slots__ = ("end_s", "event", "link_s", "start_s")
 
@@ -44,7 +44,7 @@ class VirtualCopy:
 
 
 class VirtualDone:
-    """A copy's end, like `threading.Event`: to wait for it sets the clock to it."""
+    """A copy's end, like `threading.Event`; waiting sets the clock."""
 
     __slots__ = ("_loader", "job")
 
@@ -70,12 +70,10 @@ class VirtualDone:
 
 
 class VirtualLoader(HostWaits):
-    """`engine.loader.Loader` on a virtual clock and a link that carries one copy at a time.
+    """`Loader` on a virtual clock and a link that carries one copy at a time, in the same order.
 
-    The same order: demand before prefetch, then first come first served, and a copy that has started is never
-    interrupted. A copy has the link for its latency and its bytes over its rate, twice where a slot's last
-    expert is copied back first; the next one starts when it ends. State is brought up to the clock at each
-    question; what happens at one instant happens in the order of the calls.
+    A copy takes the link's latency and its bytes over the rate, twice with a write-back; the next starts when it ends.
+    Every question first brings the state up to the clock.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class VirtualLoader(HostWaits):
             self.clock.now_s = self._current[2]
 
     def catch_up(self) -> None:
-        """End and start copies up to the present."""
         now_s = self.caught_up_s = self.clock.now_s
         while True:
             if self._current is not None:
@@ -181,13 +178,7 @@ def copy_now(job: LoadJob) -> None:
 
 
 class SteppedKernel:
-    """A kernel after whose layers the clock goes on: what is asked for in one layer has that long until the next.
-
-    A layer takes the same however many rows it has, as on a device that reads its weights once for all of them.
-
-    Args:
-        kernel: computes. clock: of the link. layer_s: seconds of a layer, all that lies between two layers' experts.
-    """
+    """A kernel that advances the clock by `layer_s` after each layer, whatever the number of rows."""
 
     def __init__(self, kernel: ExpertKernel, clock: VirtualClock, layer_s: float) -> None:
         self.run, self._combine, self._clock, self._layer_s = kernel.run, kernel.combine, clock, layer_s

@@ -1,25 +1,18 @@
-"""Rows to the peers and sums back through pinned memory: only the host waits, for what it sends.
+"""Activations to and from peers through pinned memory; the host waits only for what it sends.
 
-    begin    hidden -> float32 -> copy into pinned memory, enqueued behind the compute: of a few rows all, at once
-             (the host then reads the layer's routing, whose copy is enqueued after these: one wait is for both)
-    take     -> the rows of a peer; of many rows they are gathered on the GPU and waited for here
-    channel  writes the frame into its ring from pinned memory, reads the answer out of the ring into pinned memory
+    begin    hidden -> float32 -> pinned memory, enqueued behind the compute: at once where the rows are few (the
+             routing's copy comes after it, so that the host waits once for both)
+    take     -> the rows of a peer; many rows are gathered on the GPU and waited for here
+    channel  writes the frame from pinned memory into its ring, reads the answer from the ring into pinned memory
     receive  -> copy to the GPU, enqueued; the memory stays leased until it is done
 
-and at a shard, whose server reads the frame out of the ring into pinned memory:
+and at a shard, whose server reads the frame from the ring into pinned memory:
 
     receive  -> copies of rows and weights to the GPU, enqueued before the kernels that read them
-    deliver  -> the sums into pinned memory, enqueued behind the kernels, and waited for: the host's only wait
+    deliver  -> the sums into pinned memory, enqueued behind the kernels; the host's only wait
 
-Pinned memory lies beside the rings, not in them: which rows a peer gets, and where they lie in its frame, is known only
-when the routing has been read, and the rows are on the host by then. The copies from pinned memory into the ring and
-out of the ring into pinned memory are those that a channel makes anyway. And what is checked on arrival must not lie
-where the peer can still write.
-
-`PinnedPool` leases pinned memory for moments: lease (bytes) -> a NumPy array -> views of it anywhere -> the last
-reference goes -> leased again. No call gives memory back, which code that fails would forget: an array, every view of
-it and every message that has one keep the lease. What the GPU still reads or writes is leased besides until the event
-after that copy is done. `PinnedFetch` brings tensors to the host with one wait for all of them.
+The rings themselves are not pinned: a peer's rows and their place in its frame are known only after the routing, the
+channel's copies are needed anyway, and checked data must not lie where the peer can write.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,15 +39,10 @@ _DTYPES = {
 
 
 class PinnedRuntime(Protocol):
-    """What the pool needs of a GPU; `cuda.runtime.GpuRuntime` has it."""
+    """What the pool needs of a GPU; see `cuda.runtime.GpuRuntime`."""
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory [nbytes], uint8."""
-        ...
-
-    def query(self, event: Any) -> bool:
-        """Whether an event is done."""
-        ...
+    def pinned(self, nbytes: int) -> torch.Tensor: ...
+    def query(self, event: Any) -> bool: ...
 
 
 class _Block(NamedTuple):
@@ -73,18 +62,18 @@ class _Lease:
 
 
 class PinnedPool:
-    """Blocks of pinned memory, allocated when they are first needed and kept.
+    """Blocks of pinned memory, allocated on demand and reused.
 
-    `lease` may be called by any thread.
+    A leased array, any view of it and any message that has one keep the lease; the last reference ends it. `keep`
+    extends it while the GPU reads or writes. `lease` is thread-safe.
 
     Args:
-        runtime: allocates, and knows which events are done.
         most_bytes: of all blocks together.
 
     Attributes:
         nbytes: of all blocks.
         refused: leases for which there was no room.
-        problem: why it has less memory than it may; None: nothing was refused by the driver.
+        problem: why the driver refused more memory; None: it did not.
     """
 
     def __init__(self, runtime: PinnedRuntime, most_bytes: int) -> None:
@@ -103,7 +92,7 @@ class PinnedPool:
         self.problem: str | None = None
 
     def lease(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory [nbytes] at a multiple of 64, with anything in it; None: there is no room now."""
+        """Uninitialised memory [nbytes], aligned to 64 bytes; None: there is no room now."""
         self._sweep()
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 1 else _SMALLEST
         while size in self._free:
@@ -120,20 +109,20 @@ class PinnedPool:
         return None
 
     def keep(self, event: Any, held: object) -> None:
-        """Hold memory until the event is done. Events follow each other, as on one stream."""
+        """Keep `held` alive until the event is done. Events follow each other, as on one stream."""
         self._under_way.append((event, held))
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor | None:
-        """The pinned tensor over an array; None where that lies elsewhere, has gaps or is of no type known here."""
+        """The pinned tensor over an array; None where the array is not in the pool, has gaps or an unknown type."""
         if not array.flags.c_contiguous:
             return None
         address: int = array.__array_interface__["data"][0]
         key = (address, array.dtype, array.shape)
-        known = self._tensors.get(key)  # a decode step's are where the last one's were
+        known = self._tensors.get(key)  # decode steps reuse the same places
         if known is not None:
             return known
         blocks = self._blocks
-        place = bisect_right(blocks, address, key=_address) - 1
+        place = bisect_right(blocks, address, key=attrgetter("address")) - 1
         if place < 0:
             return None
         block = blocks[place]
@@ -150,13 +139,13 @@ class PinnedPool:
 
     @property
     def under_way(self) -> int:
-        """Copies that were not seen done yet."""
+        """Copies not seen done yet."""
         self._sweep()
         return len(self._under_way)
 
     @property
     def idle_bytes(self) -> int:
-        """Of blocks that nothing uses."""
+        """Of unused blocks."""
         self._sweep()
         return sum(size * len(blocks) for size, blocks in self._free.items())
 
@@ -175,7 +164,7 @@ class PinnedPool:
             return None
         block = _Block(memory.data_ptr(), memory)
         with self._lock:
-            self._blocks = tuple(sorted((*self._blocks, block), key=_address))
+            self._blocks = tuple(sorted((*self._blocks, block), key=attrgetter("address")))
         return block
 
     def _sweep(self) -> None:
@@ -188,24 +177,17 @@ class PinnedPool:
             self._sweeping.release()
 
 
-def _address(block: _Block) -> int:
-    return block.address
-
-
 _ALIGNED = 16  # bytes, a multiple of every item's size
 _FIRST_BYTES = 1 << 16
-_KEPT = 64  # layouts that are remembered; decode has few
+_LAYOUTS = 64  # that are cached; decode has few
 
 _Layout = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class PinnedFetch:
-    """The `Fetch` of one GPU; for one thread. Waits for the current stream, once per call.
+    """The `Fetch` of one GPU: tensors to the host with one wait for all; for one thread.
 
-    The copies go to one pinned buffer, which the next call uses again; so what is returned is copied out of it.
-
-    Args:
-        device: of the tensors.
+    The copies go to one pinned buffer, which the next call reuses; the results are copies of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -228,11 +210,11 @@ class PinnedFetch:
         return [np.array(array) for array in arrays]
 
     def wait(self) -> None:
-        """Until the copies of this call are done: what the host waits for the device, apart for who measures it."""
+        """Wait for this call's copies; a method of its own so that it can be timed."""
         self._copied.synchronize()
 
     def _lay_out(self, layout: _Layout) -> tuple[list[torch.Tensor], list[NDArray[Any]]]:
-        """Where tensors of these shapes and dtypes land in the buffer, which grows if they do not fit."""
+        """Views of the buffer for tensors of these shapes and dtypes; grows the buffer if needed."""
         starts, end = [], 0
         for shape, dtype in layout:
             starts.append(end)
@@ -240,7 +222,7 @@ class PinnedFetch:
         if end > self._buffer.numel():
             self._views.clear()
             self._buffer = torch.empty(1 << (end - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
-        elif len(self._views) >= _KEPT:
+        elif len(self._views) >= _LAYOUTS:
             self._views.clear()
         places = [
             self._buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -250,44 +232,35 @@ class PinnedFetch:
         return found
 
 
-_AT_ONCE = 256 * 1024  # bytes of rows that go to the host before anybody knows which are needed: 10 us of a slow link
+_AT_ONCE = 256 * 1024  # bytes of rows that go to the host before the routing is known: 10 us of a slow link
 _MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro
 _FEW_ROWS = 64  # of a decode step
 _LEAST = 1024  # bytes of a frame that is worth pinned memory: an answer with sums has more
 
 
 class ComputeRuntime(Protocol):
-    """What is asked of the GPU; `cuda.runtime.GpuRuntime` has it."""
+    """What is asked of the GPU; see `cuda.runtime.GpuRuntime`."""
 
     device: torch.device
 
-    def current(self) -> Any:
-        """The stream that this thread computes on."""
-        ...
-
+    def current(self) -> Any: ...
     def event(self, timing: bool = True) -> Any: ...
     def record(self, event: Any, stream: Any) -> None: ...
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src behind this thread's compute; the host tensor is pinned."""
-        ...
-
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def query(self, event: Any) -> bool: ...
     def synchronize(self, event: Any) -> None: ...
     def pinned(self, nbytes: int) -> torch.Tensor: ...
 
 
 class PinnedActivations:
-    """`Activations` of a GPU.
-
-    Where there is no room left in pinned memory, a copy waits as any other does; `waited` counts those.
+    """`Activations` of a GPU. Where pinned memory is full, a copy is synchronous.
 
     Args:
-        runtime: of the compute device.
         most_bytes: pinned memory in all.
 
     Attributes:
         pool: the pinned memory.
-        waited: copies that had to wait because pinned memory was full.
+        waited: synchronous copies, because pinned memory was full.
     """
 
     def __init__(self, runtime: ComputeRuntime, most_bytes: int = _MOST) -> None:
@@ -302,7 +275,7 @@ class PinnedActivations:
         return "pinned" if self.pool.problem is None else f"not pinned: {self.pool.problem}"
 
     def supply(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Where an answer is put; None for short ones, and where there is no room."""
+        """Memory for an answer; None for short ones, and where there is no room."""
         return self.pool.lease(nbytes) if nbytes >= _LEAST else None
 
     def begin(self, hidden: torch.Tensor) -> Outgoing:
@@ -322,7 +295,7 @@ class PinnedActivations:
         """Enqueue a copy to the host, as float32.
 
         Returns:
-            The array that will hold it, and the event after which it does; None: it does now.
+            The array, and the event after which it is filled; None: it is filled now.
         """
         source = rows.detach().float().contiguous()
         memory = self.pool.lease(source.nbytes)
@@ -333,21 +306,21 @@ class PinnedActivations:
         target = self.pool.tensor(array)
         assert target is not None  # it is the pool's
         self._runtime.copy(target, source)
-        return array, self._kept(array)
+        return array, self._keep_until_copied(array)
 
     def up(self, array: NDArray[Any]) -> torch.Tensor:
         """A host array on the GPU, for what is enqueued from now on."""
-        held: NDArray[Any] | None = array
-        source = self.pool.tensor(array)
-        if source is None:  # it came by another way than a ring, or is small
-            held = self._staged(array)
-            source = None if held is None else self.pool.tensor(held)
-        if source is None or held is None:
+        source, pinned = self.pool.tensor(array), array
+        if source is None and (memory := self.pool.lease(array.nbytes)) is not None:  # not from a ring, or small
+            pinned = memory.view(array.dtype).reshape(array.shape)
+            pinned[...] = array
+            source = self.pool.tensor(pinned)
+        if source is None:
             self.waited += 1
             return torch.tensor(array, device=self._device)
         target = torch.empty(array.shape, dtype=source.dtype, device=self._device)
         self._runtime.copy(target, source)
-        self._kept(held)
+        self._keep_until_copied(pinned)
         return target
 
     def all_rows(self, count: int) -> torch.Tensor:
@@ -360,20 +333,12 @@ class PinnedActivations:
         return found
 
     def wait(self, event: Any) -> None:
-        """Until an event of `down` is done; by then it mostly is."""
+        """Wait for an event of `down`."""
         if event is not None and not self._runtime.query(event):
             self._runtime.synchronize(event)
 
-    def _staged(self, array: NDArray[Any]) -> NDArray[Any] | None:
-        memory = self.pool.lease(array.nbytes)
-        if memory is None:
-            return None
-        staged = memory.view(array.dtype).reshape(array.shape)
-        staged[...] = array
-        return staged
-
-    def _kept(self, array: NDArray[Any]) -> Any:
-        """Keep the memory of a copy just enqueued until it is done; the event that says so."""
+    def _keep_until_copied(self, array: NDArray[Any]) -> Any:
+        """Keep the memory of a copy just enqueued until it is done; returns the event."""
         event = self._runtime.event(timing=False)
         self._runtime.record(event, self._runtime.current())
         self.pool.keep(event, array)
@@ -381,12 +346,7 @@ class PinnedActivations:
 
 
 class PinnedRows:
-    """`Outgoing` of a GPU.
-
-    Args:
-        way: of the engine.
-        hidden: [T, H].
-    """
+    """`Outgoing` of a GPU, for hidden [T, H]."""
 
     __slots__ = ("_event", "_hidden", "_way", "_whole")
 

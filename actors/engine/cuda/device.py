@@ -1,7 +1,4 @@
-"""The GPU as the cache and the loader see it (`engine.cache.device.Device`), and pinning of the store's pages.
-
-Pages are filled, then `cudaHostRegister`ed, layer by layer up to a limit; what is left is staged.
-"""
+"""The GPU as cache and loader see it (`engine.cache.device.Device`), and pinning of the store's pages."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import logging
 import mmap
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,16 +18,13 @@ from ..cache.slots import LayerWeights
 from .lane import Staging
 from .runtime import GpuRuntime
 
-if TYPE_CHECKING:
-    from ..cache.slots import LayerWeights
-
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 5.0
 _TOUCH_BYTES = 256 << 20  # pages filled between two looks at the clock
 
 
 class Registrar(Protocol):
-    """Who registers host memory; `cuda.device.CudaDevice`."""
+    """Registers host memory: `CudaDevice`, or a test's."""
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Pin these whole pages. None: done; else why it could not be."""
@@ -43,21 +37,21 @@ class Registrar(Protocol):
 def pin_layers(
     device: Registrar, layers: Sequence[LayerWeights], settings: CopySettings
 ) -> tuple[list[LayerWeights], PinReport]:
-    """Have these layers in pinned memory as far as the settings and the driver allow.
+    """Pin these layers as far as the settings and the driver allow, layer by layer.
 
-    A layer that is pinned already is left alone. A file's mapping is registered with the read-only flag, which some
-    drivers refuse, or whose file system does; then the setting `unpinned` says whether the layer stays as it is, or is
-    copied to pinned memory of this process. One refusal does not end it: files can lie on several file systems.
+    A file's mapping is registered as read-only memory, which some drivers and file systems refuse; the setting
+    `unpinned` then says whether the layer is copied to pinned memory of this process or staged. Pinning goes on after a
+    refusal: files can lie on several file systems.
 
     Returns:
-        The layers, those replaced that were copied; and what became of their bytes.
+        The layers, with the copied ones replaced, and a report.
     """
     limit = None if settings.pinned_gib is None else int(settings.pinned_gib * (1 << 30))
     total, said_s, began_s = sum(_nbytes(layer.tensors) for layer in layers), time.monotonic(), time.monotonic()
     out, problem = list[LayerWeights](), None
     registered = copied = staged = 0
     for layer in layers:
-        nbytes, kept = _nbytes(layer.tensors), layer
+        nbytes, pinned = _nbytes(layer.tensors), layer
         if device.is_pinned(layer.tensors):
             registered += nbytes
         elif limit is not None and registered + copied + nbytes > limit:
@@ -69,11 +63,11 @@ def pin_layers(
             problem = problem or refusal
             copy = _pinned_copy(device, layer.tensors) if settings.unpinned == "copy" else None
             if copy is not None:
-                kept = LayerWeights(copy)
+                pinned = LayerWeights(copy)
                 copied += nbytes
             else:
                 staged += nbytes
-        out.append(kept)
+        out.append(pinned)
         if time.monotonic() - said_s > _SAY_EVERY_S:
             said_s = time.monotonic()
             _log.info("pinned %.1f of %.1f GiB", (registered + copied) / (1 << 30), total / (1 << 30))
@@ -81,7 +75,7 @@ def pin_layers(
 
 
 def page_ranges(tensors: Iterable[torch.Tensor], page: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """The whole pages that these tensors lie in, as (address, bytes); a page that two share is in one range."""
+    """The whole pages of these tensors, as (address, bytes), in disjoint ranges."""
     spans = sorted((t.data_ptr() // page * page, -(-(t.data_ptr() + t.nbytes) // page) * page) for t in tensors)
     out: list[tuple[int, int]] = []
     for first, last in spans:
@@ -93,7 +87,7 @@ def page_ranges(tensors: Iterable[torch.Tensor], page: int = mmap.PAGESIZE) -> l
 
 
 def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
-    """Read one byte of every page, so that all of them are in memory; the sum of what was read."""
+    """Read one byte of every page, so that all pages are in memory; returns their sum."""
     flat, total = tensor.view(-1).view(torch.uint8).numpy(), 0
     for first in range(0, len(flat), _TOUCH_BYTES):
         total += int(np.sum(flat[first : first + _TOUCH_BYTES : page], dtype=np.int64))
@@ -114,7 +108,7 @@ def _register(device: Registrar, tensors: Tensors) -> str | None:
 
 
 def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
-    """A layer in memory of this process's own, registered; None where there is none, or that is refused, too.
+    """A layer in registered memory of this process; None where memory is short, or the driver refuses.
 
     Not torch's pinned memory, which rounds sizes up to powers of two.
     """
@@ -139,15 +133,13 @@ def _nbytes(tensors: Tensors) -> int:
 
 
 class CudaDevice:
-    """One GPU: which stream its compute is on, staged copies for a loader's thread, and registered host memory.
+    """One GPU: its compute stream, staged copies for a loader's thread, and registered host memory.
 
-    Experts in pinned memory do not come this way: `StreamQueue` copies them without a thread.
-
-    The compute may change its stream (transformers' batching has one of its own, probes run on the default one). The
-    new one then waits for the old one's work, so that all compute is in one order and one event stands for all of it.
+    `StreamQueue` copies experts in pinned memory without a thread. The compute may change its stream (transformers'
+    batching has its own, probes use the default one); the new one then waits for the old one's work, so that one event
+    stands for all compute.
 
     Args:
-        runtime: of the GPU. What is here runs on a fake one, too.
         staging_bytes: of each of the two pinned buffers, made with the first staged copy.
     """
 
@@ -164,7 +156,7 @@ class CudaDevice:
         self.runtime.enter()
 
     def compute_stream(self) -> Any:
-        """The stream of the compute now, behind all that was enqueued on earlier ones; on the forward's thread."""
+        """The compute's present stream, ordered behind the earlier ones; on the forward's thread."""
         stream = self.runtime.current()
         if stream != self._compute:
             event = self.runtime.event(timing=False)
@@ -204,16 +196,16 @@ class CudaDevice:
         self.runtime.unregister(address)
 
     def is_pinned(self, tensors: Tensors) -> bool:
-        """Whether copies from all of these are asynchronous: registered here, or pinned when they were allocated."""
-        return all(self._holds(t.data_ptr(), t.nbytes) or self._pinned_elsewhere(t) for t in tensors)
+        """Whether all of these are registered here, or were pinned when they were allocated."""
+        return all(self._holds(t.data_ptr(), t.nbytes) or self._allocated_pinned(t) for t in tensors)
 
     def close(self) -> None:
-        """Give registered memory back, once the queues that copy from it are closed. Safe to call twice."""
+        """Unregister host memory, after the copy queues. Safe to call twice."""
         while self._registered:
             self.runtime.unregister(self._registered.pop()[0])
 
-    def _pinned_elsewhere(self, tensor: torch.Tensor) -> bool:
-        """The driver is asked about single bytes: a neighbour's registration may hold the first page of a tensor."""
+    def _allocated_pinned(self, tensor: torch.Tensor) -> bool:
+        # The driver answers for single bytes: a neighbour's registration may hold the first page of a tensor.
         return self.runtime.is_pinned(tensor) and self.runtime.is_pinned(tensor.view(-1)[-1:])
 
     def _holds(self, address: int, nbytes: int) -> bool:

@@ -1,7 +1,4 @@
-"""One copy stream of a GPU: copies and parts of copies, enqueued back to back, and which of them have ended, when.
-
-Host memory that is not pinned is copied through two pinned buffers (`Staging`), by a loader's thread.
-"""
+"""One copy stream of a GPU (`Lane`), and staged copies of host memory that is not pinned (`Staging`)."""
 
 from __future__ import annotations
 
@@ -18,14 +15,10 @@ from .runtime import EventClock, GpuRuntime
 
 
 class Staging:
-    """Two pinned buffers on a stream of their own: while one is copied to the device, the host fills the other.
+    """Two pinned buffers of `nbytes` on a stream of their own: the host fills one while the other is copied.
 
-    What is to be widened or narrowed arrives in the store's dtype in a third buffer, on the device, and is cast there:
-    the link carries the store's bytes. `copy` returns when the bytes have arrived, so that one thread's copies take
-    turns and demand overtakes what is queued.
-
-    Args:
-        nbytes: of each buffer.
+    Where dtypes differ, the store's bytes cross the link and are cast on the device. `copy` returns when the bytes have
+    arrived, so that demand overtakes what is queued.
     """
 
     def __init__(self, runtime: GpuRuntime, nbytes: int) -> None:
@@ -69,7 +62,7 @@ class Staging:
         d.copy_(staged)
 
     def _next(self, like: torch.Tensor) -> torch.Tensor:
-        """The part of the next buffer that such a tensor takes, once the device has read what was in it."""
+        """A part of the next buffer shaped like a tensor, once the device has read its last content."""
         self._turn ^= 1
         if (free := self._free[self._turn]) is not None:
             self._runtime.synchronize(free)
@@ -83,13 +76,9 @@ class Staging:
 
 
 class DeviceSide:
-    """Copies on the stream that is entered; casts, where dtypes differ, on the device.
+    """Copies on the entered stream, cast on the device where dtypes differ.
 
-    There is one cast buffer for each stream. It lives as long as this does and operations of one stream run in order,
-    so a chunk is cast before the next one overwrites it.
-
-    Args:
-        nbytes: of the cast buffer, made with the first copy that needs one.
+    Each stream has one cast buffer; operations of a stream run in order, so a chunk is cast before the next one lands.
     """
 
     def __init__(self, runtime: GpuRuntime, nbytes: int) -> None:
@@ -98,11 +87,11 @@ class DeviceSide:
 
     @property
     def bytes(self) -> int:
-        """Device memory that it holds."""
+        """Bytes of the cast buffer."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def reserve(self) -> None:
-        """Make the cast buffer now, since copies will need it."""
+        """Allocate the cast buffer now."""
         if self._buffer is None:
             self._buffer = self._runtime.buffer(self._nbytes)
 
@@ -120,7 +109,7 @@ class DeviceSide:
 
 
 def chunks(dst: torch.Tensor, src: torch.Tensor, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Both as flat parts of at most `nbytes` of the source; contiguous tensors of one shape."""
+    """Both as flat parts of at most `nbytes` of the source; contiguous tensors of one shape (else ValueError)."""
     if dst.shape != src.shape:
         raise ValueError(f"a copy of {tuple(src.shape)} to {tuple(dst.shape)}")
     step = max(1, nbytes // src.element_size())
@@ -133,10 +122,7 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]  # slot, source
 
 
 class StreamCopy:
-    """A job of the streams, and which of its pieces are enqueued.
-
-    last: what was enqueued last; of a copy whose pieces are all enqueued, its end is the copy's.
-    """
+    """A job of the streams, and which of its pieces are enqueued. last: the part enqueued last."""
 
     __slots__ = ("ended", "job", "last", "nbytes", "pieces", "sent")
 
@@ -148,7 +134,7 @@ class StreamCopy:
         self.ended = False
 
     def left(self, part_bytes: int) -> Pieces:
-        """Its pieces that are not enqueued; the first time it is cut in pieces of so many bytes at most."""
+        """Its pieces not enqueued yet; the first call divides it into pieces of at most `part_bytes`."""
         if self.pieces is None:
             self.pieces = [
                 piece for d, s in zip(self.job.dst, self.job.src, strict=True)  # type: ignore[arg-type]  # none is pending
@@ -157,7 +143,7 @@ class StreamCopy:
         return self.pieces[self.sent :]
 
     def take(self, pieces: Pieces | None) -> tuple[Pieces, int]:
-        """What is enqueued next, these pieces or (None) all that is left, and its bytes."""
+        """Take these pieces or (None) all that is left; returns them and their bytes."""
         if self.pieces is None:
             job = self.job
             return list(zip(job.dst, job.src, strict=True)), self.nbytes  # type: ignore[arg-type]  # none is pending
@@ -173,15 +159,15 @@ class StreamCopy:
 
     @property
     def taken_share(self) -> float:
-        """Of its bytes, those enqueued, where it is enqueued in pieces."""
+        """The share of its bytes that is enqueued, of a copy in pieces."""
         assert self.pieces is not None
         return sum(s.nbytes for _, s in self.pieces[: self.sent]) / self.nbytes
 
 
 class Part:
-    """What one event tells the end of: all of an expert or, of a prefetch, some of its pieces.
+    """What one event marks the end of: a whole expert, or some pieces of a prefetch.
 
-    start: an event where waiting for others ended, if there was any; else the part before tells.
+    start: the event at which waiting ended, if there was a wait; None: the part before ends there.
     """
 
     __slots__ = ("copy", "end", "ended", "final", "lane", "nbytes", "start")
@@ -192,12 +178,7 @@ class Part:
 
 
 class Lane:
-    """One copy stream and what is enqueued on it, in order.
-
-    Args:
-        clock: reads the times of events.
-        told: where `settle` adds what has ended and what it took.
-    """
+    """One copy stream and what is enqueued on it, in order. `settle` adds ended copies and their times to `told`."""
 
     def __init__(
         self, runtime: GpuRuntime, stream: Any, clock: EventClock, told: list[tuple[LoadJob, Copied]]
@@ -210,7 +191,7 @@ class Lane:
         self._scratch: torch.Tensor | None = None  # pinned bytes, where experts that are copied back go
 
     def enqueue(self, batch: Sequence[tuple[StreamCopy, Pieces | None]]) -> None:
-        """Copies back to back; one wait for the last use of slots that were given away together.
+        """Enqueue copies back to back, with one wait for each distinct last use of their slots.
 
         Args:
             batch: copies, and which of their next pieces; None: all that is left.
@@ -269,14 +250,14 @@ class Lane:
             self.settle()
 
     def _settle_failed(self) -> None:
-        """Some of a copy may be enqueued, and its slot is given away: make the host wait for the stream."""
+        """Make the host wait for the stream: a part of a failed copy may be enqueued, and its slot is given away."""
         with contextlib.suppress(Exception):  # where the device is lost, nothing will be written
             end = self._runtime.event(timing=False)
             self._runtime.record(end, self.stream)
             self._runtime.synchronize(end)
 
     def _write_back(self, job: LoadJob) -> None:
-        """Copy what is in the slot to the host, where it is not used: only the time counts."""
+        """Copy the slot's content to scratch memory on the host: only the time counts."""
         need = max(d.nbytes for d in job.dst)
         if self._scratch is None or self._scratch.nbytes < need:
             self._scratch = self._runtime.pinned(need)

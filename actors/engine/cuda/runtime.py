@@ -1,8 +1,7 @@
-"""The few calls on streams, events and pinned memory that copies to a GPU are made of, and `torch.cuda` behind them.
+"""Calls on streams, events and pinned memory, and `torch.cuda` behind them.
 
-All code that decides (`stream_queue`, `lane`, `device`) speaks to the protocol, so that tests run it on a
-GPU made of lists, which carries out the operations in any order that streams and events allow.
-`EventClock` gives the host times of a GPU's events, without waiting for any.
+The modules that decide use the protocol, so that tests run them on a fake GPU, which executes operations in any order
+that streams and events allow.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ _PLAIN = 0
 class GpuRuntime(Protocol):
     """What is asked of one GPU. Streams and events are opaque; streams can be compared.
 
-    Operations of one stream run in their order, those of two in any, unless one waits for an event of the other.
+    Operations of one stream run in order, those of two streams in any order without an event.
     """
 
     device: torch.device
 
     def enter(self) -> None:
-        """Make it the calling thread's current device; a new thread's is the machine's first."""
+        """Make it the calling thread's current device."""
         ...
 
     def stream(self, urgent: bool = False) -> Any:
-        """A new stream. urgent: before others, as far as the device knows (kernels, not copies)."""
+        """A new stream. urgent: higher priority (of kernels, not of copies)."""
         ...
 
     def current(self) -> Any:
-        """The stream that the calling thread's compute is enqueued on."""
+        """The stream of the calling thread's compute."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """While it is entered, this thread's operations go to `stream`."""
+        """A context in which this thread's operations go to `stream`."""
         ...
 
     def event(self, timing: bool = True) -> Any:
-        """A new event; it may be recorded again once its last record is no longer asked about."""
+        """A new event; it may be recorded again once its last record is read."""
         ...
 
     def record(self, event: Any, stream: Any) -> None:
@@ -54,12 +53,11 @@ class GpuRuntime(Protocol):
         ...
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src on the stream that is entered. Host tensors are pinned; only on the device may dtypes
-        differ."""
+        """Enqueue dst <- src on the entered stream. Host tensors are pinned; dtypes may differ only on the device."""
         ...
 
     def query(self, event: Any) -> bool:
-        """Whether the event is done. The host that saw so may rely on all that was enqueued before it."""
+        """Whether the event is done, without waiting."""
         ...
 
     def synchronize(self, event: Any) -> None:
@@ -83,7 +81,7 @@ class GpuRuntime(Protocol):
         ...
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Pin whole pages of host memory that others allocated. None: done; else why it could not be."""
+        """Pin whole pages of host memory. None: done; else why it could not be."""
         ...
 
     def unregister(self, address: int) -> None:
@@ -158,7 +156,7 @@ class TorchRuntime:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """CUDA reports the error of a refused call to the next call that asks, a kernel: let this be it."""
+        """Clear the error of a refused call, which CUDA reports at the next kernel."""
         try:
             torch.empty(1, device=self.device).fill_(0)
         except RuntimeError:
@@ -171,10 +169,8 @@ _RENEW_S = 1.0  # CUDA gives milliseconds as float32: over a second its steps ar
 class EventClock:
     """Places events on the host's `time.perf_counter` by their distance from an earlier event, the anchor.
 
-    Which event is the anchor changes as time goes by, so that the distance stays short; what the places drift against
-    the host's clock is what the GPU's own clock does.
-
-    Waits for the GPU once, when it is made.
+    The anchor moves on, so that distances stay short; the GPU's clock may drift from the host's. The constructor waits
+    for the GPU once.
     """
 
     def __init__(self, runtime: GpuRuntime, stream: Any) -> None:
@@ -190,7 +186,7 @@ class EventClock:
         return self._spare.pop() if self._spare else self._runtime.event()
 
     def read(self, event: Any) -> float:
-        """When an event happened that is done, `time.perf_counter` seconds. Nobody may use it after that."""
+        """When a finished event happened, `time.perf_counter` seconds; the event is reused after that."""
         since_s = self._runtime.elapsed_s(self._anchor, event)
         at_s = self._anchor_s + since_s
         if since_s > _RENEW_S:

@@ -1,15 +1,14 @@
 """The copy queue of a GPU: copies from pinned memory on two streams, enqueued by the forward's own thread.
 
     demand      every copy at once, a batch back to back after one wait for the slots' last use
-    prefetch    as much as `ahead_bytes` allow at a time, behind the demand that is under way, a large expert in parts;
-                the rest waits here, where demand overtakes it, and is fed whenever the cache asks something
+    prefetch    at most `ahead_bytes` at a time, behind the demand under way, a large expert in parts; the rest waits
+                here, where demand overtakes it, and is enqueued whenever the cache asks something
 
-A copy engine takes copies in the order in which they were enqueued, whatever the priorities of their streams. So what
-a demand load may have to wait for is bounded by `ahead_bytes`, and what keeps the link busy while the host is away too.
-A prefetch that proves wrong while it is on its way costs what is enqueued of it; the rest is dropped.
+A copy engine takes copies in the order of enqueueing, whatever the streams' priorities, so `ahead_bytes` bounds both a
+demand load's wait and the work left for the link while the host is away. A wrong prefetch costs only what is enqueued.
 
-The host never waits for a copy on a forward's way: `join` has the compute's stream wait for the copy's event. What the
-compute waited is seen from timing events around that wait, which are read once they are done.
+The host never waits for a copy on a forward's way: `join` has the compute's stream wait for the copy's event. Timing
+events around that wait, read later, show what the compute waited.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .runtime import EventClock
 
 
 class StreamDone:
-    """Whether a copy has ended: one of a stream, or one that the loader's thread makes."""
+    """Whether a copy has ended, made by a stream or by the loader's thread."""
 
     __slots__ = ("_event", "_queue", "copy")
 
@@ -51,7 +50,7 @@ class StreamDone:
         return self.copy is not None and (self.copy.ended or self._queue.ended(self.copy))
 
     def wait(self) -> bool:
-        """Make the host wait: for what is not on a forward's way."""
+        """Make the host wait; not for a forward's way."""
         if self._event is not None:
             return self._event.wait()
         if self.copy is not None and not self.copy.ended:
@@ -70,10 +69,9 @@ class StreamQueue:
     """A `CopyQueue` for a GPU.
 
     Args:
-        device: the GPU.
-        pinned: of each MoE layer, whether its experts lie in pinned memory. The others' go through the loader's thread
-            and staging buffers; for them the host waits.
-        ahead_bytes: of prefetches enqueued at a time. Experts of more than half of that go in parts of that half.
+        pinned: of each MoE layer, whether its experts are in pinned memory. Others go through the loader's thread and
+            staging buffers, and the host waits for them.
+        ahead_bytes: of prefetches enqueued at a time; larger experts than half of that go in parts of that half.
         casts: whether slots have another dtype than the store.
     """
 
@@ -98,7 +96,6 @@ class StreamQueue:
     # -- as `CopyQueue` ----------------------------------------------------------------------------------
 
     def event(self) -> StreamDone:
-        """For a new job's `done`."""
         return StreamDone(self)
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
@@ -122,7 +119,7 @@ class StreamQueue:
         self._feed()
 
     def promote(self, job: LoadJob) -> None:
-        """Enqueue what waits of a prefetch as demand; nothing if all of it is enqueued."""
+        """Enqueue the rest of a prefetch as demand."""
         if _done(job).of_thread:
             assert self._staged is not None  # whose job it is
             self._staged.promote(job)
@@ -134,7 +131,7 @@ class StreamQueue:
             self._demand.enqueue([(copy, None)])
 
     def cancel(self, job: LoadJob) -> bool:
-        """Drop a copy of which something waits; `job.moved_share` is of what does not. False: `overtake` it."""
+        """Drop a copy of which something waits; `job.moved_share` says what does not. False: `overtake` it."""
         if _done(job).of_thread:
             assert self._staged is not None
             return self._staged.cancel(job)
@@ -150,7 +147,7 @@ class StreamQueue:
         return True
 
     def join(self, job: LoadJob, layer: int) -> bool:
-        """Have the compute wait for a copy in its stream; True: the host has waited, for there was no stream to."""
+        """Have the compute wait for a copy in its stream; True: the host has waited for the loader's thread."""
         done = _done(job)
         if done.of_thread:
             done.wait()
@@ -167,7 +164,7 @@ class StreamQueue:
         return False
 
     def overtake(self, job: LoadJob) -> bool:
-        """Let its slot be used anew: later copies come after this one. True: the host has waited."""
+        """Order later copies behind this one, so that its slot can be used. True: the host has waited."""
         done = _done(job)
         if done.of_thread:
             done.wait()
@@ -176,14 +173,14 @@ class StreamQueue:
         return copy is not None and copy.last is not None and not copy.ended and self._fence(copy.last)
 
     def poll(self) -> None:
-        """Enqueue what there is room for; the compute may be on another stream since."""
+        """Enqueue what there is room for, and follow the compute to its present stream."""
         self._device.compute_stream()
         self._demand.settle()
         self._prefetch.settle()
         self._feed()
 
     def tell(self, times: CopyTimes) -> None:
-        """Read the events that are done, without waiting for any."""
+        """Report the events that are done, without waiting."""
         self._demand.settle()
         self._prefetch.settle()
         told = sorted(self._told, key=lambda one: one[1].end_s)
@@ -199,12 +196,12 @@ class StreamQueue:
 
     @property
     def pending(self) -> int:
-        """Copies queued or under way, as far as the cache has looked; from any thread."""
+        """Copies queued or under way, at the last look; from any thread."""
         staged = 0 if self._staged is None else self._staged.pending
         return len(self._waiting) + len(self._demand.under_way) + len(self._prefetch.under_way) + staged
 
     def close(self) -> None:
-        """Drop what waits, and wait for what is enqueued: then slots and pinned memory can go. Safe to call twice."""
+        """Drop what waits, and wait for what is enqueued. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -233,7 +230,7 @@ class StreamQueue:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _stage(self, jobs: list[LoadJob], priority: int) -> list[LoadJob]:
-        """Give the loader's thread what is not in pinned memory; the others."""
+        """Give the loader's thread the jobs outside pinned memory; returns the others."""
         assert self._staged is not None
         slow = [job for job in jobs if not self._pinned[job.layer]]
         if not slow:
@@ -244,7 +241,7 @@ class StreamQueue:
         return [job for job in jobs if self._pinned[job.layer]]
 
     def _fence(self, part: Part) -> bool:
-        """Have copies that are enqueued from now on come after this one. True: the host has waited."""
+        """Order copies enqueued from now on behind this part. True: the host has waited."""
         if part.ended:
             return False
         other = self._prefetch if part.lane is self._demand else self._demand
@@ -270,9 +267,9 @@ class StreamQueue:
                 del self._waiting[job]
 
     def _next_batch(self, left: int) -> list[tuple[StreamCopy, Pieces | None]]:
-        """What of the waiting prefetches goes into so many bytes, for `Lane.enqueue`; a large piece where none else is.
+        """The next prefetches within `left` bytes, for `Lane.enqueue`: small experts whole, others in pieces.
 
-        Small experts go whole, others piece by piece.
+        Where nothing is under way, one piece larger than `left` is allowed.
         """
         batch = list[tuple[StreamCopy, Pieces | None]]()
         for job in self._waiting:

@@ -1,18 +1,17 @@
-"""The dense part of a model, compiled: what lies between a layer's attention and its experts, and between layers.
+"""The dense part of a model, compiled region by region.
 
 A region is a decoder layer with routed experts. `torch.compile` sees all of it but the attention, which keeps its cache
-in Python objects, and the experts, an operator of its own (`engine.operator`). All layers share their code, so they are
-compiled once, not one by one: what differs between them are tensors.
+in Python objects, and the experts, an operator of their own (`model.model`). All layers share one compilation.
 
     default   kernels of a layer's norms, router, shared experts and residuals are fused
-    graphs    and what they launch is replayed as CUDA graphs, cut at the experts, which read the routing on the host
+    graphs    in addition their launches are replayed as CUDA graphs, split at the experts, which read the routing on
+              the host
 
-Graphs are recorded for each number of rows, so forwards of more rows than `GRAPH_ROWS` (prompts, mostly) run as they
-are. Attention is not in them: its shapes grow with the context.
+Graphs are recorded for each number of rows up to `GRAPH_ROWS`; larger forwards (mostly prompts) run without. Attention
+is not in them: its shapes grow with the context.
 
-transformers can compile and capture whole forwards of its continuous batching
-(`ContinuousBatchingConfig.decode_compile_config`, `use_cuda_graph`), but pads every batch for it and captures all of a
-forward, which the experts do not allow. Regions are independent of who batches.
+transformers' own compilation of continuous batching pads every batch and captures whole forwards, which the experts do
+not allow. Regions do not depend on the batching.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class CompiledDense:
     Args:
         model: on its device, with its experts attached.
         experts: its experts modules.
-        mode: as in the settings.
         backend: of torch.compile, for tests; None: inductor.
 
     Raises:
@@ -81,7 +79,7 @@ class CompiledDense:
         self._overridden.append(module)
 
     def close(self) -> None:
-        """Let the model run as it was. Safe to call twice."""
+        """Restore the model. Safe to call twice."""
         while self._overridden:
             del self._overridden.pop().forward  # the class's own again
 
@@ -89,10 +87,7 @@ class CompiledDense:
 def _region(
     layer: nn.Module, compiled: Callable[..., Any], mode: CompileMode, first: bool
 ) -> Callable[..., torch.Tensor]:
-    """What runs in place of a decoder layer's forward; hidden states [B, S, H] come first.
-
-    first: whether a forward of the model begins with it.
-    """
+    """A forward to replace a decoder layer's; hidden states [B, S, H] come first. first: of the model's regions."""
     plain = layer.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -131,26 +126,24 @@ def _regions(model: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _refuse_unable(mode: CompileMode, device: torch.device) -> None:
-    if mode == "graphs" and device.type != "cuda":
-        raise ConfigError(
-            f"compile: graphs makes CUDA graphs, the model runs on {device}", "use compile: default or compile: off"
-        )
-    if mode == "graphs" and not _can_cut():
-        raise ConfigError(
-            f"torch {torch.__version__} cannot cut CUDA graphs at an operator", "use compile: default, or torch >= 2.9"
-        )
+    if mode == "graphs":
+        if device.type != "cuda":
+            raise ConfigError(
+                f"compile: graphs makes CUDA graphs, the model runs on {device}", "use compile: default or compile: off"
+            )
+        from torch._inductor import config
+
+        if UNSAFE_IN_GRAPHS is None or not hasattr(config, "graph_partition"):
+            raise ConfigError(
+                f"torch {torch.__version__} cannot cut CUDA graphs at an operator",
+                "use compile: default, or torch >= 2.9",
+            )
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         raise ConfigError("compile: default needs a C++ compiler for models on the CPU", "install g++, or compile: off")
 
 
-def _can_cut() -> bool:
-    from torch._inductor import config
-
-    return UNSAFE_IN_GRAPHS is not None and hasattr(config, "graph_partition")
-
-
 def _ready_thread() -> None:
-    """Graphs are kept by thread; torch before 2.13 knows those threads only that imported this module or autograd's."""
+    """torch before 2.13 keeps graphs by thread, for threads only that imported this module or autograd's."""
     from torch._inductor import cudagraph_trees as trees
 
     if not hasattr(trees, "_initialize_tls") and not hasattr(trees.local, "tree_manager_containers"):

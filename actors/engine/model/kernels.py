@@ -1,14 +1,13 @@
-"""Which kernel runs the experts: on a GPU the fastest of a few for each class of row counts, measured at start.
+"""Selects the kernel that runs the experts: on a GPU the fastest for each class of row counts, measured at start.
 
 On the CPU it is the C++ kernel where that supports the experts, else the loop. On a GPU the candidates are the loop
 (one GEMM per expert and projection), the Triton kernels in a few shapes, and `torch.nn.functional.grouped_mm`. Each is
-timed on the slot pool itself before that holds anything, and compared with the loop: what fails, computes something
-else, or gives an expert other bits depending on what runs beside it, is no candidate, and the plan says so.
+timed on the empty slot pool and compared with the loop. A candidate that fails, differs, or gives an expert other bits
+depending on what runs beside it is dropped, and the plan says so.
 
-Kernels round differently, so two engines agree to the last bit only if they choose alike. What was chosen for a shape
-is therefore used for the life of the process, and Triton, all of whose shapes of a class agree, is preferred unless
-another takes less than `_MARGIN` of its time, so that processes agree too unless two are nearly as fast as that;
-the setting `expert_kernel` settles it. `expert_seconds` and `link_seconds` measure what planners weigh.
+Kernels round differently, so two engines agree to the last bit only with the same choice. A choice therefore lasts for
+the life of the process, and Triton, whose shapes of a class all agree, wins unless another takes less than `_MARGIN` of
+its time. The setting `expert_kernel` fixes the choice. `expert_seconds` and `link_seconds` measure costs for planners.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _TOLERANCE = 0.04  # of the largest value: two ways of rounding to bfloat16 on t
 class KernelTime:
     """One candidate at one shape of a call.
 
-    kernel: its name. rows: of each expert. experts: of the call. us: microseconds from an idle device until the result
-    is there, launches included, which is what a decode step waits for. device_us: microseconds on the device, of calls
-    queued behind each other. gbps: gigabytes (1e9) of weights per second of `device_us`.
+    kernel: its name. rows: of each expert. experts: of the call. us: microseconds from an idle device to the result,
+    launches included: a decode step's wait. device_us: microseconds on the device, of queued calls. gbps: gigabytes
+    (1e9) of weights per second of `device_us`.
     """
 
     kernel: str
@@ -57,13 +56,13 @@ class KernelTime:
 def expert_kernel_times(
     pool: SlotPool, kernels: Mapping[str, ExpertKernel], rows: Sequence[int], experts: int = 4, repeats: int = _REPEATS
 ) -> list[KernelTime]:
-    """Median times of each kernel at each row count; writes random weights to the slots that it goes through.
+    """Median times of each kernel at each row count; overwrites slots with random weights.
 
     Args:
-        pool: holds nothing that is needed. kernels: of this pool, by name.
+        kernels: of this pool, by name.
         rows: of one expert.
-        experts: of one call, fewer where there are fewer slots. Calls go through the slots in turn, so that weights
-            come from memory.
+        experts: of one call, fewer where there are fewer slots. Calls rotate over the slots, so that weights come from
+            memory.
     """
     gate_up, neurons = pool.gate_up, pool.neurons
     slot_bytes = pool.bytes // len(gate_up)
@@ -76,7 +75,10 @@ def expert_kernel_times(
         for name, kernel in kernels.items():
 
             def call(i: int, kernel: ExpertKernel = kernel) -> None:
-                groups = _groups(count, [(i * experts + e) % slots for e in range(experts)], neurons)  # noqa: B023
+                groups: list[Group] = []
+                for e in range(experts):
+                    slot = (i * experts + e) % slots
+                    groups.append((e * count, (e + 1) * count, slot * neurons, neurons, False))  # noqa: B023
                 kernel.run(hidden, pairs, groups, experts, y)  # noqa: B023
 
             idle_s, queued_s = seconds_of(gate_up.device, call, repeats)
@@ -86,8 +88,10 @@ def expert_kernel_times(
 
 
 def problem_of(kernel: ExpertKernel, reference: ExpertKernel, pool: SlotPool, rows: int) -> str | None:
-    """Why a kernel is not to be used for experts of this many rows; None: it computes what the reference does, and
-    the same bits whatever runs beside an expert and whichever slot it lies in. Writes to the slots."""
+    """Why a kernel cannot run experts of this many rows; None: it agrees with the reference.
+
+    Its result must not depend on what runs beside an expert, or on the slot. Overwrites slots.
+    """
     neurons = pool.neurons
     slots = fill_slots(pool, 3)
     for tensor in pool.tensors:
@@ -113,10 +117,7 @@ def problem_of(kernel: ExpertKernel, reference: ExpertKernel, pool: SlotPool, ro
 
 
 def fill_slots(pool: SlotPool, count: int) -> int:
-    """Random weights for the first slots, as many as there are up to `count`; how many.
-
-    Scaled so that results are of about the size of their inputs.
-    """
+    """Fill up to `count` slots with random weights, which keep the scale of inputs; returns how many."""
     count = min(count, len(pool.gate_up))
     generator = torch.Generator(device=pool.gate_up.device).manual_seed(0)
     for tensor, inputs in ((pool.gate_up, pool.gate_up.shape[-1]), (pool.down, pool.neurons)):
@@ -128,16 +129,12 @@ def fill_slots(pool: SlotPool, count: int) -> int:
 
 
 def _rows(pool: SlotPool, tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random hidden states [T, H], and the pairs of tokens that all go to the same experts [T * experts]."""
+    """Random hidden states [T, H], and pairs [T * experts] that send all tokens to the same experts."""
     device = pool.gate_up.device
     generator = torch.Generator(device=device).manual_seed(1)
     hidden = torch.empty((tokens, pool.gate_up.shape[-1]), dtype=pool.gate_up.dtype, device=device)
     hidden.normal_(generator=generator)
     return hidden, torch.arange(tokens * experts, device=device).view(tokens, experts).t().flatten().contiguous()
-
-
-def _groups(rows: int, slots: Sequence[int], neurons: int) -> list[Group]:
-    return [(i * rows, (i + 1) * rows, slot * neurons, neurons, False) for i, slot in enumerate(slots)]
 
 
 _MEASURED = 5
@@ -146,10 +143,7 @@ _COPY_GBPS = 10.0  # of an emulated link without throttle: what a copy within me
 
 
 def expert_seconds(kernel: ExpertKernel, pool: SlotPool) -> tuple[float, float]:
-    """Median seconds of one expert at one row, and of each further row; runs the first slot, zeroed.
-
-    Call it before the pool holds anything.
-    """
+    """Median seconds of one expert at one row, and of each further row; zeroes slot 0, so call it on an empty pool."""
     for tensor in pool.slot(0):
         tensor.zero_()
     one, many = _seconds(kernel, pool, 1), _seconds(kernel, pool, _ROWS)
@@ -157,11 +151,7 @@ def expert_seconds(kernel: ExpertKernel, pool: SlotPool) -> tuple[float, float]:
 
 
 def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbps: float) -> float:
-    """Seconds to load one expert.
-
-    Args:
-        device_gbps: of the real link, where it is not emulated.
-    """
+    """Seconds to load one expert. device_gbps: of the real link, where it is not emulated."""
     if not emulated:
         return load_s(slot_bytes, Link(device_gbps))
     return load_s(slot_bytes, Link(link.gbps or _COPY_GBPS, link.latency_us))
@@ -190,10 +180,10 @@ Candidates = dict[RowClass, dict[str, ExpertKernel]]
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What runs the experts, for the plan.
+    """The kernels in use, for the plan.
 
-    chosen: name of the kernel for each class of row counts. times: what was measured. notes: what is no candidate, and
-    what a user would not expect.
+    chosen: name of the kernel for each class of row counts. times: what was measured. notes: dropped candidates, and
+    surprises.
     """
 
     chosen: Mapping[RowClass, str]
@@ -201,7 +191,6 @@ class KernelPlan:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {"chosen": dict(self.chosen), "times": [asdict(time) for time in self.times], "notes": list(self.notes)}
 
 
@@ -209,11 +198,11 @@ _chosen: dict[tuple[Any, ...], KernelPlan] = {}  # of this process, so that its 
 
 
 class Kernels:
-    """The kernels of one slot pool; made before the pool holds anything, since measuring writes to the slots.
+    """The kernels of one empty slot pool; measuring writes to the slots.
 
     Args:
         setting: `EngineSettings.expert_kernel`.
-        blocks: the layers that are going to ask.
+        blocks: the layers to be served.
 
     Raises:
         ConfigError: a kernel is asked for that this pool or machine cannot run.
@@ -228,7 +217,7 @@ class Kernels:
             self.of(block)
 
     def of(self, block: MoeBlock) -> ExpertKernel:
-        """The kernel of a layer; layers whose activation has a name share one."""
+        """The kernel of a layer; layers with the same named activation share one."""
         name = block.activation
         if name is None:
             return self._make(block)
@@ -238,7 +227,7 @@ class Kernels:
 
     @property
     def plan(self) -> KernelPlan:
-        """Of the layers; where they differ, of the first."""
+        """Of the first layer."""
         return self._plans[0]
 
     def _make(self, block: MoeBlock) -> ExpertKernel:
@@ -255,9 +244,8 @@ class Kernels:
 
         if self._setting in ("triton", "grouped"):
             raise ConfigError(f"expert_kernel '{self._setting}' needs a GPU", "use auto or loop")
-        looped = KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
         if self._setting == "loop" or activation is None or not CpuKernel.supports(self._operands, activation):
-            return loop, looped
+            return loop, KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
         return CpuKernel(self._operands, activation, loop), KernelPlan(dict.fromkeys(ROW_CLASSES, "cpu"))
 
     def _on_gpu(self, loop: TorchKernel, block: MoeBlock) -> tuple[ExpertKernel, KernelPlan]:
@@ -275,7 +263,7 @@ class Kernels:
         return self._join(plan.chosen, candidates, loop, block.activation), plan
 
     def _candidates(self, loop: TorchKernel, block: MoeBlock) -> tuple[Candidates, list[str]]:
-        """By class and name, those that the setting allows; and why there are not more."""
+        """Those that the setting allows, by class and name, and notes on missing ones."""
         operands, activation = self._operands, block.activation
         found: Candidates = {name: {} for name in ROW_CLASSES}
         if self._setting == "auto":
@@ -308,11 +296,7 @@ class Kernels:
         return found, notes
 
     def _choose(self, candidates: Candidates, loop: TorchKernel, notes: list[str]) -> KernelPlan:
-        """Try, measure and choose for each class.
-
-        Raises:
-            ConfigError: of the kernel that the setting names nothing works.
-        """
+        """Try, measure and choose for each class. Raises ConfigError where no candidate works."""
         chosen: dict[RowClass, str] = {}
         times: list[KernelTime] = []
         for name in ROW_CLASSES:
@@ -345,7 +329,7 @@ class Kernels:
     def _join(
         self, chosen: Mapping[RowClass, str], candidates: Candidates, loop: TorchKernel, activation: str | None
     ) -> ExpertKernel:
-        """One kernel of those that were chosen; sums are Triton's where it is a candidate."""
+        """One kernel of the chosen ones; Triton computes the sums where it is a candidate."""
         kernels = {name: candidates[name][label] for name, label in chosen.items()}
         shapes = {name: kernel.shapes[name] for name, kernel in kernels.items() if hasattr(kernel, "shapes")}
         if not shapes:
@@ -362,7 +346,7 @@ class Kernels:
 
 
 def fastest(times: Sequence[KernelTime]) -> str:
-    """The kernel to choose: the fastest Triton shape, unless another kernel takes less than `_MARGIN` of its time."""
+    """The fastest Triton shape, unless another kernel takes less than `_MARGIN` of its time."""
     ours = [time for time in times if time.kernel.startswith("triton ")]
     best = min(times, key=lambda time: time.us)
     if not ours:

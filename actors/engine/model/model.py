@@ -1,13 +1,11 @@
 """The binding to transformers: its model code, our experts, expert parameters never materialised.
 
-All experts of a layer are one torch operator, `tiermoe::experts`. The dense part around it can be compiled or
-graph-captured without looking inside. An operator takes tensors and ints only, so it finds its layer by handle in a
-table of the living layers.
+All experts of a layer are one torch operator, `tiermoe::experts`, so the dense part can be compiled or graph-captured
+around it. Operators take tensors and ints only; this one finds its layer by a handle.
 
-Under `torch.compile` the same goes by `tiermoe::experts_at`, whose handle is a tensor in host memory: an int of each
-layer would be a constant of its code, which would be compiled anew for every layer. Both read the routing on the host,
-so that no CUDA graph can hold them; a tag says so, and a compiler that makes graphs makes them of what lies between
-(`model.compile`).
+Under `torch.compile` an int would be a constant and recompile every layer, so `tiermoe::experts_at` takes the handle as
+a tensor in host memory. Both read the routing on the host and are tagged as unsafe in CUDA graphs; a compiler splits
+graphs there (`model.compile`).
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def _experts_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weigh
 
 
 def register_implementation() -> str:
-    """Make `tiermoe` known to transformers' experts interface; its name."""
+    """Register `tiermoe` with transformers' experts interface; returns its name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
@@ -86,7 +84,7 @@ def register_implementation() -> str:
 
 
 def attach(module: Any, layer: ExpertLayer) -> int:
-    """Let an experts module run through `layer`; the handle for `detach`."""
+    """Have an experts module run through `layer`; returns the handle for `detach`."""
     handle = next(_handles)
     _layers[handle] = layer
     module.tiermoe_handle = handle
@@ -113,13 +111,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class MoeBlock:
-    """What the engine needs to know of one MoE layer of the model.
+    """One MoE layer of the model.
 
-    experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I].
-    activation: its name where gating is plainly act(gate) * up, for kernels that build it in; else None.
-    post: its norm after each expert, if any. router: logits [T, E] for a hidden state [T, H], or None where
-    the router's logits cannot be had. normalised: whether the model scales the weights of a token's experts to a fixed
-    sum.
+    experts: the experts module. gate: its activation on interleaved pre-activations [n, I*G] -> [n, I]. activation: its
+    name where gating is plainly act(gate) * up, for kernels that build it in; else None. post: a norm after each
+    expert. router: logits [T, E] for hidden states [T, H]; None where they cannot be had. normalised: whether the
+    weights of a token's experts are scaled to a fixed sum.
     """
 
     experts: nn.Module
@@ -132,7 +129,7 @@ class MoeBlock:
 
 @contextmanager
 def quiet_logger(name: str, level: int) -> Iterator[None]:
-    """While it is entered, a library's logger says nothing below `level`: we report that ourselves."""
+    """In this context a library's logger drops messages below `level`: we report those ourselves."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)
@@ -148,11 +145,17 @@ def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: tor
     Raises:
         StoreError: the dense file lacks parameters that the model has.
     """
+    from safetensors.torch import load_file
     from transformers import GenerationConfig
 
     implementation = register_implementation()
     model = _on_meta(store, dtype, attention)
-    _assign_dense(model, store / manifest.dense.file, {layer.module for layer in manifest.layers}, device)
+    dense = load_file(store / manifest.dense.file)
+    if left := assign_dense(model, dense, {layer.module for layer in manifest.layers}, device):
+        raise StoreError(
+            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
+            "prepare the store again with --force",
+        )
     model.set_experts_implementation(implementation)
     if (store / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(store)
@@ -162,8 +165,8 @@ def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: tor
 def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device) -> list[MoeBlock]:
     """The MoE layers of a store's model without its dense part: for a shard, which runs experts only.
 
-    The model stays on meta; what its experts modules hold besides experts (a norm after each, a learnt activation)
-    is read from the dense file. No router can be asked.
+    The model stays on meta; other tensors in its experts modules (a norm after each, a learnt activation) are read from
+    the dense file. The blocks have no router.
 
     Raises:
         StoreError: the dense file lacks such a tensor.
@@ -188,7 +191,7 @@ def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: to
 
 
 def _on_meta(store: Path, dtype: torch.dtype, attention: str) -> Any:
-    """The transformers model of a store without one byte of weights."""
+    """The transformers model of a store without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(store, trust_remote_code=False)
@@ -208,26 +211,14 @@ def attention_for(config: Any, wanted: str) -> str:
     return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
 
 
-def _assign_dense(model: Any, file: Path, expert_modules: set[str], device: torch.device) -> None:
-    """Fill everything but expert parameters, as `from_pretrained` does after reading a checkpoint."""
-    from safetensors.torch import load_file
-
-    left = assign_dense(model, load_file(file), expert_modules, device)
-    if left:
-        raise StoreError(
-            f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
-            "prepare the store again with --force",
-        )
-
-
 def assign_dense(
     model: Any, dense: dict[str, torch.Tensor], expert_modules: set[str], device: torch.device
 ) -> list[str]:
     """Give a model on meta these tensors, by their names in its state, and compute what no checkpoint holds.
 
     Args:
-        dense: moved to `device` and the model's dtypes.
-        expert_modules: whose own parameters stay on meta.
+        dense: moved to `device` and the model's dtypes, in place.
+        expert_modules: modules whose own parameters stay on meta.
 
     Returns:
         Parameters that are still on meta, and names that the model does not have.
@@ -297,7 +288,6 @@ def experts_per_token(config: Any) -> int:
 
 
 def _plainly_gated(experts: Any) -> bool:
-    """Whether the module gates as act(gate) * up and nothing else."""
     from transformers.integrations.moe import _default_apply_gate
 
     return experts.has_gate and type(experts)._apply_gate is _default_apply_gate
@@ -348,9 +338,9 @@ def _router_classes(model: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, experts: int) -> RouterProbe | None:
-    """The linear part of an MoE block's router, without the top-k that its forward would add.
+    """The linear part of an MoE block's router, without top-k.
 
-    The router is the module in the block of one of `classes`; its weight is the [E, H] one within.
+    The router is the block's module of one of `classes`; its weight is the [E, H] one within.
     """
     for router in [m for m in block.modules() if isinstance(m, classes)]:
         for module in router.modules():
@@ -361,5 +351,5 @@ def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, expert
 
 
 def linear_probe(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
-    """Scores [T, E] for hidden states [T, H], of weight [E, H] and bias [E]; in the weight's dtype."""
+    """Scores [T, E] for hidden states [T, H], with weight [E, H] and bias [E]; in the weight's dtype."""
     return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)

@@ -1,8 +1,7 @@
-"""Where the host's time of a decode step goes: by part of a layer, and which calls the device was given for it.
+"""Profiles the host's time in a decode step by part of a layer, and the calls given to the device. For benchmarks.
 
-For benchmarks. Off it costs nothing; on, each timed part takes two clock readings (about 0.3 us together), so totals
-come from a run that times `KERNEL_PARTS` alone. Parts are exclusive: what a part calls that is a part itself is counted
-there alone.
+Off it costs nothing; on, each part takes two clock readings (about 0.3 us together), so totals come from a run with
+`KERNEL_PARTS` alone. Parts are exclusive: time in a nested part counts there only.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
 
 @dataclass(frozen=True, slots=True)
 class HostPass:
-    """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`), 0 for what it has not.
+    """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`).
 
     On CUDA `kernels` and `combine` are the seconds of launching them.
     """
@@ -62,13 +61,13 @@ class HostPass:
 
     @property
     def outside_s(self) -> float:
-        """Seconds of the host's own: neither in kernels nor waiting for what is read."""
+        """Seconds of the host outside kernels and waits."""
         return self.total_s - self.kernel_s - self.parts["wait"]
 
 
 @dataclass
 class Calls:
-    """What the device was given: kernel launches, graph launches, copies, and what the host waited for."""
+    """Calls to the device: kernel launches, graph launches, copies, and waits of the host."""
 
     launches: float = 0
     graphs: float = 0
@@ -115,7 +114,7 @@ class _Clock:
 
 @contextmanager
 def host_passes(engine: ExpertEngine, parts: Sequence[str] = PARTS) -> Iterator[list[HostPass]]:
-    """Collect every layer pass inside the `with` block; call it while no request is in flight.
+    """Collect every layer pass inside the `with` block; no request may be in flight.
 
     Args:
         parts: to be timed; all other time is `other`. On CUDA a kernel call returns before the kernel has run.
@@ -151,15 +150,15 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
 
 
 def device_calls(engine: ExpertEngine, serve: Callable[[], object], tokens: int, skip: int = 8) -> DeviceCalls:
-    """Count what one decode step gives the device while `serve` runs; call it while no request is in flight.
+    """Count the device calls of one decode step while `serve` runs; no request may be in flight.
 
-    Of the first layer nothing is counted: what is in front of it, embeddings and sampling, is no layer's.
+    The first layer is left out: embeddings and sampling come before it.
 
     Args:
-        serve: sends requests and waits for them, which make more than `skip` decode steps of `tokens` rows.
+        serve: runs requests of more than `skip` decode steps of `tokens` rows.
 
     Raises:
-        ValueError: they made fewer.
+        ValueError: it ran fewer.
     """
     watch = _Watch(len(engine.layers) - 1, tokens, skip)
     with _Replaced() as replaced:
@@ -173,7 +172,7 @@ def device_calls(engine: ExpertEngine, serve: Callable[[], object], tokens: int,
 
 
 def count_calls(events: Iterable[tuple[str, float, float]]) -> DeviceCalls:
-    """Sort a profile's events (name, start, end) into layers' experts and what lies before them.
+    """Sort a profile's events (name, start, end) into layers' experts and the dense part before them.
 
     Raises:
         ValueError: no event is a layer.
@@ -220,7 +219,11 @@ class _Watch:
             if index == 0 and self.found is None and self._profile is None and len(hidden) == self.tokens:
                 self._seen += 1
                 if self._seen > self.skip:
-                    self._begin()
+                    activities = [torch.profiler.ProfilerActivity.CPU]
+                    if torch.cuda.is_available():
+                        activities.append(torch.profiler.ProfilerActivity.CUDA)
+                    self._profile = torch.profiler.profile(activities=activities)
+                    self._profile.__enter__()
             elif index == self.last and self._profile is not None:
                 self._profile.__exit__(None, None, None)
                 self.found, self._profile = self._profile.events(), None
@@ -228,16 +231,9 @@ class _Watch:
 
         return run
 
-    def _begin(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.__enter__()
-
 
 class _Replaced:
-    """Methods of objects that stand in for others until the end."""
+    """Replaces methods of objects until the context ends."""
 
     def __init__(self) -> None:
         self._set: list[tuple[object, str]] = []

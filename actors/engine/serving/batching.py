@@ -1,7 +1,7 @@
 """Requests in, tokens out: continuous batching through transformers' own manager, or one request after another.
 
-State-space and linear-attention layers, and attention whose keys and values differ in width, have no
-place in transformers' paged cache; `generate` runs those models serially.
+transformers' paged cache does not support state-space and linear-attention layers, or attention whose keys and values
+differ in width; `generate` runs those models serially.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.streamers import BaseStreamer
@@ -54,12 +48,12 @@ class Batcher(Protocol):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV cache that open requests hold."""
+        """Share of the KV cache that open requests use."""
         ...
 
 
 class _Sink(OutputRouter):
-    """Takes outputs from the manager's thread straight to the streams."""
+    """Routes outputs from the manager's thread straight to the streams."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -67,7 +61,7 @@ class _Sink(OutputRouter):
 
     def deliver(self, output: Any) -> None:
         if output.error is not None:
-            # the manager tells the text only, but it does so while it handles the error
+            # the manager gives the text only, while it handles the error
             self._streams.abort(output.request_id, "error", output.error, sys.exception())
         elif output.is_finished():
             self._streams.finish(output.request_id, output.generated_tokens)
@@ -85,14 +79,14 @@ class ContinuousBatcher:
     Args:
         model: a transformers model on its device.
         kv: size of the cache and of a batch.
-        watcher: told before each forward pass whose rows it carries; None: no watcher.
+        watcher: told before each forward pass whose rows it carries.
 
     Raises:
-        UnsupportedModelError: transformers cannot batch this model continuously; found by running one
-            request through it. StoreError: an expert that it needs is on no node.
+        UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
+        StoreError: an expert that it needs is on no node.
 
-    An expert that is on no node ends the requests of its batch and transformers' loop; the next request starts the loop
-    again. Any other error of a forward ends the loop for good.
+    A missing expert ends the requests of its batch and transformers' loop; the next request restarts the loop. Any
+    other error of a forward ends the loop for good.
     """
 
     serial_because: str | None = None
@@ -120,7 +114,7 @@ class ContinuousBatcher:
             raise
 
     def _probe(self, model: Any) -> None:
-        """One short request: what the cache cannot hold shows in its first steps."""
+        """One short request: what the cache does not support fails in its first steps."""
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         try:
             error = list(self.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1].error
@@ -132,7 +126,7 @@ class ContinuousBatcher:
             raise _unsupported(model, error)
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request now.
+        """Queue a request.
 
         Raises:
             RequestError: malformed request. RuntimeFailure: the generation loop died.
@@ -164,7 +158,7 @@ class ContinuousBatcher:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV cache that open requests hold."""
+        """Share of the KV cache that open requests use."""
         processor = self._manager.batch_processor
         if processor is None:
             return 0.0
@@ -182,26 +176,26 @@ class ContinuousBatcher:
 
     @property
     def failure(self) -> str | None:
-        """Why the generation loop died; None while it lives, or will again with the next request."""
+        """Why the generation loop died; None while it lives, or restarts with the next request."""
         error = self._manager.background_thread_status.fatal_error
         return None if error is None or isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
 
     def _fatal_error(self) -> Exception | None:
-        """What ended the loop; one that is about to end, which fails its requests before it says why, is waited for."""
+        """The error that ended the loop; waits for a loop that is ending."""
         status, thread = self._manager.background_thread_status, self._manager._generation_thread
         if status.can_accept_new_requests() is not None and thread is not None:
             thread.join(_END_S)
         return status.fatal_error
 
     def _revive(self) -> None:
-        """Start a loop again that ended because an expert was on no node."""
+        """Restart a loop that ended because an expert was on no node."""
         with self._reviving:
             if isinstance(self._fatal_error(), StoreError) and not self.streams.closed:
                 with _quiet_manager():
                     self._manager.start()
 
     def close(self) -> None:
-        """End what is open, stop the loop and join its thread. Safe to call twice."""
+        """End open requests, stop the loop and join its thread. Safe to call twice."""
         self.streams.close()  # first: the manager fails what it still runs
         with _quiet_manager():
             if self._manager.is_running() or self._manager._generation_thread is not None:
@@ -210,7 +204,7 @@ class ContinuousBatcher:
 
 
 def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:
-    """The table of requests for a model: its stop tokens, its vocabulary and its limits."""
+    """The table of requests for a model, with its stop tokens, vocabulary and limits."""
     text = model.config.get_text_config()
     eos = model.generation_config.eos_token_id
     if eos is None:
@@ -226,7 +220,7 @@ def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = N
 
 
 def _quiet_manager() -> AbstractContextManager[None]:
-    """The manager logs what we report as a typed error, with its traceback."""
+    """The manager logs errors with a traceback that we report as typed errors."""
     return quiet_logger("ContinuousBatchingLogger", logging.CRITICAL)
 
 
@@ -255,7 +249,7 @@ def _unsupported(model: Any, error: str) -> UnsupportedModelError:
 
 
 class _Progress(BaseStreamer):
-    """One request under way: what it has generated, whether to stop, how to sample."""
+    """One request under way: its generated tokens, when to stop, how to sample."""
 
     def __init__(self, stream: Stream, streams: Streams) -> None:
         self._stream, self._streams = stream, streams
@@ -284,20 +278,13 @@ class _Progress(BaseStreamer):
         pick.force(scores[0], self._streams.eos, self._streams.note)
         return scores
 
-    @property
-    def plain(self) -> bool:
-        """Whether every token is the argmax of the model's own scores."""
-        return Pick(self._sampling, self._seed, 0).plain
-
-
 class SerialBatcher:
     """One request at a time, first come first served.
 
     Args:
-        model: a transformers model on its device.
         kv: its token capacity bounds a request, as with continuous batching.
         because: why requests are not batched, for the plan's notes.
-        watcher: told before each forward pass whose rows it carries; None: no watcher.
+        watcher: told before each forward pass whose rows it carries.
     """
 
     def __init__(self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None) -> None:
@@ -316,7 +303,7 @@ class SerialBatcher:
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request now. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
+        """Queue a request. Raises RequestError or RuntimeFailure like `ContinuousBatcher.submit`."""
         if self.failure is not None:
             raise RuntimeFailure(f"generation stopped: {self.failure}", "restart the worker")
         stream = self.streams.open(request)
@@ -336,7 +323,7 @@ class SerialBatcher:
 
     @property
     def kv_usage(self) -> float:
-        """Tokens of the request under way over those that one may have."""
+        """Tokens of the request under way over the most that a request may have."""
         return self._used_tokens / self.streams.capacity_tokens
 
     def _run(self) -> None:
@@ -373,7 +360,7 @@ class SerialBatcher:
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
                 streamer=progress,
-                logits_processor=LogitsProcessorList([] if progress.plain else [_Sample(progress)]),
+                logits_processor=LogitsProcessorList([] if Pick(sampling, 0, 0).plain else [_Sample(progress)]),
                 stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
             )
         finally:
@@ -382,7 +369,7 @@ class SerialBatcher:
         self.streams.finish(stream.name, progress.generated)
 
     def _announce(self, name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook for the model that tells the watcher of each forward pass; the first one carries the prompt."""
+        """A hook that tells the watcher of each forward pass; the first one carries the prompt."""
         first = True
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

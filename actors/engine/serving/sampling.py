@@ -1,12 +1,12 @@
 """Per-request sampling inside transformers' continuous batching, and log-probabilities.
 
-Sampling is greedy, or by temperature, top-k, top-p and seed. The manager takes the argmax of the processed scores. A
-sampled row is turned into a one-hot row here, so greedy and sampled requests share a batch, and a seeded request draws
-the same tokens whatever else is in the batch: its n-th draw depends on (seed, n) alone.
+Sampling is greedy, or by temperature, top-k, top-p and seed. The manager takes the argmax of the processed scores, so a
+sampled row becomes a one-hot row, and greedy and sampled requests share a batch. A seeded request's n-th draw depends
+on (seed, n) alone.
 
-Log-probabilities of generated tokens: the sampler sees the logits [V] of each, before it changes them. Of prompts: the
-model computes logits of the rows that predict a next token only, so for a request that wants its prompt's, it is asked
-for those rows too, and they are removed from its answer before other code sees it. The logits are the model's own.
+The sampler reads the log-probabilities of generated tokens from the logits [V] before it changes them. The model
+computes only the logits of rows that predict a next token; for a prompt's log-probabilities it is asked for the
+prompt's rows too, which are removed from its answer. The logits are the model's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from ...requests import SamplingParams, TokenLogprob
 from .streams import SequenceRows
 
-NotePrompt = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt, what was found)
+Watch = Callable[[list[SequenceRows]], None]
+Note = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt or among the generated tokens, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def prompt_rows(
 ) -> PromptRows | None:
     """The wanted rows of a chunk: forward rows [start, start + length) carry the prompt from `offset` on.
 
-    None where nothing is asked for, or the chunk holds no token that another prompt token follows.
+    None where no log-probabilities are wanted, or no prompt token follows a row.
     """
     tokens = tuple(prompt[offset + 1 : offset + length + 1])
     return PromptRows(name, start, tokens, offset + 1, top) if top is not None and tokens else None
@@ -75,54 +76,53 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> lis
 
 
 class PromptScorer:
-    """Hooks on a model that take the log-probabilities of prompts out of its forward passes.
+    """Hooks on a causal language model that read the log-probabilities of prompts from its forward passes.
 
     Args:
-        model: a transformers causal language model.
-        note: told each value found, on the forward's thread.
+        note: called with each value, on the forward's thread.
     """
 
-    def __init__(self, model: Any, note: NotePrompt) -> None:
+    def __init__(self, model: Any, note: Note) -> None:
         self._note = note
         self._wanted: Sequence[PromptRows] = ()
-        self._kept: int | None = None  # logits that the caller asked for, where the model computes no others
+        self._asked: int | None = None  # logits that the caller asked for, where the model computes no others
         self._hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
         )
 
     def expect(self, wanted: Sequence[PromptRows]) -> None:
-        """The next forward carries these rows."""
+        """Set the wanted rows of the next forward."""
         self._wanted = wanted
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keep = kwargs.get("logits_to_keep")
         if not self._wanted or keep is None or (isinstance(keep, int) and keep == 0):
-            self._kept = None
+            self._asked = None
             return None
         ids = kwargs["input_ids"]
         if isinstance(keep, int):
             keep = torch.arange(ids.shape[1] - keep, ids.shape[1], device=ids.device)
-        self._kept = len(keep)
+        self._asked = len(keep)
         return args, kwargs | {"logits_to_keep": torch.cat([keep, self._rows(keep)])}
 
     def _after(self, model: Any, args: tuple[Any, ...], out: Any) -> Any:
         if not self._wanted:
             return None
-        logits = out.logits[0]  # [kept + wanted, V], or [T, V] where the model computes all
-        extra = logits[self._kept :] if self._kept is not None else logits[self._rows(torch.empty(0).long())]
+        logits = out.logits[0]  # [asked + wanted, V], or [T, V] where the model computes all
+        extra = logits[self._asked :] if self._asked is not None else logits[self._rows(torch.empty(0).long())]
         for rows in self._wanted:
             part, extra = extra[: len(rows.tokens)], extra[len(rows.tokens) :]
             for i, found in enumerate(token_logprobs(part, rows.tokens, rows.top)):
                 self._note(rows.name, rows.place + i, found)
         self._wanted = ()
-        if self._kept is not None:
-            out.logits = out.logits[:, : self._kept]
+        if self._asked is not None:
+            out.logits = out.logits[:, : self._asked]
         return out
 
     def _rows(self, like: torch.Tensor) -> torch.Tensor:
@@ -130,16 +130,10 @@ class PromptScorer:
         return torch.cat(ranges).to(like)
 
 
-Watch = Callable[[list[SequenceRows]], None]
-Note = Callable[[str, int, TokenLogprob], None]  # (stream, place among its generated tokens, what was found)
 Expect = Callable[[Sequence[PromptRows]], None]
 
 
-def _forget(name: str, place: int, found: TokenLogprob) -> None:
-    return None
-
-
-def _expect_none(wanted: Sequence[PromptRows]) -> None:
+def _ignore(*unused: object) -> None:
     return None
 
 
@@ -163,7 +157,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One token to pick: the `step`-th (from 0) of stream `name`, by its request's own rules."""
+    """The `step`-th token (from 0) of stream `name`, to be picked by its request's parameters."""
 
     params: SamplingParams
     seed: int
@@ -172,16 +166,16 @@ class Pick:
 
     @property
     def plain(self) -> bool:
-        """Whether the argmax of the unchanged scores is all that is asked for."""
+        """Whether the argmax of the unchanged scores suffices."""
         params = self.params
         return params.temperature == 0 and params.logprobs is None and self.step >= params.min_tokens
 
     def force(self, scores: torch.Tensor, eos: Sequence[int], note: Note) -> None:
-        """Pick from scores [V] and put all mass on the token, in place: an argmax picks it.
+        """Pick from scores [V] and put all mass on the token, in place.
 
         Args:
-            eos: tokens that must not come before `min_tokens` have.
-            note: told the token's log-probability by the scores as they were, where it is asked for.
+            eos: tokens that may not come before `min_tokens`.
+            note: called with the token's log-probability by the original scores, where the request wants it.
         """
         before = scores.clone() if self.params.logprobs is not None else scores
         if self.step < self.params.min_tokens and eos:
@@ -195,12 +189,12 @@ class Pick:
 
 
 def seed_of(params: SamplingParams) -> int:
-    """The request's seed, or a fresh one where it has none."""
+    """The request's seed, or a fresh one."""
     return params.seed if params.seed is not None else secrets.randbits(63)
 
 
 class RequestSampler(ContinuousBatchingLogitsProcessor):
-    """Applies each request's own `SamplingParams`, which travel with the request as `sampling` and `seed`.
+    """Applies each request's own `SamplingParams`, given with the request as `sampling` and `seed`.
 
     Args:
         eos: the model's stop tokens.
@@ -210,7 +204,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
     supported_kwargs: dict[str, type] = {"sampling": SamplingParams, "seed": int}  # noqa: RUF012 (the base's form)
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self, eos: Sequence[int] = (), note: Note = _forget) -> None:
+    def __init__(self, eos: Sequence[int] = (), note: Note = _ignore) -> None:
         self._eos, self._note = tuple(eos), note
         self._rows: list[Pick | None] = []
 
@@ -239,13 +233,13 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
 
 
 def _drawn(state: Any) -> int:
-    """Tokens generated so far. A request that had to give up its KV cache carries the earlier ones in its prompt."""
+    """Tokens generated so far. After a loss of its KV cache a request's prompt includes the earlier ones."""
     prompt = state._true_initial_tokens or len(state.initial_tokens)
     return len(state.initial_tokens) + len(state.generated_tokens) - prompt
 
 
 class _Processors(ContinuousBatchingLogitsProcessorList):
-    """The manager's processors; it shows them every batch just before the forward pass, which is told on."""
+    """The manager's processors, which see every batch just before the forward pass, and call `watch` and `expect`."""
 
     def __init__(self, watch: Watch, sampler: RequestSampler, expect: Expect) -> None:
         super().__init__(LogitsProcessorList([sampler]))
@@ -270,7 +264,7 @@ def _rows_of(requests: list[Any]) -> list[SequenceRows]:
 
 
 def _prompt_rows_of(requests: list[Any], rows: Sequence[SequenceRows]) -> list[PromptRows]:
-    """Which of a forward's rows predict prompt tokens whose log-probabilities are asked for."""
+    """The rows of a forward that predict prompt tokens with wanted log-probabilities."""
     found = []
     for request, place in zip(requests, rows, strict=True):
         state = request.state
@@ -285,14 +279,14 @@ def _prompt_rows_of(requests: list[Any], rows: Sequence[SequenceRows]) -> list[P
 
 
 def request_sampling(
-    watch: Watch, eos: Sequence[int] = (), note: Note = _forget, expect: Expect = _expect_none
+    watch: Watch, eos: Sequence[int] = (), note: Note = _ignore, expect: Expect = _ignore
 ) -> ContinuousBatchingLogitsProcessorList:
-    """The processor list to give to a continuous batching manager.
+    """The processor list for a continuous batching manager.
 
     Args:
-        watch: called before every forward pass with the rows that it will carry.
+        watch: called before every forward pass with its rows.
         eos: the model's stop tokens.
         note: takes the log-probabilities of generated tokens.
-        expect: called before every forward pass with the rows whose predictions of prompt tokens are asked for.
+        expect: called before every forward pass with the rows that predict wanted prompt tokens.
     """
     return _Processors(watch, RequestSampler(eos, note), expect)

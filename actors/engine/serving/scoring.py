@@ -1,13 +1,11 @@
-"""Log-probabilities of given tokens, prefilled and decoded as serving would, but without generating.
+"""Log-probabilities of given tokens, prefilled and decoded as in serving, without generating.
 
     prefill   the prefix's rows, `decode=False`: its last row predicts the first token after it
     decode    the tokens after it but the last, `decode=True`, forced: each row predicts the next
 
-Causality makes one forward over many forced tokens equal to one forward for each, so a policy that fixes an expert
-placement when prefill ends, and treats later rows otherwise, is measured as it serves, at the speed of a prefill.
-What a policy does with what is on the device when a layer runs depends on the rows beside a token: `rows=1` gives every
-forced token a forward of its own, as one request at a time is served.
-Models with a recurrent state are the exception: transformers goes on from their state one token at a time only.
+By causality one forward over many forced tokens equals one forward for each, so policies are measured as they serve, at
+the speed of a prefill. A policy whose decisions depend on the rows beside a token needs `rows=1`: a forward for each
+token. Models with a recurrent state always decode one token at a time.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ _numbers = itertools.count()
 def score(
     model: Any, engine: Any, ids: Sequence[int], prefix: int, attention: str, chunk: int, rows: int | None = None
 ) -> torch.Tensor:
-    """Log-probabilities [len(ids) - prefix, V], fp32 on the CPU, of what may stand at each place after the prefix.
+    """Log-probabilities [len(ids) - prefix, V], fp32 on the CPU, at each position after the prefix.
 
     Args:
         model: a transformers model, no request in flight.
-        engine: the expert engine behind it; told which rows are prefill and which decode.
-        ids: the tokens. prefix: how many of them are prefill; at least one, and one must be left.
+        engine: its expert engine.
+        ids: the tokens. prefix: how many of them are prefill; at least one, and at least one must follow.
         attention: an implementation that works with an ordinary cache, such as sdpa.
-        chunk: rows of one forward at most. rows: of one after the prefix at most; None: `chunk`.
+        chunk: most rows of a forward. rows: most rows of one after the prefix; None: `chunk`.
 
     Raises:
         RequestError: the prefix leaves no token before it or after it.
@@ -49,15 +47,10 @@ def score(
 
 @torch.no_grad()
 def score_continuations(
-    model: Any,
-    engine: Any,
-    prefix: Sequence[int],
-    continuations: Sequence[Sequence[int]],
-    attention: str,
-    chunk: int,
+    model: Any, engine: Any, prefix: Sequence[int], continuations: Sequence[Sequence[int]], attention: str, chunk: int,
     rows: int | None = None,
-) -> torch.Tensor:
-    """Like `score` for several continuations of one prefix: [continuations, tokens, V]; the prefix is run once.
+) -> torch.Tensor:  # fmt: skip
+    """`score` for several continuations of one prefix: [continuations, tokens, V]; the prefix runs once.
 
     Raises:
         RequestError: nothing before or after the prefix, or continuations of different lengths.
@@ -74,8 +67,8 @@ def score_continuations(
             logits, cache = _feed(model, engine, name, prefix, None, chunk, decode=False)
             found = []
             for tokens in continuations:
-                kept = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
-                decoded, _ = _feed(model, engine, name, tokens[:-1], kept, decoded_rows, decode=True)
+                own = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
+                decoded, _ = _feed(model, engine, name, tokens[:-1], own, decoded_rows, decode=True)
                 found.append(torch.cat([logits[-1:], decoded]))
         finally:
             engine.end_sequence(name)
@@ -103,14 +96,14 @@ def score_continuations_with(
 
 
 def plain_attention_of(model: Any) -> str:
-    """The attention implementation that a served model has without paging."""
+    """The attention implementation of a served model without paging."""
     return str(model.config._attn_implementation).removeprefix(_PAGED)
 
 
 def _feed(
     model: Any, engine: Any, name: str, ids: Sequence[int], cache: Any, chunk: int, *, decode: bool
 ) -> tuple[torch.Tensor, Any]:
-    """Run tokens behind `cache` in forwards of at most `chunk` rows: logits [len(ids), V] and the cache after them."""
+    """Run tokens after `cache` in forwards of at most `chunk` rows: logits [len(ids), V] and the new cache."""
     logits = [torch.empty(0, model.get_output_embeddings().weight.shape[0], device=model.device)]
     if getattr(model, "_is_stateful", False):
         chunk = 1 if decode else len(ids)

@@ -1,4 +1,4 @@
-"""Open requests, the events on their way to consumers, and whose rows a forward carries; for both ways of batching."""
+"""Open requests, their events, and the rows of each forward; for both batchers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ...requests import MAX_LOGPROBS, FinishReason, GenerationRequest, SamplingP
 class SequenceRows:
     """The rows `start` to `stop` of the next forward belong to sequence `name`.
 
-    decode: the sequence's prefill was over before this forward, so its expert placement is fixed; False for
-    rows of its prompt, also where the prompt is fed in several forwards.
+    decode: the sequence's prefill is over; False for every row of its prompt.
     """
 
     name: str
@@ -45,8 +44,8 @@ class SequenceWatcher(Protocol):
 class Stream:
     """One request that has not ended.
 
-    `name` is unique for good, while a request's id may be used again once it has ended: what still comes
-    for the earlier request must not reach the later one.
+    `name` is unique for good; a request's id may be used again, and late events of the earlier request must not reach
+    the later one.
     """
 
     request: GenerationRequest
@@ -72,21 +71,17 @@ class Streams:
     """The table of open requests; thread-safe.
 
     Args:
-        capacity_tokens: prompt and generated tokens that the KV cache holds of one request.
+        capacity_tokens: prompt and generated tokens of one request that the KV cache holds.
         eos: token ids that end a request.
         vocabulary: number of token ids that the model can embed.
-        positions: positions that the model was made for; None where it has no such limit.
-        ended: called with the name of each stream that has ended, from whichever thread ended it.
+        positions: positions that the model was made for; None: no limit.
+        ended: called with the name of each ended stream, on the thread that ended it.
     """
 
     def __init__(
-        self,
-        capacity_tokens: int,
-        eos: Sequence[int],
-        vocabulary: int,
-        positions: int | None = None,
+        self, capacity_tokens: int, eos: Sequence[int], vocabulary: int, positions: int | None = None,
         ended: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.capacity_tokens, self.vocabulary, self.positions = capacity_tokens, vocabulary, positions
         self.eos = list(eos)
         self._ended = ended
@@ -106,15 +101,16 @@ class Streams:
 
     @property
     def limit_tokens(self) -> int:
-        """Prompt and generated tokens that one request may take: the tighter of the model's and the KV cache's."""
+        """Prompt and generated tokens that one request may take."""
         return self.capacity_tokens if self.positions is None else min(self.capacity_tokens, self.positions)
 
     def open(self, request: GenerationRequest) -> Stream:
         """Admit a request.
 
         Raises:
-            RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or
-                an id in use. RuntimeFailure: closed.
+            RequestError: empty prompt, unknown tokens, more tokens than fit, a sampling value out of range, or an id in
+                use.
+            RuntimeFailure: closed.
         """
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
@@ -149,7 +145,7 @@ class Streams:
         return name in self._open
 
     def begin(self, name: str) -> None:
-        """A forward is about to carry the request; later calls than the first change nothing."""
+        """A forward is about to carry the request; only the first call counts."""
         stream = self._open.get(name)
         if stream is not None and stream.begun_s is None:
             stream.begun_s = time.perf_counter()
@@ -160,24 +156,24 @@ class Streams:
         return sum(stream.begun_s is None for stream in list(self._open.values()))
 
     def note(self, name: str, place: int, found: TokenLogprob) -> None:
-        """Keep the log-probability of the token that is about to be generated at `place`, to go out with it."""
+        """Store the log-probability of the token generated next at `place`; it goes out with the token."""
         if (stream := self._open.get(name)) is not None:
             stream.logprobs[place] = found
 
     def note_prompt(self, name: str, place: int, found: TokenLogprob) -> None:
-        """Keep that of the prompt's token at `place`; all go out with the first generated token."""
+        """Store that of the prompt's token at `place`; all go out with the first generated token."""
         if (stream := self._open.get(name)) is not None:
             stream.prompt_logprobs[place] = found
 
     def deliver(self, name: str, generated: Sequence[int]) -> None:
-        """`generated` is everything so far; what was not sent yet is."""
+        """Send what was not sent yet of `generated`, all tokens so far."""
         with self._lock:
             stream = self._open.get(name)
         if stream is not None and len(generated) > stream.sent:
             stream.events.put(self._fresh(stream, generated))
 
     def finish(self, name: str, generated: Sequence[int]) -> None:
-        """The request ran to its end: by a stop token or by length."""
+        """The request ended by a stop token or by length."""
         stream = self._close(name)
         if stream is None:
             return
@@ -201,7 +197,7 @@ class Streams:
         """End a request without further tokens; False if it had ended.
 
         Args:
-            cause: what was raised; who sent the request gets an error of the same type, where it is one of ours.
+            cause: the exception; one of ours reaches the client with its type.
         """
         stream = self._close(name)
         if stream is None:
@@ -235,7 +231,7 @@ class Streams:
 
     @staticmethod
     def _fresh(stream: Stream, generated: Sequence[int]) -> TokenEvent:
-        """What was not sent yet, with the log-probabilities that were asked for."""
+        """The tokens not sent yet, with the requested log-probabilities."""
         begin, tokens = stream.sent, tuple(generated[stream.sent :])
         stream.sent += len(tokens)
         if tokens and stream.first_s is None:
@@ -250,7 +246,7 @@ class Streams:
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    """Refuse what would fail inside a batch, where it would take the other requests with it."""
+    """Refuse values that would fail inside a batch, and other requests with them."""
     if not 0.0 <= sampling.temperature < math.inf:
         raise RequestError(f"temperature is {sampling.temperature}", "give 0 for greedy or a positive number")
     if not 0.0 < sampling.top_p <= 1.0:
