@@ -18,7 +18,6 @@ from .prefetch import (
     PrefetchPolicy,
     Span,
     Wanted,
-    by_sequence,
     most_probable,
     predicted_experts,
     ranked,
@@ -135,9 +134,9 @@ class ActivationMatrixPrefetch(LayeredPrefetch):
 
     def observed(self, seen: LayerSeen) -> list[Wanted]:
         wanted: list[Wanted] = []
-        for span, ids in by_sequence(seen, seen.ids):
+        for span in seen.spans:
             request, layer = self._requests[span.sequence], seen.layer
-            request.counts[layer] += np.bincount(ids.ravel(), minlength=self._experts)
+            request.counts[layer] += np.bincount(seen.ids[span.start : span.stop].ravel(), minlength=self._experts)
             if request.version == self._version:
                 row = request.counts[layer] / np.linalg.norm(request.counts[layer])
                 request.cosines[:, layer] = self.collection.unit[:, layer] @ row.astype(np.float32)

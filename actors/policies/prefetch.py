@@ -203,11 +203,6 @@ def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
     return [int(e) for e in order if scores[e] > 0]
 
 
-def by_sequence(seen: LayerSeen, values: NDArray[Any]) -> list[tuple[Span, NDArray[Any]]]:
-    """The rows of `values` [T, ...] of each span."""
-    return [(span, values[span.start : span.stop]) for span in seen.spans]
-
-
 class PrefetchGovernor:
     """Pauses prefetching while too few prefetched experts are used.
 

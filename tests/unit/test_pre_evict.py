@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -72,6 +73,13 @@ class TestHotness:
             Hotness(1, E, gamma, window)
 
 
+def filled(keys: Iterable[int], layers: int, experts: int, alpha: float = 0.5) -> ImportanceEviction:
+    policy = ImportanceEviction(layers, experts, alpha)
+    for key in keys:
+        policy.admitted(key)
+    return policy
+
+
 class TestImportance:
     @settings(max_examples=60, deadline=None)
     @given(seed=SEEDS, alpha=st.sampled_from([0.0, 0.25, 0.5, 1.0]), held=st.sets(st.integers(0, 2 * E - 1)))
@@ -96,27 +104,21 @@ class TestImportance:
         assert all(scores[a] <= scores[b] + 1e-12 for a, b in pairwise(victims))
 
     def test_nothing_used_and_nothing_predicted_goes_least_recent_first(self) -> None:
-        policy = ImportanceEviction(1, E)
-        for key in (5, 3, 1):
-            policy.admitted(key)
+        policy = filled((5, 3, 1), 1, E)
         policy.used([5])
         assert policy.victims(2, anything) == [3, 1]
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
 
     def test_where_nobody_has_to_go_no_order_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Guards a ranking of all that is held at every prefetch into a free slot."""
-        policy = ImportanceEviction(1, E)
-        for key in (5, 3, 1):
-            policy.admitted(key)
+        policy = filled((5, 3, 1), 1, E)
         with monkeypatch.context() as free:
-            free.setattr(policy, "scores", lambda: pytest.fail("ranked for nothing"))
+            free.setattr(policy, "_sorted", lambda keys: pytest.fail("sorted for nothing"))
             assert policy.victims(0, anything) == policy.victims(-2, anything) == []
         assert policy.victims(1, anything) == [5]
 
     def test_a_hot_and_a_predicted_expert_stay(self) -> None:
-        policy = ImportanceEviction(1, 4, alpha=0.5)
-        for key in range(4):
-            policy.admitted(key)
+        policy = filled(range(4), 1, 4, alpha=0.5)
         policy.saw(0, np.array([[0], [0], [1]]))
         policy.expect(0, np.array([0.0, 0.0, 1.0, 0.0]))
         assert policy.victims(4, anything) == [3, 1, 0, 2]
@@ -125,9 +127,7 @@ class TestImportance:
         assert 3 not in policy.victims(4, anything)
 
     def test_alone_hotness_ignores_predictions(self) -> None:
-        policy = ImportanceEviction(1, 3, alpha=1.0)
-        for key in range(3):
-            policy.admitted(key)
+        policy = filled(range(3), 1, 3, alpha=1.0)
         policy.saw(0, np.array([[0], [1], [1], [2], [2], [2]]))
         policy.expect(0, np.array([1.0, 0.0, 0.0]))
         assert policy.victims(3, anything) == [0, 1, 2]

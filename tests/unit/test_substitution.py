@@ -21,7 +21,6 @@ from tiermoe.actors.policies.buddymoe.substitution import (
     exp,
     log,
     margin,
-    missing_share,
     missing_shares,
     permitted,
     reach,
@@ -109,7 +108,7 @@ def test_entropy_and_margin_gates() -> None:
 def test_distribution_gate_is_equation_2() -> None:
     ids = np.array([[0, 1], [0, 2], [3, 1]])  # four distinct experts
     resident = np.isin(np.arange(E), [0, 1, 2])
-    assert missing_share(ids, resident) == (0.25, 1)
+    assert missing_shares(ids, resident) == [(0.25, 1)]
     assert np.flatnonzero(replaceable(ids, resident, None)).tolist() == [3]
     assert np.flatnonzero(replaceable(ids, resident, 0.26)).tolist() == [3]
     assert not replaceable(ids, resident, 0.25).any()

@@ -19,12 +19,11 @@ from pydantic import Field, model_validator
 
 from ..registry import NotPrepared, PolicyContext, PolicyOptions, register
 from ..routing import Ids, MissOptions, Rerouted, RerouteView, Rerouting, Weights
-from .buddies import BuddyOptions, BuddyTable, ExpertProfile, OutputsMissing, alpha_schedule
+from .buddies import BuddyOptions, ExpertProfile, OutputsMissing, alpha_schedule
 from .substitution import (
     AdaptiveBeta,
     Buddies,
     SubstitutionOptions,
-    missing_share,
     missing_shares,
     reach,
     replaceable,
@@ -141,9 +140,13 @@ class SubstituteOptions(RandomOptions):
             alpha = alpha_schedule(self.alpha, self.alpha_last, context.layers)
         ranking = BuddyOptions(self.by, alpha, self.max_buddies, self.weighted, self.epsilon, self.mix)
         try:
-            return lists_of(profile_of(context).buddies(ranking))
+            table = profile_of(context).buddies(ranking)
         except OutputsMissing as error:
             raise NotPrepared(f"needs output similarity: {error}", _PROFILE) from error
+        return [
+            Buddies(np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(q, np.float32))
+            for ids, q in zip(table.ids, table.q, strict=True)
+        ]
 
 
 def profile_of(context: PolicyContext) -> ExpertProfile:
@@ -259,11 +262,7 @@ class MissRule(Rerouting):
         if self._betas is None:
             return self._beta
         beta = self._betas[layer].beta()
-        if view.shard_of is None:
-            shares = [missing_share(ids, view.available)]
-        else:
-            shares = missing_shares(ids, view.available, view.shard_of, len(filling))
-        self._saw(layer, shares, filling)
+        self._saw(layer, missing_shares(ids, view.available, view.shard_of, len(filling)), filling)
         return beta
 
     def _saw(self, layer: int, shares: Sequence[tuple[float, int]], filling: NDArray[np.bool_]) -> None:
@@ -328,14 +327,6 @@ class DropRule(MissRule):
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
         dropping = replace(options.substitution(context), fallback="drop")
         return cls(no_buddies(context.layers, context.experts), dropping, **options.gates(context))
-
-
-def lists_of(table: BuddyTable) -> list[Buddies]:
-    """The buddy lists of each layer."""
-    return [
-        Buddies(np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(q, np.float32))
-        for ids, q in zip(table.ids, table.q, strict=True)
-    ]
 
 
 def no_buddies(layers: int, experts: int) -> list[Buddies]:

@@ -127,23 +127,16 @@ def replaceable(
     return missing
 
 
-def missing_share(ids: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[float, int]:
-    """delta of equation 2 over all shards, and the number of distinct missing experts."""
-    return _share(np.unique(ids), resident)
-
-
 def missing_shares(
-    ids: NDArray[np.int64], resident: NDArray[np.bool_], shard_of: NDArray[np.int64], shards: int
+    ids: NDArray[np.int64], resident: NDArray[np.bool_], shard_of: NDArray[np.int64] | None = None, shards: int = 1
 ) -> list[tuple[float, int]]:
-    """`missing_share` of each shard [G]; (0, 0) where no expert of a shard is requested."""
-    requested = np.unique(ids)
-    owner = shard_of[requested]
-    return [_share(requested[owner == shard], resident) for shard in range(shards)]
-
-
-def _share(requested: NDArray[np.int64], resident: NDArray[np.bool_]) -> tuple[float, int]:
-    absent = int((~resident[requested]).sum())
-    return (absent / len(requested) if len(requested) else 0.0), absent
+    """delta of equation 2 and the number of distinct missing experts of each shard [G]; (0, 0) without a request."""
+    requested, found = np.unique(ids), []
+    for shard in range(shards):
+        own = requested if shard_of is None else requested[shard_of[requested] == shard]
+        absent = int((~resident[own]).sum())
+        found.append((absent / len(own) if len(own) else 0.0, absent))
+    return found
 
 
 @dataclass

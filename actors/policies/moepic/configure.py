@@ -95,9 +95,7 @@ class LayerModel:
 
     def _loaded(self, sizes: NDArray[np.int64], thetas: Floats, window_s: float) -> Floats:
         """m (equation 11) for each pair of C and theta [n]."""
-        missing = (
-            1.0 - self._predicted_hit_rate[sizes] * thetas[:, None]
-        )  # [n, Y]: absent part of the y-th prediction
+        missing = 1.0 - self._predicted_hit_rate[sizes] * thetas[:, None]  # [n, Y]: absent part of the y-th prediction
         in_time = np.cumsum(missing * self._times.load_s, axis=1) <= window_s  # equation 9
         in_window = (missing * self._accuracy * in_time).sum(axis=1)  # equation 10
         cached = self.needed * self._hit_rate[sizes] * thetas
