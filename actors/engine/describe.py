@@ -1,4 +1,4 @@
-"""The effective plan of a worker: what runs where and how many bytes it takes, for users to read."""
+"""The effective plan of a worker, for users to read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ def describe(
     settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any,
     pinned: PinReport | None,
 ) -> dict[str, Any]:
-    """The plan as flat names and values; sizes are bytes.
-
-    Args:
-        pinned: what became of the store's memory on this host; None where nothing is pinned.
-    """
+    """The plan as flat names and values; sizes in bytes. pinned: None: nothing is pinned on this device."""
     manifest, stats, policy = view.manifest, engine.stats(), settings.policy
     dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}  # tied parameters once
     emulated = engine.device.executor == "emulated"
@@ -72,7 +68,7 @@ def describe(
 
 
 def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
-    """How expert memory is divided now; None where experts are whole."""
+    """How experts are split now; None: experts are whole."""
     cut = engine.cache.cut
     if cut is None:
         return None
@@ -86,7 +82,7 @@ def _split(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | N
 
 
 def _low_bit(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
-    """The part of the expert memory that holds low-bit replicas; None where there is none."""
+    """The expert memory for low-bit replicas; None: there is none."""
     part, low = engine.cache.low_bit, settings.policy.low_bit
     if part is None or low is None or engine.packed_kernel is None:
         return None
@@ -95,7 +91,7 @@ def _low_bit(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] |
 
 
 def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
-    """Where cold experts run and on which replicas; None where no NDP worker takes part."""
+    """The NDP workers, placement and replicas; None: the policy uses no NDP worker."""
     policy, pool = settings.policy, engine.ndp
     if pool is None:
         return None
@@ -120,7 +116,7 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
 
 
 def _matcher(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | None:
-    """What the matcher does and whether it is there; None where none takes part."""
+    """The matcher's settings and state; None: the policy uses no matcher."""
     if engine.matcher is None:
         return None
     chosen = settings.matcher_settings.model_dump(include={"capacity", "distance", "semantic", "dynamic", "learn"})
@@ -130,7 +126,7 @@ def _matcher(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] |
 
 
 def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, Any]] | None:
-    """Each GPU's part of the expert cache, the lead's first; None where there is one GPU."""
+    """Each GPU's part of the expert cache, the lead's first; None: there is one GPU."""
     if engine.shards is None:
         return None
     stats = engine.stats()
@@ -152,7 +148,7 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
 
 
 def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> list[str]:
-    """What a user would not expect."""
+    """Facts that a user would not expect."""
     notes, slots = list(engine.notes), engine.stats().slots
     if batcher.serial_because is not None:
         notes.append(f"requests run one after another: {batcher.serial_because}")

@@ -1,4 +1,4 @@
-"""Carry out a layer's plan: send to peers, run residents, run arrivals, join, combine. Decides nothing."""
+"""Executes a layer's plan: send to peers, run residents, run arrivals, join, combine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .layer import MoeLayer
     from .peers.remote import RemoteCall, RemoteExperts
 
-Spans = Mapping[int, tuple[int, int]]  # key -> the pairs that go through it
+Spans = Mapping[int, tuple[int, int]]  # key -> first and end of its pairs
 
 
 class ExpertRunner:
     """Runs groups of rows through experts of one cache: residents together, arrivals as they land.
 
-    The result of a pair does not depend on when its expert arrived, nor on which others run beside it. Of an expert
-    cut in two, what runs first is written and what runs second is added to it: a sum of two, in either order the same.
+    The result of a pair depends neither on when its expert arrived nor on the other pairs. The two segments of a split
+    expert are summed, in either order with the same result.
 
     Args:
-        low_bit: runs the low-bit replicas of plans that have some; None where none has.
+        low_bit: runs low-bit replicas; None: plans have none.
     """
 
     def __init__(self, cache: ExpertCache, low_bit: PackedKernel | None = None) -> None:
@@ -47,13 +47,13 @@ class ExpertRunner:
         kernel: ExpertKernel,
         y: torch.Tensor,
     ) -> None:
-        """Rows of `y` for the pairs of the experts in `plan.run`; shapes as in `ExpertKernel.run`.
+        """Fill the rows of `y` of the experts in `plan.run`; shapes as in `ExpertKernel.run`.
 
-        Loads at `after = 0` are already issued. Raises RuntimeFailure if a copy failed; the caller abandons what
-        is still pinned.
+        Loads at `after = 0` are already issued. Raises RuntimeFailure: a copy failed; the caller then calls
+        `cache.abandon`.
         """
         cache, done, whole = self._cache, 0, self._cache.neurons
-        begun: set[int] = set()  # of split experts: those of which y holds the rows of one segment
+        begun: set[int] = set()  # split experts of which one segment has run
         late = [load for load in plan.loads if load.after] if plan.loads else []
         for stop in _stops(plan, late):
             keys: Sequence[int] = plan.run[done:stop]
@@ -75,7 +75,7 @@ class ExpertRunner:
         self, kernel: PackedKernel, segments: Sequence[int], slots: Sequence[int], spans: Spans, hidden: torch.Tensor,
         pairs: torch.Tensor, top_k: int, y: torch.Tensor,
     ) -> tuple[list[int], list[int]]:  # fmt: skip
-        """Run those of the segments that are replicas; the others and their slots."""
+        """Run the segments that are replicas; returns the others and their slots."""
         experts, first = len(self._cache.uses), self._cache.whole_slots
         found = list(zip(segments, slots, strict=True))
         groups = [(*spans[s % experts], slot - first) for s, slot in found if s >= experts]
@@ -86,7 +86,7 @@ class ExpertRunner:
     def _segment_groups(
         self, segments: Sequence[int], slots: Sequence[int], spans: Spans, begun: set[int]
     ) -> list[Group]:
-        """As `run` makes them of whole experts; the experts are added to `begun`."""
+        """The groups of split experts, which are added to `begun`."""
         experts = len(self._cache.uses)
         groups: list[Group] = []
         for segment, place in zip(segments, self._cache.places(segments, slots), strict=True):
@@ -97,9 +97,9 @@ class ExpertRunner:
 
 
 def _stops(plan: LayerPlan, late: Sequence[Load]) -> list[int]:
-    """How much of `plan.run` has run after each kernel call: residents together, arrivals one by one as they land.
+    """The end in `plan.run` of each kernel call: residents together, then arrivals one by one.
 
-    late: loads that are issued once some have run.
+    late: loads that are issued after some experts have run.
     """
     total, resident = len(plan.run), plan.resident
     if resident == total:
@@ -111,37 +111,29 @@ def _stops(plan: LayerPlan, late: Sequence[Load]) -> list[int]:
 
 @dataclass(slots=True)
 class RemoteTask:
-    """What one peer was asked to compute for a layer.
-
-    call: under way; None where the peer was lost since the plan was made. blocked_s, link_s: seconds that a shard
-    waited for copies and that its link was busy with those of this layer, once it has answered. recomputed: its
-    experts were loaded and computed here instead.
-    """
+    """One peer's experts of a layer."""
 
     peer: RemoteExperts
     keys: list[int]
-    call: RemoteCall | None
-    blocked_s: float = 0.0
-    link_s: float = 0.0
-    recomputed: bool = False
+    call: RemoteCall | None  # None: the peer was lost after the plan was made
+    blocked_s: float = 0.0  # a shard's wait for copies
+    link_s: float = 0.0  # busy time of a shard's link for this layer
+    recomputed: bool = False  # the experts were loaded and computed here instead
 
 
 class DeviceBackend:
-    """Runs the layers of one cache on a GPU, or on the CPU that stands in for it; and asks peers to run their part.
+    """Runs the layers of one cache on a GPU, or on the CPU in its place, and sends peers their part.
 
-    The result of a pair does not depend on when its expert arrived, and pairs are combined in
-    routing order, so budgets, prefetch and timing change no bit of the output. That holds where the
-    bytes of one slot in each tensor of the pool are a multiple of 64, as in every published model: all slots
-    are then aligned alike, and a GEMM may sum in another order on operands that are aligned otherwise. Where experts
-    are split it holds where those of a row of H are such a multiple, since slots begin at any neuron; another cut sums
-    in another order.
-    Where peers compute, their sums are added in the order of the plan.
+    Pairs are combined in routing order, so budgets, prefetch and timing change no bit of the output. This needs slots
+    with equal alignment, since the order of sums in a GEMM depends on it: the bytes of a slot in each tensor of the
+    pool (of a row of H for split experts, whose slots begin at any neuron) are a multiple of 64, as in every published
+    model. Another split sums in another order. Sums of peers are added in the order of the plan.
 
     Args:
         views: what the policies read on the host.
-        activations: the way of rows to the peers and of their sums back.
-        peer_named: finds the NDP worker or shard that `Remote.peer` names; None where every expert runs here.
-        low_bit: runs the replicas of plans; None where the cache has no slots for them.
+        activations: moves rows to the peers and sums back.
+        peer_named: finds the peer that `Remote.peer` names; None: every expert runs here.
+        low_bit: runs low-bit replicas; None: the cache has no slots for them.
     """
 
     def __init__(
@@ -161,24 +153,24 @@ class DeviceBackend:
         """The view of a layer: hidden [T, H], ids [T, K], weights [T, K]."""
         if self._peer_named is None:
             return self.views.look(layer, hidden, ids, weights, weighed)
-        outgoing = self._activations.begin(hidden)  # rows start before the look, whose wait is then for both
+        outgoing = self._activations.begin(hidden)  # before `look`, so that one wait serves both copies
         view = self.views.look(layer, hidden, ids, weights, weighed)
         view.outgoing = outgoing
         return view
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: LayerView) -> list[RemoteTask]:
-        """Give the plan's remote experts to their peers, one batch each; waits for their rows, not for answers."""
+        """Send the plan's remote experts to their peers, one batch each; waits for the rows, not for answers."""
         assert view.outgoing is not None  # of `look`
-        assert self._peer_named is not None  # plans name no peers elsewhere
+        assert self._peer_named is not None  # other plans have no peers
         base = step.index * step.experts
-        place = {expert: i for i, expert in enumerate(routing.experts)}
+        index = {expert: i for i, expert in enumerate(routing.experts)}
         parts: dict[str, list[Remote]] = {}
         for remote in plan.remote:
             parts.setdefault(remote.peer, []).append(remote)
         tasks = []
         for name, part in parts.items():
             peer = self._peer_named(name)
-            wanted = [(place[r.key - base], r.bits) for r in part]
+            wanted = [(index[r.key - base], r.bits) for r in part]
             call = peer.send(step.index, routing, wanted, view.outgoing, view.weights, self.cache.decode_only)
             tasks.append(RemoteTask(peer, [r.key for r in part], call))
         return tasks
@@ -187,11 +179,7 @@ class DeviceBackend:
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: LayerView,
         tasks: Sequence[RemoteTask],
     ) -> torch.Tensor:  # fmt: skip
-        """The layer's output [T, H].
-
-        Raises:
-            RuntimeFailure: a copy failed.
-        """
+        """The layer's output [T, H]. Raises RuntimeFailure: a copy failed."""
         hidden, kernel, timeline = view.hidden, step.kernel, self.cache.timeline
         began_s = time.perf_counter() if timeline.enabled else 0.0
         size = (routing.starts[-1], hidden.shape[1])
@@ -218,7 +206,7 @@ class DeviceBackend:
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     def _join(self, layer: int, task: RemoteTask) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A peer's rows [R] and its part of them [R, H], after waiting for its answer; None when there is none."""
+        """Wait for a peer's answer: its rows [R] and their partial sums [R, H]; None: no answer."""
         call, peer = task.call, task.peer
         if call is None:
             return None
@@ -241,7 +229,7 @@ class DeviceBackend:
     def _recompute(
         self, step: MoeLayer, task: RemoteTask, spans: Spans, routing: Routing, hidden: torch.Tensor, y: torch.Tensor
     ) -> None:
-        """The peer is lost or late: load its experts and run them here, in full precision."""
+        """The peer is lost or late: load its experts and run them here in full precision."""
         task.recomputed = True
         cache, layer = self.cache, step.index
         again = LoadOnMiss().plan(cache.segments(task.keys), cache.residency, cache.eviction)

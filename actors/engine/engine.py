@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -48,33 +48,31 @@ from .serving.streams import SequenceRows
 from .split import Configuring, make_configuring
 from .stats import ConfiguratorStats, EngineStats, LayerResidency, LayerStats
 
-_MATCHER_START_S = 5.0  # seconds to wait for the matcher, which is started before the lead; without it goes too
-_NDP_START_S = 60.0  # seconds to reach the NDP workers, which are started before the lead
+_MATCHER_START_S = 5.0  # seconds to reach the matcher, which starts before the lead; serving works without it
+_NDP_START_S = 60.0  # seconds to reach the NDP workers, which start before the lead
 
 
 class ExpertEngine:
     """Runs a model's experts out of a bounded slot pool.
 
     Args:
-        settings: policy, budget and checks.
-        shape: shape of one expert.
-        weights: where the experts of each MoE layer come from.
+        shape: of one expert.
+        weights: the source of each MoE layer's experts.
         blocks: the model's MoE layers, in the same order.
         top_k: experts per token.
-        device: where the pool lives.
+        device: where the pool is allocated.
         dtype: of the slots and of the compute.
-        ndp: how to reach the NDP workers; needed where the policy uses them.
-        tables: of the store's replicas; None where it has none.
-        shards: how to reach the shards 1..G-1; as many as the settings say.
-        matcher: the way to it, which the engine starts and closes; needed where the policy follows expert maps.
-        predictors: of later layers, where the policy prefetches by them.
-        artifacts: what else `tiermoe prepare` made for the policy; None: nothing.
-        replicas: needed where the policy loads experts in low precision.
+        ndp: the NDP workers; needed if the policy uses them.
+        tables: of the store's replicas; None: the store has none.
+        shards: the shards 1..G-1, as many as the settings say.
+        matcher: connection to the matcher, which the engine starts and closes; needed if the policy uses expert maps.
+        predictors: of later layers; needed if the policy prefetches by them.
+        artifacts: further results of `tiermoe prepare` for the policy.
+        replicas: needed if the policy loads experts in low precision.
 
     Raises:
-        BudgetError: not one slot fits. ConfigError: the policy needs what the model, store or budget lacks.
-        RuntimeFailure: preloading failed, or an NDP worker or a shard was not reached. Whatever is raised, no thread
-            stays.
+        BudgetError: no slot fits. ConfigError: the policy needs something that the model, store or budget lacks.
+        RuntimeFailure: preloading failed, or an NDP worker or a shard was not reached. After an error no thread runs.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class ExpertEngine:
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
         self.slot_bytes = shape.nbytes(dtype.itemsize)
-        self.notes: list[str] = []  # what the user should know of how the policy is carried out
+        self.notes: list[str] = []  # facts about the policy's execution, for the user
         if policy.low_bit is not None:
             replicas = self._checked(policy, settings, replicas)
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
@@ -117,17 +115,23 @@ class ExpertEngine:
         self.configuring: Configuring | None = None
         self._placer = Placer(self.cache)
         self._rule: Rerouting | None = None
+        self._at_begin: list[Callable[[Sequence[SequenceRows]], None]] = []
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
             self._placer = self._make_placer(settings, shape, blocks, shards, ndp, tables)
-            self._connect()
+            if self.shards is not None:
+                self.shards.start()
+            if self.ndp is not None:
+                self.ndp.start(_NDP_START_S)
+            self._placer.preload()
             self.prefetching = self._make_prefetching(settings, blocks, predictors, artifacts)
             self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
             self.configuring = make_configuring(
                 policy, self.cache, self.experts, top_k, self.slot_bytes, self.prefetching
             )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
+            self._at_begin += self._begin_hooks()
             if policy.preload == "all":
                 self.cache.preload(mine)
         except BaseException:
@@ -138,7 +142,7 @@ class ExpertEngine:
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], shards: Sequence[PeerLink],
         ndp: Sequence[PeerLink], tables: ReplicaTables | None,
     ) -> Placer:  # fmt: skip
-        """Decides which experts run on other processes, and makes `shards` and `ndp`."""
+        """The placer, after `shards` and `ndp`."""
         if settings.shards.count > 1 or shards:
             self.shards = Shards(
                 settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
@@ -156,19 +160,11 @@ class ExpertEngine:
         activation = refuse_unsuitable(policy, shape, blocks)
         if not links:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
-        each = [self.slot_bytes] * self._stats.experts  # all alike, as their replicas are
+        each = [self.slot_bytes] * self._stats.experts  # equal sizes, as the replicas have
         return NdpPool(links, settings.ndp, activation, self._stats, each, self.activations.supply)
 
-    def _connect(self) -> None:
-        """Reach every peer, then load what the placement wants to be there."""
-        if self.shards is not None:
-            self.shards.start()
-        if self.ndp is not None:
-            self.ndp.start(_NDP_START_S)
-        self._placer.preload()
-
     def follow_maps(self) -> None:
-        """Look for the matcher and publish to it from now on: what ran before is no request of a user."""
+        """Connect to the matcher and publish to it from now on; earlier forwards are no user's."""
         if self.matcher is not None:
             self.matcher.start()
             if not self.matcher.wait_until_found(_MATCHER_START_S):
@@ -177,19 +173,25 @@ class ExpertEngine:
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""
         self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
-        if self.ndp is not None:
-            self.ndp.refresh()
-        if self.shards is not None:
-            self.shards.begin_forward()
-        self._placer.begin_forward(sequences)
-        if self.configuring is not None:
-            self.configuring.begin_forward()
+        for begin in self._at_begin:
+            begin(sequences)
+
+    def _begin_hooks(self) -> Iterator[Callable[[Sequence[SequenceRows]], None]]:
+        """What runs when a forward begins, in this order."""
+        ndp, shards, configuring, rule, ahead = self.ndp, self.shards, self.configuring, self._rule, self.pre_evicting
+        if ndp is not None:
+            yield lambda sequences: ndp.refresh()
+        if shards is not None:
+            yield lambda sequences: shards.begin_forward()
+        yield self._placer.begin_forward
+        if configuring is not None:
+            yield lambda sequences: configuring.begin_forward()
         if self.prefetching is not None:
-            self.prefetching.begin_forward(sequences)
-        if self._rule is not None:
-            tell_link_speed(self._rule, self._stats)
-        if self.pre_evicting is not None:
-            self.pre_evicting.begin_forward(last_rows(sequences))
+            yield self.prefetching.begin_forward
+        if rule is not None:
+            yield lambda sequences: tell_link_speed(rule, self._stats)
+        if ahead is not None:
+            yield lambda sequences: ahead.begin_forward(last_rows(sequences))
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -213,16 +215,11 @@ class ExpertEngine:
         return Rerouter(rule, self.cache, blocks, self.top_k, peers)
 
     def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
-        """What the layers' policies read on the host: on a GPU all that they will want, together."""
-        askers: list[Asker] = []
-        if rerouter is not None:
-            askers.append(rerouter.asks)
-        if self.prefetching is not None:
-            askers.append(self.prefetching.asks)
+        """The layers' host views: on a GPU one fetch for all that the policies read."""
+        askers: list[Asker] = [hook.asks for hook in (rerouter, self.prefetching) if hook is not None]
         if self.pre_evicting is not None:
             askers.append(pre_evicting_asks(self.pre_evicting, blocks))
-        weighing = (rerouter, self.shards, self.ndp, self.cache.low_bit)
-        weighed = any(user is not None for user in weighing)
+        weighed = any(user is not None for user in (rerouter, self.shards, self.ndp, self.cache.low_bit))
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
 
     @staticmethod
@@ -287,12 +284,12 @@ class ExpertEngine:
 
     @property
     def peers(self) -> dict[str, RemoteExperts]:
-        """The other processes that compute experts, by name."""
+        """The NDP workers and other shards, by name."""
         shards = self.shards.peers if self.shards is not None else {}
         return (self.ndp.peers if self.ndp is not None else {}) | shards
 
     def _peer(self, name: str) -> RemoteExperts:
-        """One of `peers`, without putting them together."""
+        """One of `peers`, without merging the dicts."""
         if self.ndp is not None and name in self.ndp.peers:
             return self.ndp.peers[name]
         assert self.shards is not None  # plans name no others
@@ -300,7 +297,7 @@ class ExpertEngine:
 
     @property
     def hot_per_layer(self) -> int | None:
-        """Experts of each layer that the placement keeps on the GPUs; None where it keeps none by number."""
+        """Experts of each layer in the hot set; None: the placement has no fixed number."""
         return self._placer.hot_per_layer
 
     def stats(self) -> EngineStats:
@@ -310,7 +307,7 @@ class ExpertEngine:
         return self._stats
 
     def residency(self) -> list[LayerResidency]:
-        """Where the experts of each layer stand at this moment; from any thread."""
+        """The residency of each layer now; from any thread."""
         return self.cache.layer_residency()
 
     def reset_stats(self) -> None:
@@ -326,16 +323,10 @@ class ExpertEngine:
         self.timeline.clear()
 
     def close(self) -> None:
-        """Stop the loader, hang up and forget the layers. Safe to call twice."""
-        if self.configuring is not None:
-            self.configuring.close()
-        if self.ndp is not None:
-            self.ndp.close()
-        if self.shards is not None:
-            self.shards.close()
-        if self.matcher is not None:
-            self.matcher.close()
-        self.cache.close()
+        """Close the connections, stop the loader and detach the layers. Safe to call twice."""
+        for part in (self.configuring, self.ndp, self.shards, self.matcher, self.cache):
+            if part is not None:
+                part.close()
         for handle in self._handles:
             detach(handle)
         self._handles = []

@@ -1,11 +1,10 @@
-"""What a layer's policies read on the host: in one transfer.
+"""The data that a layer's policies read on the host, fetched in one transfer.
 
-On a GPU each look of the host at a tensor waits for the compute stream. So what the policies of a layer will want is
-known up front (`Asker`), computed on the device and fetched together; all else is fetched when it is asked
-for. Where the tensors are host memory, nothing is copied, and scores are made when they are asked for: there is nothing
-to wait for, and a demand load need not wait for a later layer's router.
+    look (ids, weights, foreseen scores) -> one fetch -> LayerView: NumPy arrays
 
-    look (ids, weights, scores that will be asked for) -> one fetch -> LayerView: NumPy arrays
+On a GPU every fetch waits for the compute stream. So each policy names its scores up front (`Asker`), the device
+computes them, and one fetch brings all; other data is fetched on access. On the CPU nothing is copied, and scores are
+computed on access: a demand load need not wait for a later layer's router.
 """
 
 from __future__ import annotations
@@ -24,23 +23,19 @@ if TYPE_CHECKING:
     from .cache.device import Outgoing
     from .model.model import RouterProbe
 
-# Tensors of any shape, without gradient, in a dtype that NumPy has -> arrays of the same shapes, after at most one
-# wait. On the CPU the arrays share the tensors' memory; on a GPU they are copies.
+# Tensors without gradient in NumPy dtypes -> arrays, after at most one wait; on the CPU in the tensors' memory.
 Fetch: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]"
 
 
 class Asked(NamedTuple):
-    """Scores [T, E] that a router gives on a layer's input, in float32.
-
-    softmax: over the experts. rows: of these rows of the input alone; empty: of all.
-    """
+    """A router's scores [T, E] on a layer's input, in float32."""
 
     probe: RouterProbe
-    softmax: bool
-    rows: tuple[int, ...] = ()
+    softmax: bool  # over the experts
+    rows: tuple[int, ...] = ()  # of the input; empty: all
 
 
-# (layer, its tokens) -> the scores that will be asked for once its routing is known
+# (layer, its tokens) -> the scores that a policy reads once the layer's routing is known
 Asker = Callable[[int, int], Iterable[Asked]]
 
 
@@ -50,7 +45,7 @@ def share(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array on a device; the host does not wait for the copy, and may change the array at once on a GPU only."""
+    """Copy an array to a device without a wait; on the CPU the tensor shares the array's memory."""
     import torch
 
     tensor = torch.from_numpy(array)
@@ -59,20 +54,15 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A layer's routing, with its (token, expert) pairs sorted by expert.
-
-    experts: the distinct experts. counts: tokens that picked each. starts: where each one's pairs start in `pairs`, and
-    N at the end. pairs: pair numbers t*K + k, grouped by expert [N], on the compute device. order: the same on the
-    host.
-    """
+    """A layer's routing, with its N (token, expert) pairs sorted by expert."""
 
     tokens: int
     top_k: int
-    experts: list[int]
-    counts: list[int]
-    starts: list[int]
-    pairs: torch.Tensor
-    order: NDArray[np.int64]
+    experts: list[int]  # distinct
+    counts: list[int]  # tokens of each expert
+    starts: list[int]  # first pair of each expert in `pairs`, and N
+    pairs: torch.Tensor  # pair numbers t*K + k, grouped by expert [N], on the compute device
+    order: NDArray[np.int64]  # `pairs` on the host
 
     @staticmethod
     def of(ids: NDArray[np.integer], device: torch.device) -> Routing:
@@ -94,31 +84,30 @@ class Routing:
         """The pairs of some of the layer's experts, in the order given [n]."""
         import torch
 
-        place = {expert: i for i, expert in enumerate(self.experts)}
-        spans = [(self.starts[place[e]], self.starts[place[e] + 1]) for e in experts]
-        return torch.cat([self.pairs[start:stop] for start, stop in spans])
+        index = {expert: i for i, expert in enumerate(self.experts)}
+        return torch.cat([self.pairs[self.starts[index[e]] : self.starts[index[e] + 1]] for e in experts])
 
 
 @cache
 def _in_order(top_k: int, device: torch.device) -> tuple[list[int], list[int], torch.Tensor, NDArray[np.int64]]:
-    """Counts, starts and pairs of one token whose experts all differ: as they come. Shared, so never written to."""
+    """Counts, starts, pairs and order of one token with distinct experts; shared, read-only."""
     import torch
 
     return [1] * top_k, list(range(top_k + 1)), torch.arange(top_k, device=device), np.arange(top_k)
 
 
 class LayerView:
-    """One layer of one forward, as the host sees it.
+    """One layer of one forward on the host.
 
     Args:
         hidden: the layer's input [T, H]. ids, weights: its routing [T, K].
-        weighed: whether the weights will be asked for. asked: the scores that will be.
+        weighed: fetch the weights now. asked: scores to fetch now.
 
     Attributes:
         tokens: T.
         picked: ids as the model picked them [T, K].
-        ids: as they will run; `picked` until `reroute`.
-        hidden, device_weights: [T, H] and [T, K'], on the device. outgoing: the rows, on their way to peers.
+        ids: as they will run [T, K']; `picked` until `reroute`.
+        hidden, device_weights: [T, H] and [T, K'], on the device. outgoing: the rows for peers.
     """
 
     __slots__ = ("_fetch", "_scores", "_weights", "device_weights", "hidden", "ids", "outgoing", "picked", "tokens")
@@ -159,21 +148,18 @@ class LayerView:
         return found
 
     def scores(self, asked: Asked) -> NDArray[np.float32]:
-        """[T, E], or [R, E] of R rows; fetched now if it was not foreseen."""
-        there = self._scores
-        if there is None:
-            there = self._scores = {}
-        found = there.get(asked)
+        """[T, E], or [R, E] of R rows; fetched now if not fetched before."""
+        fetched = self._scores
+        if fetched is None:
+            fetched = self._scores = {}
+        found = fetched.get(asked)
         if found is None:
             (found,) = self._fetch((scores_of(asked, self.hidden),))
-            there[asked] = found
+            fetched[asked] = found
         return found
 
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these [T, K]. A place where no token has weight is left out if pairs are dropped.
-
-        So ids and weights become [T, K'], 1 <= K' <= K.
-        """
+        """From now on the layer runs these [T, K]. dropped: remove columns without weight: [T, K'], 1 <= K' <= K."""
         if dropped:
             used = weights.any(axis=0)  # [K]
             if used.any() and not used.all():
@@ -187,7 +173,7 @@ class LayerView:
 
 
 def scores_of(asked: Asked, hidden: torch.Tensor) -> torch.Tensor:
-    """What is asked for, on the device of hidden [T, H]."""
+    """The scores, on the device of hidden [T, H]."""
     import torch
 
     if asked.rows:
@@ -200,10 +186,9 @@ class HostViews:
     """Makes the views of one engine's layers.
 
     Args:
-        fetch: brings tensors to the host.
-        ahead: whether to fetch what will be asked for together, which pays where a fetch waits.
-        askers: say which scores those will be.
-        weighed: whether the weights of every layer are read.
+        ahead: fetch everything together, for devices where a fetch waits.
+        askers: name the scores that policies read.
+        weighed: every layer's weights are read.
     """
 
     def __init__(
@@ -214,11 +199,7 @@ class HostViews:
     def look(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, weighed: bool = False
     ) -> LayerView:
-        """View a layer: hidden [T, H], ids [T, K], weights [T, K].
-
-        Args:
-            weighed: whether someone reads the weights of this one.
-        """
+        """View a layer: hidden [T, H], ids [T, K], weights [T, K]. weighed: this layer's weights are read."""
         if not self._ahead:
             return LayerView(self.fetch, hidden, ids, weights)
         tokens = hidden.shape[0]
@@ -227,7 +208,7 @@ class HostViews:
 
 
 def fetch_from(device: torch.device) -> Fetch:
-    """How tensors of a device come to the host."""
+    """The `Fetch` of a device."""
     if device.type == "cpu":
         return share
     from .cuda.activations import PinnedFetch

@@ -1,7 +1,7 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
-Three executors run this page: the lead (`dispatch.DeviceBackend`), another shard (`peers.shard`) and the simulator
-(`cluster.simulate.executor`). What differs is the backend: where routing comes from and what computes.
+Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
+(`peers.shard`) and the simulator (`cluster.simulate.executor`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from .host_view import Routing
     from .serving.streams import SequenceRows
 
-# (layer, ids [T, K], weights [T, K]), as the model picked them; an observer that keeps them copies them
+# (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -45,7 +45,7 @@ class View(Protocol):
     def weights(self) -> NDArray[np.float32]: ...
 
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these [T, K]. dropped: some pairs do not run; their weight is 0."""
+        """From now on the layer runs these [T, K]. dropped: pairs of weight 0 do not run."""
         ...
 
     def routing(self) -> Routing:
@@ -54,36 +54,32 @@ class View(Protocol):
 
 
 class Backend(Protocol):
-    """What a layer runs on: a GPU or the CPU that stands in for it, a shard, a recorded trace."""
+    """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
 
     def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
-        """The `View` of the layer's inputs. weighed: someone reads the weights."""
+        """The `View` of the layer's inputs. weighed: the weights are read."""
         ...
 
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> Sequence[RemoteTask]:
-        """Give the plan's remote experts to their peers; waits for no answer."""
+        """Send the plan's remote experts to their peers; waits for no answer."""
         ...
 
     def run(
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: Any, tasks: Sequence[RemoteTask]
     ) -> Any:
-        """Run the plan: residents, then arrivals, then the answers of peers; the layer's output.
-
-        Args:
-            spans: the pairs of each key. tasks: what `send` gave.
-        """
+        """Run the plan (residents, arrivals, answers of peers); the layer's output. tasks: of `send`."""
         ...
 
 
 class RerouteHook(Protocol):
     def layer(self, index: int, view: Any) -> frozenset[int]:
-        """May change the view's routing; the keys of experts that run on low-bit replicas."""
+        """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
         ...
 
 
 class Watcher(Protocol):
     def routed(self, layer: int, routing: Routing) -> None:
-        """A layer's routing is known, as its experts will run."""
+        """A layer's final routing is known."""
         ...
 
     def ran(self, layer: int) -> None:
@@ -99,7 +95,7 @@ class AheadHook(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a policy adds to each layer's step; empty where it adds nothing."""
+    """A policy's additions to each layer's step."""
 
     reroute: Sequence[RerouteHook] = ()
     watch: Sequence[Watcher] = ()
@@ -107,14 +103,11 @@ class Hooks:
 
 
 class Placer:
-    """Decides where a layer's experts run. This one: all of them here.
-
-    Args:
-        cache: asked for residency, and told to migrate.
+    """Decides where a layer's experts run; this class: all on this device.
 
     Attributes:
-        keep: residents that stay while any other can give way.
-        hot_per_layer: experts of each layer that the placement keeps on the GPUs; None where it keeps no fixed number.
+        keep: residents that are evicted last.
+        hot_per_layer: experts of each layer in the hot set; None: no fixed number.
     """
 
     hot_per_layer: int | None = None
@@ -124,11 +117,7 @@ class Placer:
         self._cache, self._plan_loads = cache, LoadOnMiss().plan
 
     def preload(self) -> None:
-        """Load what is to be resident before the first request.
-
-        Raises:
-            RuntimeFailure: a copy failed, or a shard did not do it.
-        """
+        """Load experts before the first request. Raises RuntimeFailure: a copy or a shard failed."""
         return None
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
@@ -140,15 +129,11 @@ class Placer:
         return None
 
     def displaced(self) -> None:
-        """Experts of a lost peer were loaded here; they may have taken the slots of those that belong here."""
+        """Experts of a lost peer were loaded here and may have displaced others."""
         return None
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: Any) -> LayerPlan:
-        """Plan one layer.
-
-        Args:
-            needed: segments of `routing.experts`. view: has the ids and weights that run.
-        """
+        """Plan one layer. needed: segments of `routing.experts`. view: has the ids and weights that run."""
         cache = self._cache
         return self._plan_loads(needed, cache.residency, cache.eviction, self.keep)
 
@@ -157,13 +142,12 @@ class MoeLayer:
     """The step of one MoE layer.
 
     Args:
-        index: MoE layer, counted from 0 over layers with experts. experts: of a layer.
-        cache: slots, loads and counters of this device.
+        index: number among the MoE layers. experts: of a layer.
         kernel: runs experts on the cache's slots. post: the model's norm after each expert, if it has one.
         check: check the cache's invariants after each pass.
 
     Attributes:
-        observers: shown the routing of every forward.
+        observers: called with the routing of every forward.
     """
 
     def __init__(
@@ -193,7 +177,7 @@ class MoeLayer:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.
 
         Raises:
-            RuntimeFailure: a copy failed, or the cache was closed. Whatever is raised, nothing stays pinned.
+            RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
         cache.settle_times()
@@ -233,7 +217,7 @@ class MoeLayer:
         return out
 
     def _observe(self, stats: LayerStats, io_s: float, link_s: float, tasks: Sequence[RemoteTask]) -> None:
-        """Count the seconds on the forward's way: those of the GPU that waited longest, or whose link was busy most."""
+        """Count the copies' share of the forward: of the GPU that waited longest, and of the busiest link."""
         for task in tasks:
             io_s, link_s = max(io_s, task.blocked_s), max(link_s, task.link_s)
             if task.recomputed:

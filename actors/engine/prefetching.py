@@ -1,9 +1,9 @@
-"""Prefetch carried out: shows a policy what the forward sees, and queues what it wants.
+"""Runs a prefetch policy: shows it the forward's layers and queues the experts that it wants.
 
-    begin (whose rows) -> layer: policy.observed -> queue, tell shards
+    begin (spans) -> layer: policy.observed -> queue here, post to shards
 
-All but `end_sequence` runs on the forward's thread. The policy decides what and in which order; the cache whether there
-is room, the governor whether prefetch pays at all.
+Everything except `end_sequence` runs on the forward's thread. The policy decides the experts and their order, the cache
+finds room, the governor turns prefetch off while too little of it is used.
 """
 
 from __future__ import annotations
@@ -28,25 +28,23 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
-See = Callable[[int, Sequence[Span], Any], LayerSeen]  # layer, spans and its view -> what the policy is shown
+See = Callable[[int, Sequence[Span], Any], LayerSeen]  # (layer, spans, view) -> the policy's view
 
 
 class Prefetching:
     """One policy on one cache, on any executor.
 
     Args:
-        policy: what to ask for.
-        cache: of the lead. layers, experts: L and E.
-        see: makes of a layer's view what the policy is shown.
-        shards: told what belongs to them; None where there are none. What is asked for past the last layer, of the next
-            forward, is not sent to them: they count forwards by what reaches them.
+        layers, experts: L and E.
+        see: makes the policy's view of a layer.
+        shards: the other shards; None: there are none. Experts of the next forward are not posted to shards, which
+            count forwards by their messages.
 
     Attributes:
-        on_predicted: shown, as each layer's routing is known, the scores by which the policy foresaw the next layer:
-            (next layer, scores). Scores are [T, E], one row per row of this forward; for layer 0, which is foreseen at
-            the last layer for the forward to come, [S, E], one row per sequence of this forward in the order of
-            `begin`, and only from policies that wrap. Not called where the policy had no scores. The arrays
-            are the policy's own: do not write to them. If it is set, the policy is asked while prefetch rests, too.
+        on_predicted: called once a layer's routing is known with (next layer, predicted scores), if the policy has
+            scores. They are [T, E] over the rows of this forward; for layer 0, predicted at the last layer for the next
+            forward by policies that wrap, [S, E] over this forward's sequences. Read-only. While it is set, the policy
+            is asked even if prefetch is off.
     """
 
     def __init__(
@@ -68,11 +66,7 @@ class Prefetching:
         self.policy.end(name)
 
     def layer(self, index: int, view: Any) -> None:
-        """A layer's routing is known and its loads are queued: queue those of later layers.
-
-        A policy that keeps no state is not asked while prefetch rests, unless other shards, whose own governors decide,
-        could use what it says.
-        """
+        """A layer's routing is known and its loads are queued: queue loads for later layers."""
         policy, allowed = self.policy, self._cache.governor.allows()
         if policy.stateless and not self.useful(index, allowed):
             return
@@ -83,19 +77,19 @@ class Prefetching:
             self._forward_ended()
 
     def useful(self, index: int, allowed: bool) -> bool:
-        """Whether what the policy says of this layer, without learning from it, is of any use."""
+        """Whether a stateless policy has to be asked at this layer. Other shards have governors of their own."""
         policy = self.policy
         if index == self._last and policy.distance > 0 and not policy.wraps:
             return False
         return allowed or self._shards is not None or self.on_predicted is not None
 
     def _forward_ended(self) -> None:
-        """The last layer was asked for."""
+        """The last layer was observed."""
 
     def _ask(self, layer: int, wanted: Sequence[Wanted], allowed: bool) -> None:
-        """Queue loads behind the demand of `layer`, which counts what a synchronous policy waits for.
+        """Queue loads behind the demand of `layer`, which counts the waits of a synchronous policy.
 
-        What is wanted more does not give way to what is wanted less, so an expert's slot is sought among the others.
+        A load does not evict an expert that is wanted more.
         """
         if not wanted:
             return
@@ -117,13 +111,13 @@ class Prefetching:
 
 
 class RouterPrefetching(Prefetching):
-    """Prefetch of a live model: scores come from its routers, means of embeddings from its first layer.
+    """Prefetch for a live model, by its routers' scores and its input embeddings.
 
     Args:
         policy, cache, experts, shards: as `Prefetching`.
-        blocks: the model's MoE layers, whose routers are asked.
-        gates: of layers 0..L-2, which answer `lookahead(1)` where the policy `needs_gates`.
-        fetch: brings the embeddings' means to the host, once per forward, where the policy needs them.
+        blocks: the model's MoE layers.
+        gates: of layers 0..L-2, for `lookahead(1)` of a policy that `needs_gates`.
+        fetch: brings the embeddings' means to the host, once a forward.
     """
 
     def __init__(
@@ -144,7 +138,7 @@ class RouterPrefetching(Prefetching):
         self._ended: deque[str] = deque()
 
     def watch_embeddings(self, model: torch.nn.Module) -> None:
-        """Look at what the model's input embeddings give, for a policy that needs them; for the model's life."""
+        """Hook the model's input embeddings for a policy that needs them."""
         if self.policy.needs_embeddings:
             model.get_input_embeddings().register_forward_hook(self._see_embeddings)
 
@@ -161,7 +155,7 @@ class RouterPrefetching(Prefetching):
         self._ended.append(name)
 
     def asks(self, layer: int, tokens: int) -> list[Asked]:
-        """The scores that `layer` will look at, as far as it can be known (`host_view.Asker`)."""
+        """The scores that `layer` reads, as far as known before (`host_view.Asker`)."""
         policy = self.policy
         if policy.stateless and not self.useful(layer, not self._cache.governor.resting):
             return []
@@ -198,7 +192,7 @@ class RouterPrefetching(Prefetching):
         return None if router is None else Asked(router, softmax=True)
 
     def _lookahead(self, index: int, distance: int, tokens: int) -> Asked | None:
-        """Of the layer `distance` after this one, of which the forward has so many rows."""
+        """The scores of the layer `distance` after this one. tokens: rows of the forward."""
         layer = index + distance
         rows: tuple[int, ...] = ()
         if layer > self._last:
@@ -210,13 +204,13 @@ class RouterPrefetching(Prefetching):
         return None if probe is None else Asked(probe, self.policy.lookahead_softmax, rows)
 
     def _last_rows(self, tokens: int) -> tuple[int, ...]:
-        """The last row of each sequence; empty where each has one row."""
+        """The last row of each sequence; empty: each has one row."""
         if not self._announced(tokens):
             return (tokens - 1,) if tokens > 1 else ()
         return tuple([span.stop - 1 for span in self._spans]) if len(self._spans) != tokens else ()
 
     def _begin_rows(self, embedded: torch.Tensor | None) -> None:
-        """Tell the policy of the forward; embedded [T, H] are its rows' input embeddings."""
+        """Begin the forward for the policy; embedded: its rows' input embeddings [T, H]."""
         rows = self._rows
         means = None if embedded is None else self._fetch((_span_means(embedded, rows),))[0]
         self._spans = [
@@ -228,7 +222,7 @@ class RouterPrefetching(Prefetching):
             self.begin(self._spans)
 
     def _begin_unannounced(self, tokens: int) -> None:
-        """A forward that someone runs on the model itself: one sequence, which ends with it."""
+        """A forward outside the batcher: one sequence, which ends with it."""
         self._rows = (SequenceRows(_UNANNOUNCED, 0, tokens, decode=False),)
         embedded = self._embedded
         self._begin_rows(embedded if embedded is not None and len(embedded) == tokens else None)

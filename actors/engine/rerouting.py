@@ -1,4 +1,4 @@
-"""Rules that change what a layer runs, carried out: rerouting, and low-bit replicas in place of missing experts."""
+"""Runs the rules that change a layer's routing: rerouting, and low-bit replicas in place of missing experts."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ _NOWHERE = np.zeros(0, np.bool_)
 
 
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
-    """Of a layer, as things stand."""
+    """One layer's cache as a rerouting rule sees it."""
     available, slots = cache.standing(layer)
     free = slots - int(available.sum())
     return RerouteView(available, free, top_k, cache.vacant(layer), emptied=cache.residency.emptied)
 
 
 class Rerouter:
-    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
+    """One rerouting rule on one engine, on the forward's thread; counts `substitutions` and `dropped`.
 
     Args:
-        rule: decides. cache: of the lead; its counters `substitutions` and `dropped` are filled.
         blocks: the model's MoE layers. top_k: of their routers.
-        peers: the other shards' caches; None where there are none.
+        peers: the other shards' caches; None: there are none.
 
     Raises:
-        ConfigError: the rule goes by probabilities that a layer does not expose.
+        ConfigError: the rule needs probabilities that a layer does not expose.
     """
 
     def __init__(
@@ -62,12 +61,12 @@ class Rerouter:
         ]
 
     def asks(self, layer: int, tokens: int) -> list[Asked]:
-        """The scores that `layer` will look at (`host_view.Asker`)."""
+        """The scores that `layer` reads (`host_view.Asker`)."""
         asked = self._asked[layer]
         return [] if asked is None else [asked]
 
     def layer(self, index: int, view: View) -> frozenset[int]:
-        """Give the view the routing that the rule makes of what the model picked."""
+        """Apply the rule to the view's routing."""
         rule, asked = self.rule, self._asked[index] if self.rule.needs_probabilities else None
         probabilities = None if asked is None else view.scores(asked)  # type: ignore[attr-defined]  # of a `LayerView`
         found = rule.reroute(index, view.picked, view.weights, probabilities, self._view(index))
@@ -86,18 +85,14 @@ class Rerouter:
 
 
 class LowBits:
-    """One rule on one engine. Runs on the forward's thread, after arrivals were looked for and before the plan.
-
-    Args:
-        rule: decides. cache: has a `LowBitPart`; its counters are filled. experts: of a layer.
-    """
+    """One mixed-precision rule on one engine. cache: with a `LowBitPart`. experts: of a layer."""
 
     def __init__(self, rule: MixedPrecision, cache: ExpertCache, experts: int) -> None:
         self.rule, self._cache, self._experts = rule, cache, experts
         self._keys = len(cache.uses)
 
     def layer(self, index: int, view: View) -> frozenset[int]:
-        """The keys of experts that run on a replica; pairs of experts that run not at all leave the view's routing."""
+        """The keys of experts that run on a replica; dropped pairs leave the view's routing."""
         residency, base, keys = self._cache.residency, index * self._experts, self._keys
 
         def full(expert: int) -> bool:

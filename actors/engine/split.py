@@ -1,9 +1,9 @@
-"""The cache configurator: records what forwards do, and splits the cache anew when that is expected to gain (MoEpic).
+"""The cache configurator (MoEpic): records forwards and changes the split when a better one is found.
 
     forward's thread: routed, predicted, ran (appending) ... begin_forward (apply)
-    own thread:       batches of steps -> statistics -> every tau tokens a configuration -> a cut to apply
+    own thread:       batches of steps -> statistics -> every tau tokens a configuration -> a split to apply
 
-The simulator decides on the forward's thread, where it takes no time (`threaded=False`).
+In the simulator everything runs on the forward's thread and takes no virtual time (`threaded=False`).
 """
 
 from __future__ import annotations
@@ -28,38 +28,33 @@ from .host_view import Routing
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
 
-_TIMES = 4096  # forwards whose times are remembered
+_TIMES = 4096  # forwards whose times are stored
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward. decode: it held no row of a prompt. head_s: from the last layer of the forward before to the first
-    layer's routing of this one; None: not known, or not of two decodes. By layer: experts needed, where their pairs
-    start, scores [rows, E] by which they were foreseen or None. attention_s: between layers, moe_s: in them without
-    waits for copies; sums over layers, in seconds.
-    """
+    """One forward; lists have an entry a layer."""
 
-    decode: bool
+    decode: bool  # it carried no row of a prompt
     tokens: int
-    head_s: float | None
-    experts: list[list[int]] = field(default_factory=list)
-    starts: list[list[int]] = field(default_factory=list)
-    scores: list[NDArray[np.floating] | None] = field(default_factory=list)
-    attention_s: float = 0.0
-    moe_s: float = 0.0
+    head_s: float | None  # from the last layer of the forward before to the first routing; None: not of two decodes
+    experts: list[list[int]] = field(default_factory=list)  # as `Routing.experts`
+    starts: list[list[int]] = field(default_factory=list)  # as `Routing.starts`
+    scores: list[NDArray[np.floating] | None] = field(default_factory=list)  # predictions [rows, E]
+    attention_s: float = 0.0  # between layers, summed
+    moe_s: float = 0.0  # in layers without waits for copies, summed
 
 
 class Configurator:
-    """Statistics and times of one engine's forwards, and the cut that they speak for (MoEpic section 3.4).
+    """Statistics and times of one engine's forwards, and the best split by them (MoEpic section 3.4).
 
-    Statistics are of forwards that hold no row of a prompt, each of them one step with the experts that it needs, so
-    with one sequence a step is a token as in the paper; prompts count in the experts' priorities and in tau. They are
-    kept for good. Times are medians over the last of these forwards.
+    Statistics count forwards without rows of a prompt, each as one step with the experts that it needs; with one
+    sequence a step is a token, as in the paper. Prompts count in the experts' priorities and in tau. Statistics cover
+    all forwards, times are medians of the latest.
 
     Args:
-        cache: begins with a cut, which is the one in use. order: in which its tops leave. experts: of a layer.
-        top_k: experts of a token. prefetched: experts that are prefetched for a layer at most. expert_bytes: of a slot
-            that holds a whole one.
+        cache: is split; `cache.cut` is the present split. order: eviction order of its tops. experts: of a layer.
+        top_k: experts of a token. prefetched: experts prefetched for a layer at most. expert_bytes: of a whole slot.
     """
 
     def __init__(
@@ -85,14 +80,14 @@ class Configurator:
 
     @property
     def stats(self) -> ConfiguratorStats:
-        """Its counters since the last reset."""
+        """The counters since the last reset."""
         found = self._cache.stats.configurator
         assert found is not None
         return found
 
     @property
     def due(self) -> bool:
-        """Whether tau tokens have passed."""
+        """Whether tau tokens have passed since the last configuration."""
         return self._tokens >= self._settings.tau
 
     def add(self, steps: Sequence[Step]) -> None:
@@ -115,7 +110,7 @@ class Configurator:
             del times[:-_TIMES]
 
     def configure(self) -> Configured | None:
-        """A better cut than the present one, if enough is known; an error of it is reported and stops nothing."""
+        """A better split than the present one; None: there is none yet. An error only sets `stats.problem`."""
         self._tokens = 0
         times, present, split = self.times(), self._cache.cut, self._settings
         if times is None or present is None:
@@ -135,14 +130,14 @@ class Configurator:
         return found
 
     def apply(self, found: Configured) -> None:
-        """Cut the cache, between two forwards, and fill it with the experts that rank highest."""
+        """Change the cache's split between two forwards, and load the highest-ranked experts."""
         cache, stats = self._cache, self.stats
         cache.recut(found.layout, cache.eviction.ranked(range(len(cache.uses))))
         stats.reconfigurations += 1
         stats.expected_before_s, stats.expected_after_s = found.before_s, found.after_s
 
     def times(self) -> Times | None:
-        """What things take, as measured so far; None while nothing was decoded or loaded."""
+        """The measured times; None before the first decode and load."""
         layers = self._cache.stats.layers
         loaded, busy_s = sum(layer.bytes_loaded for layer in layers), sum(layer.total_io_s for layer in layers)
         if not self._moe_s or not loaded or busy_s <= 0:
@@ -166,17 +161,13 @@ def _picks(steps: Sequence[Step], layer: int, experts: int) -> Picks:
 
 
 class Recorder:
-    """Makes steps of what a forward's layers tell: lists are kept as they come, nothing is computed.
-
-    Args:
-        layers: of the model. clock: seconds.
-    """
+    """Records each forward's layers as a `Step`; stores the lists and computes nothing."""
 
     def __init__(self, cache: ExpertCache, layers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._cache, self._clock, self._last = cache, clock, layers - 1
         self._scores: list[NDArray[np.floating] | None] = [None] * layers
         self._step: Step | None = None
-        self._follows = False  # on a decode that ended
+        self._follows = False  # the forward before was a decode
         self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
 
     def routed(self, layer: int, routing: Routing) -> None:
@@ -197,11 +188,11 @@ class Recorder:
         self._blocked_s = self._cache.stats.layers[layer].blocked_io_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
-        """What was foreseen of a layer, of this forward or (the first one's) of the next: scores [rows, E]."""
+        """A layer's predicted scores [rows, E], of this forward or (layer 0) of the next."""
         self._scores[layer] = scores
 
     def ran(self, layer: int) -> Step | None:
-        """A layer's experts have run; the forward, if it was the last one and every layer of it was seen."""
+        """A layer's experts have run; returns the step after the last layer, if all layers were recorded."""
         now_s = self._left_s = self._clock()
         step = self._step
         if step is None or len(step.experts) != layer + 1:
@@ -214,22 +205,14 @@ class Recorder:
         return step
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """Configure now, whatever tau says."""
-
-    done: Event
-
-
 class Configuring:
-    """A configurator beside an engine: fed by its forwards, applied between them.
+    """Runs a configurator beside an engine: recorded by the forwards, applied between them.
 
     Args:
-        configurator: of the engine's cache, which has no other user.
-        cache: of the engine. tau: tokens between configurations.
-        clock: seconds, by which layers are timed.
-        threaded: compute in a thread; False: on the forward's, at once.
-        batch: forwards that are handed over together: what is kept of their scores stays small.
+        tau: tokens between configurations.
+        clock: in seconds; times the layers.
+        threaded: compute in a thread; False: on the forward's thread.
+        batch: forwards handed over together, which bounds the memory for scores.
     """
 
     def __init__(
@@ -239,11 +222,11 @@ class Configuring:
         self._configurator, self._tau, self._batch = configurator, tau, batch
         self._clock, self._recorder = clock, Recorder(cache, configurator.layers, clock)
         self.predicted = self._recorder.predicted
-        self._lock = Lock()  # of `_steps`, which are handed over by the forward's thread or by who asks
+        self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`
         self._steps: list[Step] = []
-        self._tokens = 0  # of these
+        self._tokens = 0  # of `_steps`
         self._found: Configured | None = None
-        self._queue: SimpleQueue[list[Step] | _Ask | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[Step] | Event | None] = SimpleQueue()  # an event: configure now, then set it
         self._thread: Thread | None = None
         if threaded:
             self._thread = Thread(target=self._work, name="configurator", daemon=True)
@@ -252,7 +235,7 @@ class Configuring:
     # -- on the forward's thread ---------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Between two forwards: change to the cut that was found since."""
+        """Apply a split that was found since the last forward."""
         found = self._found
         if found is not None:
             self._configurator.apply(found)
@@ -279,18 +262,18 @@ class Configuring:
     # -- from any thread -------------------------------------------------------------------------------------
 
     def ask(self) -> Event:
-        """Configure as soon as possible with what was recorded so far; the event is set when it is decided.
+        """Configure with the steps recorded so far; the event is set afterwards.
 
-        A cut that gains is applied when the next forward begins.
+        A better split is applied when the next forward begins.
         """
-        asked = _Ask(Event())
+        done = Event()
         with self._lock:
             self._hand_over()
-            self._queue.put(asked)
-        return asked.done
+            self._queue.put(done)
+        return done
 
     def close(self) -> None:
-        """Stop. Safe to call twice."""
+        """Stop the thread. Safe to call twice."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -303,7 +286,7 @@ class Configuring:
             self._queue.put(steps)
 
     def _decide(self, steps: Sequence[Step], asked: bool) -> None:
-        """Count these forwards, and configure if it is time or asked for."""
+        """Count these forwards; configure if tau tokens have passed or on request."""
         if steps:
             self._configurator.add(steps)
         if (asked or self._configurator.due) and self._found is None:
@@ -315,12 +298,12 @@ class Configuring:
         while (item := self._queue.get()) is not None:
             start_s = time.perf_counter()
             try:
-                self._decide(() if isinstance(item, _Ask) else item, isinstance(item, _Ask))
-            except Exception as error:  # serving goes on with the cut that it has, and the summary says so
+                self._decide(() if isinstance(item, Event) else item, isinstance(item, Event))
+            except Exception as error:  # serving continues with the present split; the summary shows the problem
                 self._configurator.stats.problem = f"{type(error).__name__}: {error}"
             self._configurator.stats.configure_s += time.perf_counter() - start_s
-            if isinstance(item, _Ask):
-                item.done.set()
+            if isinstance(item, Event):
+                item.set()
 
 
 def make_configuring(
@@ -334,11 +317,9 @@ def make_configuring(
     threaded: bool = True,
     batch: int = 128,
 ) -> Configuring | None:
-    """The configurator of a policy whose split adapts, which learns what is prefetched; None for any other policy.
+    """The configurator of a policy with an adaptive split, connected to the prefetch scores; None: another policy.
 
-    Args:
-        experts: of a layer. top_k: of a token. expert_bytes: of a slot that holds a whole one. clock, threaded, batch:
-            as `Configuring`.
+    experts: of a layer. top_k: of a token. expert_bytes: of a whole slot. clock, threaded, batch: as `Configuring`.
     """
     if policy.split.kind != "adaptive":
         return None

@@ -1,4 +1,4 @@
-"""Counters of the expert engine, one typed record that CLI, benchmarks and metrics read; and a timeline for Chrome."""
+"""Counters of the expert engine, which CLI, benchmarks and metrics read; and a timeline for Chrome."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ PeerKind = Literal["ndp", "shard"]
 
 @dataclass
 class LayerStats:
-    """What one MoE layer did since the counters were reset.
+    """Counters of one MoE layer since the last reset.
 
-    A hit is an expert that a forward needed and found resident when the routing became known; one that arrived
-    later is a miss, even if the compute did not have to wait for it. Counted per forward and expert, not per token;
-    what an NDP worker or another shard computes is neither.
-    Under a cut an expert is a hit where all of it was resident, and one that is to run in low precision where its
-    replica was. Bytes are slot bytes (the slot's dtype) on every
-    executor, whatever the link carried.
+    A hit is a needed expert that was resident when the routing became known; a later arrival is a miss, even if the
+    compute did not wait. Counted per forward and expert, without experts of NDP workers and other shards. A split
+    expert is a hit if all of it was resident, an expert in low precision if its replica was. Bytes are slot bytes on
+    every executor.
     """
 
     hits: int = 0
     misses: int = 0
     prefetched_hits: int = 0  # hits whose bytes a prefetch brought, first use only
-    top_hits: int = 0  # misses whose top was resident, under a cut: only the bottom was loaded
-    low_bit_hits: int = 0  # of the hits those that ran on a resident low-bit replica
-    low_bit_misses: int = 0  # of the misses those that ran on one that was loaded
-    low_bit_pairs: int = 0  # (token, expert) pairs that ran on one
-    late_prefetches: int = 0  # misses whose prefetch was still on its way
+    top_hits: int = 0  # misses of split experts whose top was resident: only the bottom was loaded
+    low_bit_hits: int = 0  # hits that ran on a resident low-bit replica
+    low_bit_misses: int = 0  # misses that loaded a low-bit replica
+    low_bit_pairs: int = 0  # (token, expert) pairs that ran on a low-bit replica
+    late_prefetches: int = 0  # misses whose prefetch had not arrived
     bytes_loaded_demand: int = 0
     bytes_loaded_prefetch: int = 0
-    bytes_loaded_migration: int = 0  # brought in once after a sequence's prefill, by its placement
-    bytes_loaded_low_bit: int = 0  # of all these bytes those of low-bit replicas, which are fewer for an expert
-    bytes_demanded_decode: int = 0  # asked for by forwards that held no row of any prompt
+    bytes_loaded_migration: int = 0  # loaded once after a sequence's prefill, by its placement
+    bytes_loaded_low_bit: int = 0  # part of all loaded bytes: low-bit replicas
+    bytes_demanded_decode: int = 0  # demanded by forwards without rows of a prompt
     failed_prefetches: int = 0  # prefetch copies that raised; demand loads those experts again
     bytes_wasted: int = 0  # loaded by prefetch, evicted without one use
-    vacated: int = 0  # experts that pre-eviction sent away before this layer
-    bytes_premature: int = 0  # demanded again though pre-eviction had sent them away since their layer last ran
-    bytes_written_back: int = 0  # copied back to the host before their slots were used again
+    vacated: int = 0  # experts that pre-eviction evicted before this layer
+    bytes_premature: int = 0  # demanded again after a pre-eviction since their layer last ran
+    bytes_written_back: int = 0  # copied back to the host before their slots were reused
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
     total_io_s: float = 0.0  # seconds the link was busy
-    link_s: float = 0.0  # the same by the link's own clock: on the stand-in without waits for a core
+    link_s: float = 0.0  # the same by the link's own clock: on the CPU without waits for a core
     forwards: int = 0
     waves: int = 0  # passes over a layer's experts; equals forwards when the working set fits
     ndp_calls: int = 0
@@ -58,13 +56,13 @@ class LayerStats:
     shard_tokens: int = 0  # (token, expert) pairs that they computed
     shard_wait_s: float = 0.0  # seconds the lead waited for their answers, after its own part
     shard_recomputed: int = 0  # pairs recomputed by the lead because a shard was lost or late
-    io_path_s: float = 0.0  # seconds of copies on the forward's way: of each forward the GPU that waited longest
-    link_path_s: float = 0.0  # `link_s` on that way: of each forward the GPU with most of it for this layer
+    io_path_s: float = 0.0  # waits for copies, of the GPU that waited longest in each forward
+    link_path_s: float = 0.0  # `link_s` of the GPU with the most in each forward
 
     def count_answer(
         self, kind: PeerKind, waited_s: float, experts: int, pairs: int, answer: ExpertResult | None
     ) -> None:
-        """The compute waited for a peer, which answered or (None) did not."""
+        """The compute waited for a peer. answer: None: the peer did not answer."""
         if kind == "shard":
             self.shard_wait_s += waited_s
         else:
@@ -96,7 +94,7 @@ class LayerStats:
 
 @dataclass
 class WorkerStats:
-    """What one NDP worker computed since the counters were reset; the sum over workers is in the layers' counters."""
+    """One NDP worker's work since the last reset; the sum over workers is in the layers' counters."""
 
     calls: int = 0
     experts: int = 0  # per forward
@@ -105,45 +103,38 @@ class WorkerStats:
 
 @dataclass
 class SourceStats:
-    """What became of the experts that one prefetch source asked for, since the counters were reset.
-
-    What is neither used nor gone yet is in `queued` only. Under a cut the segments of experts are counted.
-    """
+    """Experts (segments of split experts) that one prefetch source queued since the last reset, by outcome."""
 
     queued: int = 0
-    hits: int = 0  # used, and there when the routing became known
-    late: int = 0  # used, and still on their way then
+    hits: int = 0  # used, and resident when the routing became known
+    late: int = 0  # used, and still loading then
     wasted: int = 0  # evicted without one use
     cancelled: int = 0  # dropped before their copy began, or the copy failed
 
 
 @dataclass(frozen=True)
 class LayerResidency:
-    """Where the experts of one MoE layer stand, by expert.
+    """The residency of one MoE layer, by expert."""
 
-    states: 0 absent, 1 loading, 2 resident (`policies.residency.State`). uses: forwards that ran it on this device
-    since the counters were reset.
-    """
-
-    states: tuple[int, ...]
-    uses: tuple[int, ...]
+    states: tuple[int, ...]  # 0 absent, 1 loading, 2 resident (`policies.residency.State`)
+    uses: tuple[int, ...]  # forwards that ran the expert on this device since the last reset
 
 
 @dataclass
 class ConfiguratorStats:
-    """What the cache configurator did since the counters were reset. Expected seconds are of a token, by its model."""
+    """Counters of the cache configurator since the last reset."""
 
-    configurations: int = 0  # times that it looked for a better cut
-    reconfigurations: int = 0  # times that a better one was applied
-    expected_before_s: float = 0.0  # what loading was expected to add, before the last of these
+    configurations: int = 0  # searches for a better split
+    reconfigurations: int = 0  # better splits applied
+    expected_before_s: float = 0.0  # a token's expected wait for loads before the last reconfiguration
     expected_after_s: float = 0.0
     attention_s: float = 0.0  # T_att, T_moe, T_head and T_load, as measured last
     moe_s: float = 0.0
     head_s: float = 0.0
     load_s: float = 0.0
-    record_s: float = 0.0  # seconds of forwards that went into recording
-    configure_s: float = 0.0  # seconds of its own thread
-    problem: str | None = None  # why it could not look for one, the last time
+    record_s: float = 0.0  # recording time on the forward's thread
+    configure_s: float = 0.0  # time of the configurator's thread
+    problem: str | None = None  # why the last search failed
 
 
 @dataclass
@@ -159,19 +150,19 @@ class EngineStats:
     executor: str = "real"
     bytes_preloaded: int = 0  # loaded before the first request, in no layer's counters
     loads_in_flight: int = 0
-    prefetch_resting: bool = False  # prefetch turned itself off because too little of it was used
+    prefetch_resting: bool = False  # the governor turned prefetch off: too little was used
     prefetch_sources: dict[str, SourceStats] = field(default_factory=dict)  # by name, such as "next-gate"
-    matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None where no matcher takes part
-    configurator: ConfiguratorStats | None = None  # None where the cut is fixed
+    matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
+    configurator: ConfiguratorStats | None = None  # None: the split is fixed
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
-    ndp_losses: int = 0  # times that an NDP worker was lost
-    ndp_refusals: int = 0  # calls that one refused; computed here
-    ndp_last_failure: str | None = None  # why one was lost or refused, the last time
-    shard_losses: int = 0  # times that another shard was lost
-    shard_refusals: int = 0  # calls that one refused or failed; computed here
+    ndp_losses: int = 0  # connections lost
+    ndp_refusals: int = 0  # refused calls, computed here
+    ndp_last_failure: str | None = None  # reason of the last loss or refusal
+    shard_losses: int = 0
+    shard_refusals: int = 0
     shard_last_failure: str | None = None
-    substitutions: int = 0  # (token, expert) pairs that ran on another expert than the model picked
+    substitutions: int = 0  # (token, expert) pairs that ran on a substitute
     dropped: int = 0  # pairs that did not run
 
     def total(self) -> LayerStats:
@@ -185,13 +176,13 @@ class EngineStats:
     def source(self, name: str) -> SourceStats:
         """The counters of one prefetch source."""
         if name not in self.prefetch_sources:
-            self.prefetch_sources = self.prefetch_sources | {name: SourceStats()}  # a new one: others may read the old
+            self.prefetch_sources = self.prefetch_sources | {name: SourceStats()}  # a new dict: others read the old
         return self.prefetch_sources[name]
 
     def count_worker(self, name: str, experts: int, pairs: int) -> None:
         """An NDP worker answered."""
         if name not in self.ndp_workers:
-            self.ndp_workers = self.ndp_workers | {name: WorkerStats()}  # a new one: others may be reading the old
+            self.ndp_workers = self.ndp_workers | {name: WorkerStats()}  # a new dict: others read the old
         found = self.ndp_workers[name]
         found.calls += 1
         found.experts += experts
@@ -205,7 +196,7 @@ class EngineStats:
             self.ndp_losses, self.ndp_last_failure = self.ndp_losses + 1, why
 
     def count_refusal(self, kind: PeerKind, why: str) -> None:
-        """A peer is there and did not compute one call."""
+        """A peer refused one call."""
         if kind == "shard":
             self.shard_refusals, self.shard_last_failure = self.shard_refusals + 1, why
         else:
@@ -213,7 +204,7 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits over hits and misses; 1.0 where nothing was asked for."""
+        """Hits over hits and misses; 1.0 if there are none."""
         total = self.total()
         asked = total.hits + total.misses
         return total.hits / asked if asked else 1.0
@@ -232,8 +223,7 @@ TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "ndp": 5}
 class Timeline:
     """Spans in `time.perf_counter` seconds; recording is a tuple append.
 
-    Callers ask `enabled` before they build a span's name, so that off it costs one test.
-    At most `limit` spans are kept; later ones are counted in `dropped`.
+    Callers test `enabled` before they build a span's name. At most `limit` spans are stored; `dropped` counts the rest.
     """
 
     def __init__(self, enabled: bool, limit: int = 1_000_000) -> None:
@@ -264,15 +254,7 @@ class Timeline:
         ]
         if self.dropped:
             rows.append({"ph": "M", "name": "dropped_spans", "pid": 1, "tid": 0, "args": {"count": self.dropped}})
-        rows += [
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": TRACKS[track],
-                "name": name,
-                "ts": (start_s - origin_s) * 1e6,
-                "dur": (end_s - start_s) * 1e6,
-            }
-            for track, name, start_s, end_s in spans
-        ]
+        for track, name, start_s, end_s in spans:
+            times = {"ts": (start_s - origin_s) * 1e6, "dur": (end_s - start_s) * 1e6}
+            rows.append({"ph": "X", "pid": 1, "tid": TRACKS[track], "name": name} | times)
         return rows

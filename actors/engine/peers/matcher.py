@@ -1,13 +1,12 @@
-"""The matcher as the engine sees it: publish what a layer's router said, look for commands, never wait.
+"""The engine's connection to the matcher of expert maps: publish router probabilities, take commands, never wait.
 
     begin (embedding) -> [layer: take -> commands for later layers; observe (probabilities)] for each layer
 
-All methods are called by the forward's thread. `begin` and `observe` write one request to the channel and return;
-`take` looks which answers are there. A thread that sends would not spare the forward anything: it takes the
-interpreter for as long, at a moment that the forward does not choose.
+All methods run on the forward's thread: `begin` and `observe` write one request to the channel, `take` reads the
+answers that have come. A sending thread would take the interpreter for as long, at a worse moment.
 
-Nothing depends on the matcher: where it is lost, slow or knows no maps yet, `source` says so and `MatcherPrefetch` asks
-the next layers' routers instead. It is published to all the same if it is there, so that it can recover.
+While the matcher is lost, slow or without maps, `MatcherLink.source` says so and `MatcherPrefetch` asks the next
+layers' routers instead. Publishing continues, so that the matcher can recover.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
 
 _log = logging.getLogger(__name__)
-_WINDOW, _JUDGED_FROM = 64, 16  # outcomes that tell whether the matcher keeps pace
+_WINDOW, _JUDGED_FROM = 64, 16  # outcomes that decide whether the matcher is slow
 _COUNTS = "published", "dropped", "commands", "late", "silent", "lost", "fallbacks", "fallback_layers"
 _NO_MAPS = "the matcher has no maps yet"
 _REMEMBERED = 4096  # publish times and lags, for their percentiles
@@ -51,35 +50,34 @@ class _Asked:
 
 
 class MatcherLink:
-    """Contexts to the matcher, commands from it.
+    """Sends contexts to the matcher and takes its commands.
 
     Args:
-        link: looks the matcher's address up and connects to it; again when it is lost.
+        link: looks up the matcher's address.
         settings: transport and deadline; distance and capacity are the matcher's.
-        shape: the model; a matcher for another one is not used.
+        shape: of the model; a matcher for another model is not used.
     """
 
     def __init__(self, link: PeerLink, settings: MatcherSettings, shape: MapShape) -> None:
         self.shape, self._deadline_s = shape, settings.deadline_s
-        self._semantic = settings.semantic  # without, the first forecast of an iteration comes with its first layer
+        self._semantic = settings.semantic  # False: the first forecast of an iteration comes with its first layer
         expected = asdict(shape) | {"distance": settings.distance}
         self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
-        # what may be under way: two iterations. More would wait in the channel for a matcher that does not keep pace.
-        self._most = 2 * (shape.layers + 1)
-        self._channel: Channel | None = None  # which was published to last
+        self._most = 2 * (shape.layers + 1)  # contexts without answer: two iterations
+        self._channel: Channel | None = None  # of the last publish
         self._asked: deque[_Asked] = deque()
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)  # whether a command came in time
         self._nothing = np.empty((0, 0), np.float32)  # [S, 0]
         self._slow = False
-        self._forecasts = False  # whether the newest iteration that was answered had a forecast
-        self._said: str | None = None
+        self._forecasts = False  # the newest answered iteration had a forecast
+        self._logged: str | None = None  # the last problem
         self._started = False
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._publish_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._lag_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def start(self) -> None:
-        """Begin to look for the matcher; generation does not wait for it."""
+        """Connect in the background."""
         self._started = True
         self._peer.start()
 
@@ -89,7 +87,7 @@ class MatcherLink:
 
     @property
     def problem(self) -> str | None:
-        """Why the matcher's commands are not enough now; None: they are."""
+        """Why the matcher's commands are not used alone; None: they are."""
         if self._peer.current is None:
             return f"the matcher is not there: {self._peer.problem}"
         if self._slow:
@@ -100,48 +98,45 @@ class MatcherLink:
 
     @property
     def source(self) -> Source:
-        """What to prefetch by now; changes are logged."""
+        """The prefetch source to use now; changes are logged."""
         problem = self.problem
         kind = None if problem is None else problem.split(":")[0]
-        if kind != self._said:
+        if kind != self._logged:
             if problem is None:
                 _log.info("prefetch follows expert maps again")
             elif self._started:
                 self._counts["fallbacks"] += 1
                 level = logging.INFO if problem == _NO_MAPS else logging.WARNING
                 _log.log(level, "prefetch falls back to next-gate: %s", problem)
-            self._said = kind
+            self._logged = kind
         return "expert-map" if problem is None else "next-gate"
 
     def fell_back(self) -> None:
-        """A layer was prefetched for by next-gate instead."""
+        """Next-gate prefetched for a layer instead."""
         self._counts["fallback_layers"] += 1
 
     @property
     def waiting(self) -> int:
-        """Contexts whose answers were not taken."""
+        """Number of contexts whose answers were not taken."""
         return len(self._asked)
 
     def begin(self, iteration: int, sequences: NDArray[np.int64], embeddings: NDArray[np.float32]) -> None:
-        """Before the first layer.
+        """Publish, before the first layer, each sequence's mean input embedding in this iteration.
 
-        Args:
-            iteration: number of this forward; numbers rise.
-            sequences: ids [S].
-            embeddings: [S, H], mean of each sequence's input embeddings in this iteration.
+        iteration: number of this forward; numbers rise. sequences: ids [S]. embeddings: [S, H].
         """
         self._publish(Context(iteration, 0, sequences, embeddings, self._none_for(sequences)), True)
 
     def observe(
         self, iteration: int, layer: int, sequences: NDArray[np.int64], probabilities: NDArray[np.float32]
     ) -> None:
-        """Once a layer's router has run: its probabilities [S, E], each sequence's mean over its tokens."""
+        """Publish a layer's router probabilities [S, E]: each sequence's mean over its tokens."""
         self._publish(Context(iteration, layer, sequences, self._none_for(sequences), probabilities), False)
 
     def take(self, iteration: int, layer: int) -> list[PrefetchCommand]:
-        """Commands that came since the last look, oldest first, of this iteration and for layers after `layer`.
+        """New commands of this iteration for layers after `layer`, oldest first.
 
-        Of a command that is partly late the rest is left; what is late as a whole is dropped and counted.
+        A partly late command keeps its other keys; a late command is dropped and counted.
         """
         asked, out = self._asked, []
         while asked and asked[0].pending.done():
@@ -154,7 +149,7 @@ class MatcherLink:
         return out
 
     def report(self) -> dict[str, Any]:
-        """Counters since the start; microseconds per publish, and from publish to command as the forward saw it."""
+        """Counters since the last reset; percentiles of microseconds per publish, and from publish to command."""
         out: dict[str, Any] = {"source": self.source, "problem": self.problem or ""} | self._counts
         for name, values in (("publish_us", self._publish_s), ("lag_us", self._lag_s)):
             if values:
@@ -169,7 +164,7 @@ class MatcherLink:
         self._lag_s.clear()
 
     def account(self, deadline_s: float) -> dict[str, Any]:
-        """The matcher's account of itself; where it is lost or late only that, as its `state`."""
+        """The details of the matcher's health report; without a report its `state`, "lost" or "late"."""
         channel = self._peer.current
         try:
             report = None if channel is None else channel.call(HealthRequest(), deadline_s)
@@ -179,11 +174,11 @@ class MatcherLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the matcher is there."""
+        """Whether the matcher is connected."""
         return self._peer.current is not None
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         self._peer.close()
 
     def _none_for(self, sequences: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -217,7 +212,7 @@ class MatcherLink:
         self._publish_s.append(time.perf_counter() - begin_s)
 
     def _answer(self, asked: _Asked) -> PrefetchCommand | None:
-        """The command of an answer that is there; None: it has none, or failed."""
+        """The command of an answer that has come; None: the answer has no command, or the call failed."""
         try:
             answer = asked.pending.result()
         except PeerLost:
@@ -227,13 +222,12 @@ class MatcherLink:
             self._judge(False)
             _log.debug("a context was not answered: %s", failure)
             return None
-        if isinstance(answer, PrefetchCommand):
-            self._forecasts = True
-        elif asked.begins and self._semantic:
-            self._forecasts = False
         if not isinstance(answer, PrefetchCommand):
+            if asked.begins and self._semantic:
+                self._forecasts = False
             self._counts["silent"] += 1
             return None
+        self._forecasts = True
         self._lag_s.append(time.perf_counter() - asked.sent_s)
         return answer
 
@@ -244,16 +238,16 @@ class MatcherLink:
             if later.all():
                 self._counts["commands"] += 1
                 return command
-            kept = int(later[:wanted].sum())
-            if kept:
+            left = int(later[:wanted].sum())
+            if left:
                 self._counts["commands"] += 1
                 keys, priorities = command.keys[later], command.priorities[later]
-                return replace(command, keys=keys, priorities=priorities, hints=len(keys) - kept)
+                return replace(command, keys=keys, priorities=priorities, hints=len(keys) - left)
         self._counts["late"] += 1
         return None
 
     def _judge(self, in_time: bool) -> None:
-        """Slow: of the last outcomes half were late; no longer so when a quarter is."""
+        """Slow once half of the last outcomes were late, until at most a quarter is."""
         outcomes = self._outcomes
         outcomes.append(in_time)
         if len(outcomes) < _JUDGED_FROM:
@@ -262,7 +256,7 @@ class MatcherLink:
         self._slow = late * 4 > len(outcomes) if self._slow else late * 2 >= len(outcomes)
 
     def _change(self, channel: Channel | None) -> None:
-        """The matcher was lost, or is back: what was asked of the old one is forgotten."""
+        """The connection changed: drop the state of the old one."""
         self._counts["lost"] += channel is None
         self._channel = channel
         self._asked.clear()
@@ -271,7 +265,7 @@ class MatcherLink:
 
 
 def wanted_keys(command: PrefetchCommand) -> list[int]:
-    """What a command wants loaded, most wanted first."""
+    """The keys that a command wants loaded, most wanted first."""
     wanted = len(command.keys) - command.hints
     order = np.argsort(-command.priorities[:wanted], kind="stable")
     keys: list[int] = command.keys[order].tolist()
@@ -279,11 +273,7 @@ def wanted_keys(command: PrefetchCommand) -> list[int]:
 
 
 def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: int) -> None:
-    """Tell a policy that wants to know how probable the command's experts are, if a map says so.
-
-    Args:
-        experts: of a layer.
-    """
+    """Give an expert-map eviction the probabilities of a mapped command. experts: of a layer."""
     if command.mapped and isinstance(eviction, ExpertMapEviction):
         probabilities = probability_of(command.priorities, command.keys // experts, command.layer)
         eviction.expect(command.keys.tolist(), probabilities.tolist())
@@ -291,7 +281,7 @@ def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: i
 
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
     """Mean over each sequence's rows [S, X] of values [T, X] where sequence s has rows starts[s]:starts[s + 1]."""
-    if len(starts) == len(values) + 1:  # a row for each, as in decode
+    if len(starts) == len(values) + 1:  # one row a sequence, as in decode
         return np.ascontiguousarray(values, np.float32)
     sums = np.add.reduceat(values, starts[:-1], axis=0, dtype=np.float64)
     return (sums / np.diff(starts)[:, None]).astype(np.float32)
@@ -301,22 +291,21 @@ Relay = Callable[[PrefetchCommand, bool], PrefetchCommand]
 
 
 class MatcherPrefetch(PrefetchPolicy):
-    """The lead's side of fMoE (sections 4.1 and 4.5): publish each layer, carry out the commands that have come.
+    """The lead's side of fMoE (sections 4.1 and 4.5): publish each layer, prefetch by the commands that have come.
 
-    State: numbers of the running sequences. Rule: after a layer's router has run, its probabilities are published and
-    the commands that came since the last layer give what is wanted. They answer what was published a layer ago, so a
-    prefetch distance d is counted from the layer that runs now. While the matcher is lost, slow or without maps the
-    routers of the next layers are asked as well (`MatcherLink.source`). Nothing waits. Cost: one publish and one look
-    per layer, and while it falls back that of `NextGatePrefetch`.
+    State: numbers of the running sequences. Rule: once a layer's router has run, its probabilities are published, and
+    the commands since the last layer are the wanted experts. They answer the publish of a layer ago, so a prefetch
+    distance d counts from the present layer. While the matcher is lost, slow or without maps, the routers of the next
+    layers are asked too (`MatcherLink.source`). Cost: one publish and one read a layer, and in fallback the cost of
+    `NextGatePrefetch`.
 
     Args:
-        link: to the matcher.
         experts: of a layer.
-        fallback: asked while the matcher is of no use.
-        eviction: told how probable a command's experts are.
-        iteration: number of the forward that begins, as the other shards count; None: counted here.
+        fallback: used while the matcher has a problem.
+        eviction: gets the probabilities of a command's experts.
+        iteration: gives the number of the forward that begins, as other shards count; None: counted here.
         blend: joins the commands with next-gate; None: commands alone.
-        relay: `Shards.relay`; None: there are no other shards.
+        relay: `Shards.relay`; None: one GPU.
     """
 
     name: ClassVar[str] = "expert-map"
@@ -336,7 +325,7 @@ class MatcherPrefetch(PrefetchPolicy):
     ) -> None:
         self._link, self._experts, self._eviction = link, experts, eviction
         self._fallback, self._blend, self._relay = fallback, blend, relay
-        self.needs_ids = blend is not None  # which judges by them
+        self.needs_ids = blend is not None
         self._next_iteration = iteration if iteration is not None else count(1).__next__
         self._iteration = 0
         self._numbers: dict[str, int] = {}

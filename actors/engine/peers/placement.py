@@ -1,10 +1,8 @@
-"""From a layer's routing to its plan where other processes share the experts, and the placer that a policy asks for.
+"""Placers: which process computes each expert that a layer needs.
 
-Two things are decided for each needed expert: on a GPU or near data, and on which of them. A placer follows sequences
-(`begin_forward`, `end_sequence`), asks the pure policies where each expert belongs, and lets the caches carry a
-migration out. An expert that runs on a GPU runs on the one that owns it, or on the lead if that one is lost; one near
-data on the NDP worker that the pool chooses. What runs on this GPU is planned by `LoadOnMiss`; the rest goes to
-`LayerPlan.remote`.
+A placer follows sequences and asks the pure policies whether an expert runs on a GPU or near data. On a GPU an expert
+runs on its owner, or on the lead while the owner is lost; near data on the NDP worker that the pool chooses. Experts
+of this GPU are planned by `LoadOnMiss`, all others go to `LayerPlan.remote`.
 """
 
 from __future__ import annotations
@@ -47,20 +45,14 @@ from .shards import Shards, owners
 
 
 class PeerPlacer(Placer):
-    """Decides per layer which of the needed experts run elsewhere, and where.
-
-    Args:
-        cache: asked for residency and told to migrate.
-        experts: per layer.
-        shards: the other GPUs; None where there are none.
-    """
+    """A placer with other processes. experts: of a layer. shards: the other GPUs; None where there are none."""
 
     def __init__(self, cache: ExpertCache, experts: int, shards: Shards | None) -> None:
         super().__init__(cache)
         self._experts, self._shards = experts, shards
 
     def _gpu_of(self, key: int) -> str | None:
-        """The other GPU that computes an expert if a GPU does; None: this one, as owner or because that one is lost."""
+        """The other GPU that computes an expert; None: this GPU, as its owner or because its owner is lost."""
         found = self._shards.peer_of(key) if self._shards is not None else None
         return None if found is None else found[0]
 
@@ -77,23 +69,18 @@ class PeerPlacer(Placer):
 
 
 class GpuPlacer(PeerPlacer):
-    """Every expert to the GPU that owns it; those of a lost one to the lead, until it is back."""
+    """Every expert runs on the GPU that owns it; the lead runs experts of a lost GPU."""
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         return self._on_gpus(needed)
 
 
 class HotPlacer(PeerPlacer):
-    """Placements with a hot set: hot experts on their GPUs, the others near data, where nothing has to be loaded.
+    """Placements with a hot set: hot experts run on their GPUs, cold experts near data without a load.
 
-    An expert of this GPU runs here if it is resident or on its way; whether one of another GPU is, is taken from
-    the hot set, which that GPU was told to hold. A hot expert that is on no GPU (a prompt's load took its slot, or its
-    GPU is lost) runs near data on its widest replica. Where no NDP worker is there, all run on the GPUs, and what
-    those loads displaced is brought back when one is.
-
-    Args:
-        pool: the NDP workers.
-        widest: bits for a hot expert that is on no GPU.
+    An expert of this GPU runs here if it is resident or loading; for other GPUs the hot set decides. A hot expert that
+    is on no GPU runs near data on its widest replica (`widest` bits). Without NDP workers all experts run on the GPUs;
+    the hot set is loaded again once a worker is available.
     """
 
     def __init__(
@@ -101,7 +88,7 @@ class HotPlacer(PeerPlacer):
     ) -> None:
         super().__init__(cache, experts, shards)
         self._pool, self._widest = pool, widest
-        self._hot_keys: frozenset[int] = frozenset()  # of all GPUs; those of this one are `keep`
+        self._hot_keys: frozenset[int] = frozenset()  # of all GPUs; `keep`: of this GPU
         self._displaced = False
 
     def displaced(self) -> None:
@@ -110,12 +97,7 @@ class HotPlacer(PeerPlacer):
     def _plan_hot(
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
     ) -> LayerPlan:
-        """Plan a layer by the hot set.
-
-        Args:
-            bits: of the layer's cold experts.
-            warm: further experts of the layer that are to run on the GPUs.
-        """
+        """Plan a layer by the hot set. bits: of its cold experts. warm: further experts that run on the GPUs."""
         base, state = layer * self._experts, self._cache.residency.state
         remote, cold = [], []
         for key in needed:
@@ -132,27 +114,27 @@ class HotPlacer(PeerPlacer):
         remote += [Remote(k, bits.get(k - base, self._widest), w) for k, w in zip(cold, workers, strict=True)]
         return self._split(needed, remote, self.keep)
 
-    def _hold(self, keys: Sequence[int], *, keep_others: bool) -> None:
-        """Have every GPU load its hot experts, most urgent first."""
-        mine, asked = self._take(keys), None
+    def _load_hot(self, keys: Sequence[int], *, keep_others: bool) -> None:
+        """Every GPU loads its hot experts, most urgent first."""
+        mine, placed = self._set_hot(keys), None
         if self._shards is not None:
-            asked = self._shards.place(keys, keep_others=keep_others)
+            placed = self._shards.place(keys, keep_others=keep_others)
         self._cache.migrate(mine, keep_others=keep_others)
-        if asked is not None:
-            asked()
+        if placed is not None:
+            placed()
         self._displaced = False
 
-    def _take(self, keys: Sequence[int]) -> list[int]:
-        """From now on these are hot; those of this GPU."""
+    def _set_hot(self, keys: Sequence[int]) -> list[int]:
+        """Make these experts the hot set; returns the ones of this GPU."""
         mine = [key for key in keys if self._shards is None or self._shards.owner_of(key) == 0]
         self._hot_keys, self.keep = frozenset(keys), frozenset(mine)
         return mine
 
 
 class StaticPlacer(HotPlacer):
-    """A hot set that is chosen once and preloaded; everything else runs near data, prompts too.
+    """A fixed, preloaded hot set; all other experts run near data, for prompts too.
 
-    hot: keys to hold, all of which fit. bits: per layer, the width of each cold expert.
+    hot: keys of the hot set, which fits. bits: per layer, the width of each cold expert.
     """
 
     def __init__(
@@ -170,26 +152,25 @@ class StaticPlacer(HotPlacer):
         self.hot_per_layer = len(self._hot) // len(bits)
 
     def preload(self) -> None:
-        mine, asked = self._take(self._hot), None
-        if self._shards is not None:
-            asked = self._shards.preload(self._hot)
+        mine = self._set_hot(self._hot)
+        loaded = None if self._shards is None else self._shards.preload(self._hot)
         self._cache.preload(mine)
-        if asked is not None:
-            asked()
+        if loaded is not None:
+            loaded()
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         if self._displaced and self._pool.available:
-            self._hold(self._hot, keep_others=False)
+            self._load_hot(self._hot, keep_others=False)
 
     def plan(self, layer: int, needed: Sequence[int], routing: Routing, view: LayerView) -> LayerPlan:
         return self._plan_hot(layer, needed, self._bits[layer])
 
 
 class MondePlacer(PeerPlacer):
-    """MoNDE on one GPU: in every layer the experts with the most tokens are moved there, as far as that pays.
+    """MoNDE on one GPU: each layer's experts with the most tokens run here, as far as that pays.
 
-    choose: token rows and residency of each needed expert, and the NDP workers that are there -> whether each expert
-    runs here (`policies.placement.monde_split`). bits: of the others.
+    choose: (token rows and residency of each needed expert, available NDP workers) -> whether each runs here
+    (`policies.context_ndp.monde_split`). bits: of the other experts.
     """
 
     def __init__(
@@ -223,11 +204,10 @@ Bits = Callable[[int, Sequence[int]], dict[int, int]]  # (layer, its cold expert
 class ContextPlacer(HotPlacer):
     """Prefill-guided placement and precision (Context-aware MoE inference on GPU-NDP, Algorithm 1).
 
-    Rows of a prompt run on the GPUs under the caches' ordinary rule and are counted (P, W). Before the first decode row
-    of a sequence its counts enter the hot set, which is loaded (the sequence's one migration), and the widths of the
-    other experts are chosen. From then on decode rows load nothing. Where rows of a prompt share the forward, what they
-    load serves decode rows too. A prompt that ends without a decode row leaves slots with what it needed: the
-    hot set of the others is brought back then.
+    Rows of a prompt run on the GPUs under the caches' ordinary rule and are counted (P, W). Before a sequence's first
+    decode row its counts enter the hot set, the hot set is loaded (the sequence's one migration) and the widths of the
+    cold experts are chosen. After that, decode rows load nothing of their own. A prompt that ends without a decode row
+    has displaced hot experts; they are loaded again.
 
     Args:
         hot: the hot set over the active sequences.
@@ -259,10 +239,10 @@ class ContextPlacer(HotPlacer):
 
     def preload(self) -> None:
         if self._shards is not None:
-            self._shards.place((), keep_others=True)()  # whatever another lead may have told them
+            self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
-        self._forget_ended()
+        self._remove_ended()
         self._rows = list(sequences)
         prompts = [s.name for s in sequences if not s.decode]
         for name in prompts:
@@ -275,9 +255,11 @@ class ContextPlacer(HotPlacer):
             self._decoding.add(name)
             self._migrated()
         if admitted:
-            self._choose_widths()
+            for layer in range(self._layers):
+                hot = self._hot.hot(layer)
+                self._bits[layer] = self._choose_bits(layer, [e for e in self._hot.order(layer) if e not in hot])
         if admitted or (self._displaced and self._decoding and self._pool.available):
-            self._hold(self._by_importance(), keep_others=bool(self._counting))
+            self._load_hot(self._by_importance(), keep_others=bool(self._counting))
 
     def end_sequence(self, name: str) -> None:
         self._ended.append(name)
@@ -286,28 +268,14 @@ class ContextPlacer(HotPlacer):
         if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
             return self._on_gpus(needed)
         prompts = [s for s in self._rows if not s.decode]
-        warm: set[int] = set()
-        if prompts:
-            warm = self._count(layer, prompts, view)
+        warm: set[int] = set()  # experts that the prompts need
+        for s in prompts:
+            rows = view.ids[s.start : s.stop]
+            self._counting[s.name].add(layer, rows, view.weights[s.start : s.stop])
+            warm.update(np.unique(rows).tolist())
         if len(prompts) == len(self._rows):
             return self._on_gpus(needed, self.keep)
         return self._plan_hot(layer, needed, self._bits[layer], warm)
-
-    def _count(self, layer: int, prompts: list[SequenceRows], view: LayerView) -> set[int]:
-        """Add the prompts' rows to their counts; the experts that they need."""
-        ids, weights = view.ids, view.weights
-        wanted: set[int] = set()
-        for s in prompts:
-            rows = ids[s.start : s.stop]
-            self._counting[s.name].add(layer, rows, weights[s.start : s.stop])
-            wanted.update(np.unique(rows).tolist())
-        return wanted
-
-    def _choose_widths(self) -> None:
-        """The width of every cold expert, for the sequences that are active now."""
-        for layer in range(self._layers):
-            hot = self._hot.hot(layer)
-            self._bits[layer] = self._choose_bits(layer, [e for e in self._hot.order(layer) if e not in hot])
 
     def _by_importance(self) -> list[int]:
         """Hot keys, nearest layer first."""
@@ -317,25 +285,25 @@ class ContextPlacer(HotPlacer):
             keys += [layer * self._experts + e for e in self._hot.order(layer) if e in hot]
         return keys
 
-    def _forget_ended(self) -> None:
+    def _remove_ended(self) -> None:
         while self._ended:
             name = self._ended.popleft()
             if self._counting.pop(name, None) is not None:
-                self._displaced = True  # by a prompt that brings no placement of its own
+                self._displaced = True  # by a prompt without a placement
             self._decoding.discard(name)
             if name in self._hot.active:
                 self._hot.release(name)
-        if not self._decoding and self._hot_keys:  # nothing decodes on it: a prompt may use every slot
-            self._take(())
+        if not self._decoding and self._hot_keys:  # nothing decodes: a prompt may use every slot
+            self._set_hot(())
             if self._shards is not None:
                 self._shards.place((), keep_others=True)()
 
 
 def refuse_unsuitable(policy: PolicySettings, shape: ExpertShape, blocks: Sequence[MoeBlock]) -> str:
-    """The activation that the NDP workers are to compute, if they can compute this model's experts.
+    """The activation of the model's experts, which NDP workers compute.
 
     Raises:
-        ConfigError: they cannot: experts without gate, with biases, a gating of their own or a norm after them.
+        ConfigError: NDP workers cannot compute experts without gate, with biases, own gating or a norm after them.
     """
     activations = {block.activation for block in blocks}
     activation = next(iter(activations)) if len(activations) == 1 else None
@@ -360,10 +328,8 @@ def make_placer(
     """The placer of `settings.policy`, which uses NDP workers.
 
     Args:
-        shards: the other GPUs; None where there are none.
-        pool: the NDP workers.
-        kernel: runs experts here; timed where the policy weighs one side against the other.
-        tables: of the store's replicas; None where it has none.
+        kernel: runs experts here; timed where the policy compares GPU and NDP costs.
+        tables: of the store's replicas; None where the store has none.
 
     Raises:
         ConfigError: the policy needs tables or replicas that the store lacks, or more slots than there are.
@@ -393,15 +359,11 @@ def make_placer(
 
 
 def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> HotSlots:
-    """What each GPU keeps of every layer.
-
-    Raises:
-        ConfigError: the policy keeps more than there are slots.
-    """
+    """The hot slots of each GPU and layer. Raises ConfigError: the policy wants more than there are slots."""
     layers = len(cache.stats.layers)
     owner = np.asarray(owners(layers, experts, settings.shards)).reshape(layers, experts)
-    bought = cache.stats.expert_budget_bytes // cache.residency.slot_bytes  # of each GPU, which needs no more than own
-    slots = [min(bought, int((owner == gpu).sum())) for gpu in range(settings.shards.count)]
+    most = cache.stats.expert_budget_bytes // cache.residency.slot_bytes  # of each GPU
+    slots = [min(most, int((owner == gpu).sum())) for gpu in range(settings.shards.count)]
     try:
         return HotSlots.fit(owner, slots, settings.policy.placement.hot_per_layer)
     except ValueError as error:
@@ -411,7 +373,7 @@ def _hot_slots(settings: EngineSettings, cache: ExpertCache, experts: int) -> Ho
 
 
 def _bits(precision: PrecisionOptions, name: str, tables: ReplicaTables | None) -> tuple[Bits, int]:
-    """What chooses the widths of a layer's cold experts, and the width of one that was meant to be hot."""
+    """Chooses the widths of a layer's cold experts; and the width of a hot expert that is on no GPU."""
     if precision.kind == "full":
         return lambda layer, order: dict.fromkeys(order, 0), 0
     have = _tables(tables, name, "quantized replicas").widths
@@ -447,9 +409,9 @@ def _tables(tables: ReplicaTables | None, name: str, what: str) -> ReplicaTables
 def _monde_choice(
     settings: EngineSettings, cache: ExpertCache, shape: ExpertShape, kernel: ExpertKernel
 ) -> Callable[[Sequence[int], Sequence[bool], int], list[bool]]:
-    """MoNDE's rule with this device's measured seconds and the modelled ones of the NDP devices.
+    """MoNDE's rule with measured seconds of this device and modelled seconds of the NDP devices.
 
-    Several NDP workers share a layer's experts, so each expert counts with its share of their time.
+    NDP workers share a layer's experts: an expert's NDP time is divided by the number of workers.
     """
     profile = settings.ndp.profile
     first_s, further_s = expert_seconds(kernel, cache.pool)
@@ -459,7 +421,6 @@ def _monde_choice(
 
     @functools.cache
     def priced(rows: int) -> SplitCosts:
-        """One expert with so many rows."""
         work = Work(shape.hidden, shape.intermediate, rows, FULL_BITS)
         return split_costs(profile, [work], [first_s + (rows - 1) * further_s], load, row_bytes)
 

@@ -1,10 +1,9 @@
-"""A peer as the engine sees it: send some of a layer's experts, take their sum, find it again when it is lost.
+"""Calls of the engine to its peers (NDP workers and other shards), and the pool of NDP workers.
 
     send (returns at once) -> the layer computes its own experts -> result
 
-A peer is an NDP worker or another shard; `NdpPool` chooses the NDP worker that computes an expert now. A worker that is
-killed fails its calls within a second (the channel's liveness); the layer then computes those experts itself. The
-connection looks the peer's address up and connects again, so a restarted worker rejoins.
+The channel's liveness check fails the calls to a killed peer within a second; the layer then computes those experts
+itself. The connection looks up the peer's address and connects again, so a restarted worker rejoins.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ from ..stats import EngineStats, PeerKind
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
-    """Experts under way at a peer.
+    """Experts that a peer computes now."""
 
-    rows: rows of the layer's hidden states that take part [R], int64 on the compute device.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # of the layer's hidden states that take part [R], int64 on the compute device
     experts: int
     pairs: int
     sent_s: float
@@ -48,19 +44,17 @@ class RemoteExperts:
     """Calls to one peer.
 
     Args:
-        kind: what it is.
-        label: what to call it in a sentence.
-        link: looks its address up and connects to it.
+        label: names the peer in messages.
+        link: looks up the peer's address.
         settings: transport and deadline.
-        activation: name of the experts' activation, which an NDP worker cannot know.
-        stats: told of losses.
-        expected: what its account of itself must say, so that both sides mean the same.
-        supply: where its answers are put, see `proto.options.Supply`.
+        activation: of the experts, for NDP workers.
+        expected: fields that the peer's health report must have; a peer with others is refused.
+        supply: memory for answers, see `proto.options.Supply`.
 
     Attributes:
-        connections: how often it was connected; one that is connected anew has forgotten what it was told.
-        resident: what a shard said last that it holds (`held.py`); None: nothing since it was connected.
-        asked: experts that it was told to load ahead since the last batch that it was sent.
+        connections: number of connections so far; a peer on a new connection has lost its state.
+        resident: a shard's latest residency (`shards.ShardResidency`); None: no answer on this connection yet.
+        asked: keys that the shard was asked to prefetch since its last batch.
     """
 
     def __init__(
@@ -85,15 +79,11 @@ class RemoteExperts:
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Look for the worker from now on; returns at once."""
+        """Connect in the background."""
         self._peer.start()
 
     def wait_for_the_first(self, deadline_s: float) -> None:
-        """Wait for the first connection, after `begin`.
-
-        Raises:
-            RuntimeFailure: there was no worker to be reached within `deadline_s` seconds.
-        """
+        """Wait for the first connection. Raises RuntimeFailure: none within `deadline_s` seconds."""
         if not self.wait_until_found(deadline_s):
             raise RuntimeFailure(
                 f"{self.label} was not reached within {deadline_s:g} s ({self._peer.problem})",
@@ -102,18 +92,18 @@ class RemoteExperts:
             )
 
     def wait_until_found(self, deadline_s: float) -> bool:
-        """Whether the worker is connected within `deadline_s` seconds."""
+        """Whether the peer is connected within `deadline_s` seconds."""
         return self._peer.wait(deadline_s)
 
     @property
     def available(self) -> bool:
-        """Whether a layer may be sent now."""
+        """Whether the peer takes batches now."""
         channel = self._peer.connection
         return channel is not None and (channel.alive or self._peer.current is not None)
 
     @property
     def transport(self) -> str | None:
-        """How it is reached now, "shm" or "grpc"; None while it is lost."""
+        """Transport in use, "shm" or "grpc"; None while the peer is lost."""
         channel = self._peer.connection
         return None if channel is None else channel.transport
 
@@ -126,16 +116,12 @@ class RemoteExperts:
         weights: NDArray[np.float32],
         decode: bool,
     ) -> RemoteCall | None:
-        """Send some experts of a layer with the rows that they need.
+        """Send some experts of a layer with the rows that they need; None while the peer is lost.
 
         Args:
-            experts: (place in `routing.experts`, bits of the replica or 0) of each.
-            outgoing: the layer's rows [T, H].
-            weights: [T, K].
-            decode: whether the forward is known to hold no row of any prompt.
-
-        Returns:
-            The call under way; None when the worker is not there.
+            experts: (index in `routing.experts`, bits of the replica or 0) of each.
+            outgoing: the layer's rows [T, H]. weights: [T, K].
+            decode: the forward carries no row of any prompt.
         """
         channel = self._peer.connection
         if channel is None:
@@ -164,7 +150,7 @@ class RemoteExperts:
         except RuntimeFailure as failure:
             self._failed(channel, failure)
             return None
-        self.asked = set()  # what it holds when it answers is told with the answer
+        self.asked = set()  # the answer says what is resident
 
         def result() -> ExpertResult | None:
             try:
@@ -180,9 +166,9 @@ class RemoteExperts:
         return RemoteCall(used, len(experts), len(chosen), sent_s, result)
 
     def ask(self, message: Message, deadline_s: float | None = None) -> Callable[[], bool] | None:
-        """Send what is to be done; what it returns waits, and says whether that was done. None: the peer is not there.
+        """Send a command, which runs before any later batch; returns a wait for its success. None: the peer is lost.
 
-        What is asked before a batch is done before that batch. deadline_s: None for that of the settings.
+        deadline_s: None: the settings' deadline.
         """
         channel = self._peer.connection
         if channel is None:
@@ -204,7 +190,7 @@ class RemoteExperts:
         return done
 
     def post(self, message: Message) -> bool:
-        """Send what needs no answer; False when the peer is not there or has no room for it now."""
+        """Send a message without answer; False: the peer is lost or its queue is full."""
         channel = self._peer.connection
         if channel is None:
             return False
@@ -215,25 +201,20 @@ class RemoteExperts:
             return False
         return sent
 
-    def report(self, deadline_s: float) -> HealthReport | None:
-        """The peer's account of itself; None when it is not there."""
-        channel = self._peer.connection
-        if channel is None:
-            return None
-        try:
-            answer = channel.call(HealthRequest(), deadline_s)
-        except RuntimeFailure as failure:
-            self._peer.problem = str(failure)
-            return None
-        return answer if isinstance(answer, HealthReport) else None
-
     def account(self, deadline_s: float) -> dict[str, Any]:
-        """The details of its report; of one that is lost or late only that, as its `state`."""
-        report = self.report(deadline_s)
-        return {"state": "late" if self.available else "lost"} if report is None else dict(report.details)
+        """The details of the peer's health report; without a report its `state`, "lost" or "late"."""
+        channel = self._peer.connection
+        if channel is not None:
+            try:
+                answer = channel.call(HealthRequest(), deadline_s)
+                if isinstance(answer, HealthReport):
+                    return dict(answer.details)
+            except RuntimeFailure as failure:
+                self._peer.problem = str(failure)
+        return {"state": "late" if self.available else "lost"}
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         self._peer.close()
 
     def _connected(self) -> None:
@@ -241,7 +222,7 @@ class RemoteExperts:
         self.resident, self.asked = None, set()
 
     def _failed(self, channel: Any, failure: RuntimeFailure) -> None:
-        """A call failed: the peer is gone, or is there and refuses this one call."""
+        """A call failed: the peer refused the call, or is lost."""
         if isinstance(failure, RemoteFailure | MessageTooLarge):
             self._stats.count_refusal(self.kind, str(failure))
         else:
@@ -252,28 +233,25 @@ _REPORT_S = 5.0
 
 
 class NdpPool:
-    """Calls to several NDP workers, each of which could compute any expert: all map all replicas.
+    """Calls to several NDP workers. Every worker maps all replicas and can compute any expert.
 
-    Every expert has one worker that is its own (`policies.sharding.spread_by_bytes`, as in the plan of the cluster),
-    so that each worker's memory is asked for its share only. What belongs to a lost one goes to those that are there
-    until it is back. A worker that joins takes its share at the next forward after it was reached: within a forward
-    no expert changes its owner but by a loss.
+    Every expert has one owner among the workers (`policies.sharding.spread_by_bytes`), which limits the memory of each
+    worker to its share. The experts of a lost worker move to the others until the worker is back. A worker that joins
+    takes its share when the next forward begins: within a forward an expert's owner changes only by a loss.
 
-    `add` and the questions may come from any thread; `refresh` and `choose` only from the forward's.
+    `refresh` and `choose` run on the forward's thread, everything else on any thread.
 
     Args:
-        links: of the workers that are there from the start.
-        settings: transport and deadline.
-        activation: name of the experts' activation.
-        stats: told of losses.
+        links: of the workers that exist at the start.
+        activation: of the experts.
         nbytes: of each expert near data, by key [L * E].
-        supply: where answers are put, see `proto.options.Supply`.
+        supply: memory for answers, see `proto.options.Supply`.
 
     Attributes:
-        peers: the workers by name, those that were not yet reached too.
+        peers: all workers by name, also before their first connection.
 
     Raises:
-        ConfigError: two have one name, or one has a name of something else.
+        ConfigError: two links have one name, or a name is not an NDP worker's.
     """
 
     def __init__(
@@ -285,11 +263,11 @@ class NdpPool:
         self._lock = threading.Lock()
         self._closed = False
         self.peers: dict[str, RemoteExperts] = {}
-        self._members: tuple[RemoteExperts, ...] = ()  # those who have a share, by number
+        self._members: tuple[RemoteExperts, ...] = ()  # workers with a share, by number
         self._joining: tuple[RemoteExperts, ...] = ()
-        self._owners: tuple[int, ...] = ()  # place in `_members` of each key's own worker
-        self._seen: tuple[bool, ...] = ()  # who was there when `_table` was made
-        self._table: tuple[int, ...] = ()
+        self._owners: tuple[int, ...] = ()  # index in `_members` of each key's owner
+        self._seen: tuple[bool, ...] = ()  # availability of the members, for which `_table` was made
+        self._table: tuple[int, ...] = ()  # as `_owners`, without lost members
         for link in links:
             self.peers[link.name] = self._peer(link)
         if len(self.peers) < len(links):
@@ -297,21 +275,17 @@ class NdpPool:
         self._take_in(tuple(self.peers.values()))
 
     def start(self, deadline_s: float) -> None:
-        """Connect to all, side by side.
-
-        Raises:
-            RuntimeFailure: one was not reached within `deadline_s` seconds.
-        """
+        """Connect to all workers. Raises RuntimeFailure: one was not reached within `deadline_s` seconds."""
         for peer in self._members:
             peer.begin()
         for peer in self._members:
             peer.wait_for_the_first(deadline_s)
 
     def add(self, link: PeerLink) -> None:
-        """One more worker; looked for in the background. Nothing if it is known, for it is looked for anyway.
+        """Connect to one more worker in the background; a known name changes nothing.
 
         Raises:
-            ConfigError: its name is none of an NDP worker.
+            ConfigError: the name is not an NDP worker's.
         """
         with self._lock:
             if self._closed or link.name in self.peers:
@@ -322,7 +296,7 @@ class NdpPool:
             peer.begin()
 
     def refresh(self) -> None:
-        """A forward begins: who was reached for the first time takes its share."""
+        """A forward begins: workers that were reached for the first time take their share."""
         if self._joining:
             with self._lock:
                 reached = [peer for peer in self._joining if peer.available]
@@ -332,21 +306,21 @@ class NdpPool:
 
     @property
     def members(self) -> tuple[RemoteExperts, ...]:
-        """The workers that have a share of the experts, by number."""
+        """The workers with a share of the experts, by number."""
         return self._members
 
     @property
     def living(self) -> int:
-        """How many of them may be sent experts now."""
+        """Number of members that take batches now."""
         return sum(peer.available for peer in self._members)
 
     @property
     def available(self) -> bool:
-        """Whether any of them may."""
+        """Whether any member takes batches now."""
         return any(peer.available for peer in self._members)
 
     def choose(self, keys: Sequence[int]) -> list[str] | None:
-        """The name of the worker that computes each of these experts now; None where no worker is there."""
+        """The worker that computes each of these experts now, by name; None: no worker is available."""
         there = tuple([peer.available for peer in self._members])
         if there != self._seen:
             living = [i for i, here in enumerate(there) if here]
@@ -355,12 +329,11 @@ class NdpPool:
         return [members[table[key]].name for key in keys] if table else None
 
     def experts_of(self, name: str) -> int:
-        """How many experts, in all layers, are a worker's own."""
-        places = [i for i, peer in enumerate(self._members) if peer.name == name]
-        return sum(self._owners.count(i) for i in places)
+        """Number of experts, over all layers, that a worker owns."""
+        return sum(self._owners.count(i) for i, peer in enumerate(self._members) if peer.name == name)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Each worker's account of itself; of one that is lost or late only its name and that."""
+        """The `RemoteExperts.account` of each worker."""
         return [{"worker": name} | peer.account(_REPORT_S) for name, peer in self.peers.items()]
 
     def close(self) -> None:
@@ -372,20 +345,19 @@ class NdpPool:
 
     def _peer(self, link: PeerLink) -> RemoteExperts:
         index = _number(link.name)
-        label = f"NDP worker {index}"
         return RemoteExperts(
-            "ndp", label, link, self._settings, self._activation, self._stats, {"index": index}, self._supply
-        )
+            "ndp", f"NDP worker {index}", link, self._settings, self._activation, self._stats, {"index": index},
+            self._supply,
+        )  # fmt: skip
 
     def _take_in(self, members: Sequence[RemoteExperts]) -> None:
-        """Spread the experts over these workers."""
         self._members = tuple(sorted(members, key=lambda peer: _number(peer.name)))
         self._owners = spread_by_bytes(self._nbytes, len(self._members))
         self._seen, self._table = (), ()
 
 
 def _number(name: str) -> int:
-    """The number in a name of `links.ndp_name`."""
+    """The number in an NDP worker's name."""
     number = name.rpartition("/")[2]
     if not number.isdecimal() or name != ndp_name(int(number)):
         raise ConfigError(f"'{name}' is no name of an NDP worker", f"link it as {ndp_name(0)}, {ndp_name(1)} and so on")

@@ -1,4 +1,4 @@
-"""The experts of one shard: rows in, sums out, through this device's own cache.
+"""The engine of one shard: rows in, sums of experts out, through this device's own cache.
 
     batch (rows of one layer) -> plan -> loads -> residents, arrivals -> norm after each expert -> sum per row
 """
@@ -39,21 +39,19 @@ from .shards import ShardResidency, owners
 class ShardEngine:
     """Computes the experts that shard `index` owns.
 
-    A lead has one connection, so one thread calls; one that connected anew may overlap the last call of its old
-    connection, so a lock keeps the cache's rule that its methods run one after another.
+    Cache methods must not overlap. A lead has one connection and so one calling thread, but a new connection may
+    overlap the last call of the old one: hence the lock.
 
     Args:
-        settings: those of the lead; the budget is this device's own.
+        settings: of the lead; the budget is per device.
         index: 1..G-1.
-        sources: where the experts of all layers come from; closed with the engine. blocks: what is to be known of the
-            model's layers.
+        sources: experts of all layers; closed with the engine. blocks: the model's MoE layers.
 
     Attributes:
-        activations: the way of rows from the channel to the device, and of sums back.
+        activations: moves rows from the channel to the device, and sums back.
 
     Raises:
-        BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. Whatever is raised, no thread
-            stays.
+        BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. After an error no thread runs.
     """
 
     def __init__(
@@ -70,13 +68,13 @@ class ShardEngine:
         mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
                 if owner == index]  # fmt: skip
         self._experts, self._hidden = shape.num_experts, shape.hidden
-        self._tells = settings.policy.on_miss.kind != "load"  # the lead goes by what is here
+        self._reports_residency = settings.policy.on_miss.kind != "load"  # the lead's rule reads it
         self.activations: Activations = activations_of(device.torch_device)
         self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
-        self._placer = Placer(self.cache)  # whose `keep` the lead's placement gives
+        self._placer = Placer(self.cache)  # `place` sets its `keep`
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
-        self._iteration, self._layer = -1, -1  # the newest iteration heard of, and the last layer that ran in it
+        self._iteration, self._layer = -1, -1  # the newest iteration, and the last layer that ran in it
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
         try:
@@ -98,8 +96,8 @@ class ShardEngine:
     def run(self, batch: ExpertBatch) -> ExpertResult:
         """The weighted sum of the batch's experts for each of its rows, in float32.
 
-        Of the result, `measured_s` are the seconds of computing, `paced_s` those in all: the difference was spent
-        waiting for copies. `modelled_s` are those that the link was busy with this layer's copies, by its own clock.
+        In the result, `measured_s` is compute time, `paced_s` total time (the difference: waits for copies) and
+        `modelled_s` the time that the link was busy with this layer's copies, by its own clock.
 
         Raises:
             StoreError: the batch is for another store. RuntimeFailure: a copy failed.
@@ -122,25 +120,25 @@ class ShardEngine:
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             link_s = stats.link_s - busy_s
-            held = ShardResidency.encode(self.cache.residency, self.cache.governor.resting) if self._tells else None
-            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, held)
+            resident = None
+            if self._reports_residency:
+                resident = ShardResidency.encode(self.cache.residency, self.cache.governor.resting)
+            return ExpertResult(partial, total_s - (stats.blocked_io_s - blocked_s), link_s, total_s, resident)
 
     def residency(self) -> list[LayerResidency]:
-        """Where the experts of each layer stand at this moment; from any thread."""
+        """The residency of each layer now; from any thread."""
         return self.cache.layer_residency()
 
     def prefetch(self, command: PrefetchCommand) -> None:
-        """Queue loads behind demand; what comes after its layer has run is dropped and counted."""
+        """Queue loads behind demand; prefetches for layers that have run are dropped and counted."""
         with self._lock:
-            self.cache.device.enter()  # a command may be the first thing that a channel's thread is given
+            self.cache.device.enter()  # this may be the thread's first call
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
             keys = [key for key in wanted_keys(command) if key < self.cache.residency.keys]
             tell_eviction(self.cache.eviction, command, self._experts)
-            if command.iteration == self._iteration:
-                keys = [key for key in keys if key // self._experts > self._layer]
-            else:
-                keys = []
+            current = command.iteration == self._iteration
+            keys = [key for key in keys if key // self._experts > self._layer] if current else []
             if not keys:
                 self.late_commands += 1
             elif not self.cache.governor.allows():
@@ -150,7 +148,7 @@ class ShardEngine:
                 self.cache.prefetch(keys)
 
     def place(self, command: PlacementCommand) -> None:
-        """Hold these experts: load those that are absent, first of all, and let prompts take other slots before theirs.
+        """Make these the hot experts: load the absent ones, and evict other experts first from now on.
 
         Raises:
             StoreError: the command is for another store. RuntimeFailure: a preload's copy failed.
@@ -163,13 +161,13 @@ class ShardEngine:
             self._placer.keep = frozenset(keys)
             cache.poll()
             if command.preload:
-                cache.flush()  # of what another lead may have left
+                cache.flush()  # experts of an earlier lead
                 cache.preload(keys)
             else:
                 cache.migrate(keys, keep_others=command.keep_others)
 
     def greet(self) -> None:
-        """A lead begins: what another one counted is no measure of its commands."""
+        """A new lead begins: its iterations are counted anew."""
         with self._lock:
             self._iteration, self._layer = -1, -1
 
@@ -178,13 +176,13 @@ class ShardEngine:
         return self.cache.live_stats()
 
     def close(self) -> None:
-        """Hang up, which ends what the loader waits for, and stop it. Safe to call twice."""
+        """Close the sources, which ends the loader's waits, and the cache. Safe to call twice."""
         self.sources.close()
         self.cache.close()
         self.cache.device.close()
 
     def _pass_to(self, layer: int) -> None:
-        """The forward is at this layer: prefetches for the ones that it went past without this shard are stale."""
+        """The forward is at this layer: prefetches for layers that it passed without this shard are stale."""
         if layer <= self._layer:  # layers rise within a forward, so a new one has begun
             self._iteration, self._layer = self._iteration + 1, -1
         for passed in range(self._layer + 1, layer):
@@ -207,7 +205,7 @@ class ShardEngine:
 
 @dataclass(frozen=True)
 class _BatchView:
-    """A batch of the lead's rows, as a layer's view (`layer.View`). Each (row, expert) pair is a token of its own."""
+    """A batch of the lead's rows as a `layer.View`. Each (row, expert) pair is a token of its own."""
 
     batch: ExpertBatch
     device: torch.device
@@ -216,12 +214,12 @@ class _BatchView:
         batch, starts = self.batch, self.batch.starts.tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
         pairs = torch.arange(starts[-1], device=self.device)
-        order: Any = batch.rows  # not read here; tokens: of the forward's rows, those with an expert here
+        order: Any = batch.rows  # not read here
         return Routing(len(batch.hidden), 1, batch.experts.tolist(), counts, starts, pairs, order)
 
 
 class _BatchBackend:
-    """Runs the batches of a lead on this shard's device (`layer.Backend`): their weighted sums, in float32."""
+    """Runs the lead's batches on this shard's device (`layer.Backend`): weighted sums in float32."""
 
     def __init__(self, cache: ExpertCache, activations: Activations, dtype: torch.dtype) -> None:
         self._device, self._activations, self._dtype = cache.pool.gate_up.device, activations, dtype
@@ -253,15 +251,15 @@ class _BatchBackend:
 def open_shard(
     settings: EngineSettings, index: int, view: StoreView, gpu: int | None, stores: Sequence[StoreLink] = ()
 ) -> ShardEngine:
-    """The engine of shard `index` on a store of this node: no dense weights are loaded.
+    """The engine of shard `index` on a store of this node, without dense weights.
 
     Args:
         gpu: number of the CUDA device; None: the current one.
         stores: of other nodes, for the layers that `view` lacks.
 
     Raises:
-        StoreError: the store does not fit its model, or no store has a layer. ConfigError: there is no such GPU. And
-            as `ShardEngine`.
+        StoreError: the store does not fit its model, or no store has a layer. ConfigError: there is no such GPU.
+            Further errors as `ShardEngine`.
     """
     torch.set_num_threads(settings.threads)
     device = make_device(settings.device, settings.link, gpu)

@@ -1,20 +1,16 @@
-"""Expert parallelism as the lead sees it: who owns which expert, what the owners are asked, and what their caches hold.
+"""Expert parallelism on the lead: the owner of each expert, commands to the owners, and the residency of their caches.
 
 Every expert belongs to one GPU by a rule that all processes know (`policies.sharding`). A layer's experts go to their
-owners first, then the lead loads and computes its own, then it joins the sums. Hidden states and sums cross
-processes through host memory (the channel's rings on one host, gRPC between hosts), on CUDA too, there pinned on both
-sides (`cache.device.Activations`): a decode batch is a few rows, and a copy of them costs less than mapping device
-memory of another process.
+owners first, then the lead computes its own, then it adds the sums. Hidden states and sums cross processes through host
+memory (`cache.device.Activations`): rings on one host, gRPC between hosts. A decode batch is a few rows, and its copy
+costs less than mapping device memory of another process.
 
     shard: occupied slots -> ShardResidency.encode -> ExpertResult.resident -> RemoteExperts.resident -> decode: lead
 
-A bit for each expert of the model, so that one answer tells of all layers: slots serve all of them, and the load of one
-layer evicts experts of others. At 6144 experts that is 770 bytes beside rows of several kilobytes. What a shard is
-asked to prefetch after its last answer counts as on its way there (`PeerCaches`). Between its answers only such
-prefetches change its cache, so the view is exact but for what those evicted, what the shard refused, and copies that
-failed; where every forward has a batch for each shard, no view is older than a forward. An expert that the view has and
-the shard lacks is loaded by the shard; one that the shard has and the view lacks is replaced without need. Neither
-makes a result wrong.
+Each answer carries the residency of all layers, one bit an expert (770 bytes at 6144 experts), since a load for one
+layer evicts experts of others. Prefetches that a shard was asked for after its last answer count as loading
+(`PeerCaches`). The view is exact except for evictions by those prefetches, refused prefetches and failed copies; an
+error costs a load or a needless replacement, never a wrong result.
 """
 
 from __future__ import annotations
@@ -43,12 +39,9 @@ _FLAGS = 2
 
 @dataclass(frozen=True, eq=False)
 class ShardResidency:
-    """What one shard's cache holds at one moment, as it says with each answer.
+    """Residency of one shard's cache at one answer.
 
-    Attributes:
-        here: [keys], which experts are resident or on their way.
-        vacant: some slot holds nothing.
-        resting: what it is asked to prefetch is not loaded now.
+    here: [keys], experts that are resident or loading. vacant: some slot is free. resting: prefetch is off.
     """
 
     here: NDArray[np.bool_]
@@ -57,7 +50,7 @@ class ShardResidency:
 
     @staticmethod
     def encode(residency: Residency, resting: bool) -> NDArray[np.uint8]:
-        """A cache of whole experts, packed: its experts' bits, then vacant, then resting."""
+        """The bits of all experts, then vacant, then resting; packed. For a cache of whole experts."""
         bits = np.empty(residency.keys + _FLAGS, np.bool_)
         bits[:-_FLAGS] = residency.occupied()
         bits[-_FLAGS:] = residency.free_slots > 0, resting
@@ -65,7 +58,7 @@ class ShardResidency:
 
     @staticmethod
     def decode(packed: NDArray[np.uint8], keys: int) -> ShardResidency | None:
-        """What `encode` packed; None if these are not the bits of so many experts."""
+        """The inverse of `encode`; None: the bits are not of `keys` experts."""
         if packed.size != (keys + _FLAGS + 7) // 8:
             return None
         bits = np.unpackbits(packed, count=keys + _FLAGS).view(np.bool_)
@@ -74,7 +67,7 @@ class ShardResidency:
 
 _START_S = 30.0  # seconds to reach a shard, which is started before the lead
 _REPORT_S = 5.0
-_PRELOAD_S = 600.0  # for a shard's copies, after all those of a large model
+_PRELOAD_S = 600.0  # for a shard's copies of a large model
 
 
 def owners(layers: int, experts: int, settings: ShardSettings) -> list[int]:
@@ -84,7 +77,7 @@ def owners(layers: int, experts: int, settings: ShardSettings) -> list[int]:
 
 
 def terms(layers: int, experts: int, hidden: int, settings: ShardSettings, index: int) -> dict[str, str | int]:
-    """What lead and shard must agree on; the shard reports it, the lead compares."""
+    """Fields on which lead and shard must agree; the shard reports them, the lead compares."""
     return {
         "index": index, "count": settings.count, "ownership": settings.ownership,
         "moe_layers": layers, "experts_per_layer": experts, "hidden": hidden,
@@ -93,19 +86,16 @@ def terms(layers: int, experts: int, hidden: int, settings: ShardSettings, index
 
 def account(stats: EngineStats) -> dict[str, str | int | float | bool]:
     """Counters of one GPU as flat totals, small enough for a health report."""
-    record = stats.as_dict()
-    return {name: value for name, value in record.items() if isinstance(value, str | int | float)}
+    return {name: value for name, value in stats.as_dict().items() if isinstance(value, str | int | float)}
 
 
 class Shards:
     """The other shards, 1..G-1, and the lead's calls to them.
 
     Args:
-        settings: how many, by which rule, over which transport.
         links: of the shards 1..G-1, in this order.
         layers, experts, hidden: MoE layers, experts of a layer, width of a row.
-        stats: told of losses.
-        supply: where answers are put, see `proto.options.Supply`.
+        supply: memory for answers, see `proto.options.Supply`.
 
     Raises:
         ConfigError: links and settings disagree.
@@ -135,58 +125,50 @@ class Shards:
         by_index = [None, *self.peers.items()]
         self._owners = owners(layers, experts, settings)
         self._owner = [by_index[i] for i in self._owners]
-        self._placed: dict[str, list[int]] = {}  # what each is to hold, where the placement keeps a hot set
-        self._told: dict[str, int | None] = {}  # the number of the connection over which each was told so
+        self._placed: dict[str, list[int]] = {}  # hot experts of each shard
+        self._placed_on: dict[str, int | None] = {}  # connection on which each shard was sent its hot experts
         self._iteration, self._layer = 0, -1
 
     def start(self) -> None:
-        """Connect to all.
-
-        Raises:
-            RuntimeFailure: one was not reached.
-        """
+        """Connect to all shards. Raises RuntimeFailure: one was not reached."""
         for peer in self.peers.values():
             peer.begin()
         for peer in self.peers.values():
             peer.wait_for_the_first(_START_S)
 
-    def refresh(self) -> None:
-        """A forward begins: a shard that is new on its connection holds nothing yet of what it is to hold."""
-        fresh = [name for name in self._placed if self._told[name] != self.peers[name].connections]
-        if fresh:
-            self._tell([name for name in fresh if self.peers[name].available], keep_others=True, preload=False)()
-
     @property
     def iteration(self) -> int:
-        """Number of the forward under way, or of the one that begins."""
+        """Number of the present forward."""
         return self._iteration
 
     def begin_forward(self) -> None:
-        """A forward begins, before its first layer: what is sent until then is for it."""
-        self.refresh()
+        """A forward begins. A shard on a new connection is sent its hot experts again."""
+        fresh = [name for name in self._placed if self._placed_on[name] != self.peers[name].connections]
+        if fresh:
+            self._send_placement([name for name in fresh if self.peers[name].available], keep_others=True)()
         if self._layer >= 0:
             self._iteration, self._layer = self._iteration + 1, -1
 
     def routed(self, layer: int, routing: Routing) -> None:
-        """The forward is at this layer; layers rise within a forward, so a lower one begins the next iteration."""
+        """The forward is at this layer. Layers rise within a forward: a lower one begins the next iteration."""
         if layer <= self._layer:
             self._iteration += 1
         self._layer = layer
 
     def ran(self, layer: int) -> None:
-        """As a `layer.Watcher`; the shards learn nothing of it."""
+        """Part of `layer.Watcher`; nothing to do."""
 
     def owner_of(self, key: int) -> int:
-        """The shard that owns an expert, 0 for the lead, there or not."""
+        """The shard that owns an expert, available or not; 0: the lead."""
         return self._owners[key]
 
     def peer_of(self, key: int) -> tuple[str, RemoteExperts] | None:
-        """The shard that computes an expert; None: the lead, as its owner or because its owner is lost."""
+        """The shard that computes an expert; None: the lead, as the owner or because the owner is lost."""
         owner = self._owner[key]
         return owner if owner is not None and owner[1].available else None
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
-        """Tell the owners to load experts ahead, most wanted first, decided while `layer` runs; never waits."""
+        """Post prefetches to the owners, most wanted first, while `layer` runs; never waits."""
         by_peer: dict[str, tuple[RemoteExperts, list[int]]] = {}
         for key in keys:
             found = self.peer_of(key)
@@ -198,10 +180,9 @@ class Shards:
                 peer.asked.update(wanted)
 
     def relay(self, command: PrefetchCommand, load: bool) -> PrefetchCommand:
-        """Pass a matcher's command on to the owners of its experts; what the lead is to do stays and is returned.
+        """Post a matcher's command to the owners of its experts; returns the lead's part.
 
-        Args:
-            load: False: the owners learn how probable their experts are and load none; all of the command stays.
+        load: False: the owners get the probabilities only and load nothing; the whole command is returned.
         """
         owners = [self.peer_of(key) for key in command.keys.tolist()]
         hint = np.arange(len(owners)) >= (len(owners) - command.hints if load else 0)
@@ -212,36 +193,30 @@ class Shards:
         return _part(command, np.array([owner is None for owner in owners], np.bool_), hint) if load else command
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
-        """Have each shard hold its experts of these until it is told others; loads that are no prefetch.
-
-        A shard that is lost is told when it is back (`refresh`).
+        """Make these the hot experts of the shards, which load them; a lost shard gets them on its next connection.
 
         Args:
-            keys: of all shards, most urgent first; the lead's are its own matter.
-            keep_others: let other experts stay where there is room, for a prefill that is using them.
+            keys: of all GPUs, most urgent first; the lead's are skipped.
+            keep_others: other experts stay where there is room, for a running prefill.
 
         Returns:
-            What waits until all have begun, before the next batch is sent.
+            Waits until all shards have queued the loads.
         """
         self._placed = self._by_owner(keys)
-        return self._tell(list(self._placed), keep_others=keep_others, preload=False)
+        return self._send_placement(list(self._placed), keep_others=keep_others)
 
     def preload(self, keys: Sequence[int]) -> Callable[[], None]:
-        """As `place`, before the first request; what it returns waits until the experts are there.
-
-        It raises RuntimeFailure if a shard did not load them.
-        """
+        """As `place`, before the first request. The result waits for the loads; RuntimeFailure: a shard failed."""
         self._placed = self._by_owner(keys)
-        asked = self._tell(list(self._placed), keep_others=False, preload=True)
+        done = self._send_placement(list(self._placed), keep_others=False, preload=True)
 
         def loaded() -> None:
-            if not asked():
+            if not done():
                 raise RuntimeFailure("a shard did not load its hot experts", "see its log, or use fewer shards")
 
         return loaded
 
     def _by_owner(self, keys: Sequence[int]) -> dict[str, list[int]]:
-        """The keys of each shard, in this order."""
         out: dict[str, list[int]] = {name: [] for name in self.peers}
         for key in keys:
             owner = self._owner[key]
@@ -249,53 +224,52 @@ class Shards:
                 out[owner[0]].append(key)
         return out
 
-    def _tell(self, names: Sequence[str], *, keep_others: bool, preload: bool) -> Callable[[], bool]:
-        """Send what `_placed` says; what it returns waits, and says whether all of them did it."""
+    def _send_placement(
+        self, names: Sequence[str], *, keep_others: bool, preload: bool = False
+    ) -> Callable[[], bool]:
+        """Send `_placed` to these shards; the result waits and says whether all succeeded."""
         answers = []
         for name in names:
             peer = self.peers[name]
             command = PlacementCommand(np.array(self._placed[name], np.int32), keep_others, preload)
-            connection = peer.connections  # read first: one that is newer is told again
+            connection = peer.connections  # read first: a newer connection gets the command again
             answers.append(peer.ask(command, _PRELOAD_S if preload else None))
-            self._told[name] = connection if answers[-1] is not None else None
+            self._placed_on[name] = connection if answers[-1] is not None else None
 
         def done() -> bool:
-            each = [answer is not None and answer() for answer in answers]  # all are waited for
+            each = [answer is not None and answer() for answer in answers]  # wait for all
             return all(each)
 
         return done
 
     def reports(self) -> list[dict[str, Any]]:
-        """Each shard's account of itself and its counters; of one that is lost or late only its name and that."""
+        """The `RemoteExperts.account` of each shard."""
         return [{"shard": name} | peer.account(_REPORT_S) for name, peer in self.peers.items()]
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close all connections. Safe to call twice."""
         for peer in self.peers.values():
             peer.close()
 
 
 def _part(command: PrefetchCommand, chosen: NDArray[np.bool_], hint: NDArray[np.bool_]) -> PrefetchCommand:
-    """The chosen keys of a command; hints come last and stay so."""
+    """The chosen keys of a command; hints stay last."""
     keys, priorities = command.keys[chosen], command.priorities[chosen]
     return replace(command, keys=keys, priorities=priorities, hints=int((chosen & hint).sum()))
 
 
-Mask = NDArray[np.bool_]
-
-
 class PeerCache:
-    """One shard's."""
+    """The residency of one shard's cache."""
 
     def __init__(self, peer: RemoteExperts, keys: int) -> None:
         self.peer, self._keys = peer, keys
         self._connection = -1
         self._packed: NDArray[np.uint8] | None = None
         self._known: ShardResidency | None = None
-        self.filling = True  # since it was connected there has always been a vacant slot
+        self.filling = True  # some slot has been vacant ever since the shard connected
 
     def look(self) -> ShardResidency | None:
-        """As it is known now; None: it has said nothing since it was connected."""
+        """The latest; None: no answer on this connection yet."""
         peer = self.peer
         if self._connection != peer.connections:
             self._connection, self.filling = peer.connections, True
@@ -309,11 +283,7 @@ class PeerCache:
 
 
 class PeerCaches:
-    """Those of all shards but the lead.
-
-    Args:
-        shards: the peers. layers, experts: L and E.
-    """
+    """The caches of all other shards. layers, experts: L and E."""
 
     def __init__(self, shards: Shards, layers: int, experts: int) -> None:
         owner = np.array([shards.owner_of(key) for key in range(layers * experts)], np.int64)
@@ -321,7 +291,7 @@ class PeerCaches:
         self._caches = [PeerCache(peer, len(owner)) for peer in shards.peers.values()]
 
     def join(self, layer: int, own: RerouteView) -> RerouteView:
-        """The lead's own view of a layer, with what the others hold of it."""
+        """The lead's own view of a layer, completed with the other shards' residency."""
         base = layer * self._experts
         keys = slice(base, base + self._experts)
         shard_of = self._owner[keys].copy()
@@ -332,10 +302,9 @@ class PeerCaches:
             if not cache.peer.available:
                 shard_of[theirs] = 0  # the lead computes them, from its own slots
                 continue
-            held = cache.look()
-            available[theirs] = False if held is None else held.here[keys][theirs]
+            known = cache.look()
+            available[theirs] = False if known is None else known.here[keys][theirs]
             filling[shard] = cache.filling
-            if held is None or not held.resting:
-                coming = [key - base for key in cache.peer.asked if base <= key < base + self._experts]
-                available[coming] = True
+            if known is None or not known.resting:
+                available[[key - base for key in cache.peer.asked if base <= key < base + self._experts]] = True
         return RerouteView(available, own.free_slots, own.top_k, own.vacant, shard_of, filling, own.emptied)
