@@ -25,13 +25,11 @@ class GpuWorker:
     """Owns the dense layers, the KV cache, continuous batching and the expert cache of one device.
 
     Args:
-        settings: what to run and within which budget.
-        view: the expert store, as described by an `ExpertStore` of the same node. Its `layers` are those that this node
-            maps; where there are none, the other files are fetched too.
-        ndp: how to reach the NDP workers that there are from the start; needed where the policy uses them.
-        shards: how to reach the shards 1..G-1 of the expert cache; as many as the settings say.
+        view: the expert store of this node. Without mapped `layers`, the other files are fetched too.
+        ndp: the NDP workers at the start; needed if the policy uses them.
+        shards: the shards 1..G-1 of the expert cache, as many as the settings say.
         stores: of other nodes, for the layers that `view` lacks.
-        matcher: how to reach the matcher of expert maps; needed where the policy follows them.
+        matcher: the matcher of expert maps; needed if the policy uses them.
 
     Construction is cheap; `start` loads.
     """
@@ -56,10 +54,10 @@ class GpuWorker:
         self._plan: dict[str, Any] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load everything and begin to serve; the effective plan, in bytes and names.
+        """Load everything and begin to serve; returns the effective plan (`engine.describe`).
 
         Raises:
-            TierMoeError: the budget, the policy or the store does not fit. Whatever is raised, the worker is closed.
+            TierMoeError: the budget, the policy or the store does not fit. After an error the worker is closed.
         """
         try:
             return self._start()
@@ -113,7 +111,7 @@ class GpuWorker:
         self._engine.notes += self._dense.notes
         self._batcher = make_batcher(self._model, settings.kv, self._engine)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
-            self._engine.cache.flush()  # of what the batcher's probe brought, so that runs start alike
+            self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self._engine.reset_stats()
         self._plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
@@ -129,20 +127,20 @@ class GpuWorker:
         return MatcherLink(self._matcher, settings.matcher_settings, map_shape(manifest))
 
     def plan(self) -> dict[str, Any]:
-        """What `start` returned, for those who come later.
+        """The result of `start`. Raises RuntimeFailure: not started."""
+        return self._started(self._plan)
 
-        Raises:
-            RuntimeFailure: not started.
-        """
-        if self._plan is None:
+    @staticmethod
+    def _started(part: Any) -> Any:
+        if part is None:
             raise RuntimeFailure("the worker is not started", "call start first")
-        return self._plan
+        return part
 
     def health(self) -> dict[str, Any]:
-        """Whether the worker serves, and by name ("ndp/0", "shard/1") which of its peers are "connected" or "lost".
+        """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
         Raises:
-            RuntimeFailure: its loop died.
+            RuntimeFailure: the generation loop died.
         """
         if self._batcher is None:
             return {"state": "created"}
@@ -155,7 +153,7 @@ class GpuWorker:
         return {"state": "serving", "running": len(self._batcher.streams)} | peers
 
     def load(self) -> dict[str, float]:
-        """How busy it is: requests `running` and `waiting` for their first forward, and `kv_usage` in [0, 1]."""
+        """Requests `running` and `waiting` for their first forward, and `kv_usage` in [0, 1]."""
         if self._batcher is None:
             return {"running": 0, "waiting": 0, "kv_usage": 0.0}
         streams = self._batcher.streams
@@ -163,22 +161,20 @@ class GpuWorker:
         return {"running": len(streams) - waiting, "waiting": waiting, "kv_usage": self._batcher.kv_usage}
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request now; iterating gives its tokens as they come.
+        """Queue a request now; the stream iterates over its tokens.
 
         Raises:
             RequestError: malformed request. RuntimeFailure: not started, or the loop died.
         """
-        if self._batcher is None:
-            raise RuntimeFailure("the worker is not started", "call start first")
-        return self._batcher.submit(request)
+        return self._started(self._batcher).submit(request)
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Like `submit`, but the request is queued at the first step and cancelled when its consumer goes away."""
+        """Like `submit`, but queues the request at the first step and cancels it when the iteration ends early."""
         stream = self.submit(request)
         try:
             yield from stream
         finally:
-            self._batcher.cancel(stream)  # this one: its id may belong to a later request by now
+            self._batcher.cancel(stream)  # by stream: a later request may have the same id
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; False if it had ended."""
@@ -188,29 +184,27 @@ class GpuWorker:
         return stream is not None and self._batcher.cancel(stream)
 
     def add_ndp(self, link: PeerLink) -> None:
-        """One more NDP worker: once it is reached, its share of the experts is its own from the next forward on.
+        """Add an NDP worker, which takes its share of the experts at the next forward after its connection.
 
-        Returns at once; from any thread, also while requests run. Nothing for one that is known by its name.
+        Returns at once; from any thread, also while requests run. A known name changes nothing.
 
         Raises:
             RuntimeFailure: not started. ConfigError: the policy uses no NDP worker.
         """
-        if self._engine is None:
-            raise RuntimeFailure("the worker is not started", "call start first")
-        if self._engine.ndp is None:
+        pool = self._started(self._engine).ndp
+        if pool is None:
             name = self._settings.policy.name
             raise ConfigError(f"policy {name} uses no NDP worker", "choose one that does, such as context-ndp-full")
-        self._engine.ndp.add(link)
+        pool.add(link)
 
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
         return self._engine.stats()
 
     def shard_stats(self) -> list[dict[str, Any]]:
-        """Counters of every GPU, the lead's first (`shard` 0): totals over layers, and slots and bytes.
+        """Counters of every GPU, the lead's first: totals over layers, slots and bytes.
 
-        The lead's are those since the last reset, another shard's those since it started. A shard that is lost
-        or late has that as its `state` and no counters.
+        The lead counts since the last reset, another shard since its start. A lost or late shard has only its `state`.
         """
         from .engine.peers.shards import account
 
@@ -218,29 +212,17 @@ class GpuWorker:
         return [{"shard": "shard/0", "state": "serving"} | account(self._engine.stats()), *others]
 
     def ndp_stats(self) -> list[dict[str, Any]]:
-        """Each NDP worker's account of itself (`worker` is its name), since it started; none where none is used.
-
-        A worker that is lost or late has that as its `state` and no counters.
-        """
+        """Counters of each NDP worker (`worker`: its name) since its start; a lost or late one has only its `state`."""
         return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
 
     def matcher_stats(self) -> dict[str, Any] | None:
-        """The matcher's account of itself since it started, and this side's of it; None where none is used.
-
-        Where it is lost or late that is its `state`.
-        """
+        """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""
         matcher = None if self._engine is None else self._engine.matcher
         return None if matcher is None else matcher.account(_REPORT_S) | matcher.report()
 
     def residency(self) -> Any:
-        """Where the experts of each layer stand now (a `LayerResidency` each); also while requests run.
-
-        Raises:
-            RuntimeFailure: not started.
-        """
-        if self._engine is None:
-            raise RuntimeFailure("the worker is not started", "call start first")
-        return self._engine.residency()
+        """A `LayerResidency` for each layer; also while requests run. Raises RuntimeFailure: not started."""
+        return self._started(self._engine).residency()
 
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""
@@ -258,7 +240,7 @@ class GpuWorker:
 
     @property
     def settings(self) -> EngineSettings:
-        """What the worker was started with."""
+        """The worker's settings."""
         return self._settings
 
     def trace_events(self) -> list[dict[str, Any]]:
@@ -268,27 +250,20 @@ class GpuWorker:
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
         if self._batcher is not None:
-            self._batcher.streams.close()  # before the forward under way fails for want of its stores
-        if self._sources is not None:
-            self._sources.close()
-        if self._batcher is not None:
-            self._batcher.close()
-        if self._engine is not None:
-            self._engine.close()
-        if self._dense is not None:
-            self._dense.close()
-        if self._device is not None:
-            self._device.close()
+            self._batcher.streams.close()  # before the sources: then the running forward fails
+        for part in (self._sources, self._batcher, self._engine, self._dense, self._device):
+            if part is not None:
+                part.close()
 
 
 def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:
-    """Continuous batching where the model allows it, else one request after another.
+    """Continuous batching if the model allows it, else one request after another.
 
     Args:
-        watcher: a `SequenceWatcher`, told whose rows each forward pass carries.
+        watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
 
     Raises:
-        UnsupportedModelError: `kv.batching` insists on continuous and the model does not allow it.
+        UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
     """
     from .engine.serving.batching import ContinuousBatcher, SerialBatcher
 

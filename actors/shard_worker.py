@@ -1,13 +1,11 @@
-"""A shard of the expert cache: one more GPU, which holds and computes the experts that belong to it.
-
-Channel in, kernels on its own slots, channel out:
+"""A shard of the expert cache: one more GPU, which loads and computes its own experts.
 
     ExpertBatch (rows, expert ids, weights) -> loads, kernels -> ExpertResult (a sum per row)
     PrefetchCommand (posted)                -> loads behind its own demand
-    PlacementCommand (keys)                 -> holds these experts
+    PlacementCommand (keys)                 -> loads its hot experts
 
-A plain class; `cluster` makes it a process. It serves as soon as it is constructed, since that is all that Ray does
-when it restarts a killed one. The story of a batch is in `engine/shard.py`.
+A plain class; `cluster` makes it a process. It serves as soon as it is constructed, because Ray restarts a killed actor
+by its constructor alone. `engine/peers/shard.py` runs a batch.
 """
 
 from __future__ import annotations
@@ -33,19 +31,19 @@ class ShardWorker:
     """Owns the slot pool, the loader and the budget of one device.
 
     Args:
-        settings: those of the lead; the budget is of each GPU.
-        index: which shard, 1..G-1.
-        store: folder of the expert store on this node; mapped, nothing is copied but what the slots hold.
-        directory: told the address; asked for the host to listen on.
-        token: what a client must show; None: only this machine may connect.
-        verify: how thoroughly the files are verified, see `ExpertStore`.
-        gpu: number of the CUDA device; None: the first that this process sees.
-        options: of the channel server; its host, token and supply are set here.
-        layers: those that it maps from `store`; None: all. Where there are none, `store` need not exist.
+        settings: of the lead; the budget is per GPU.
+        index: 1..G-1.
+        store: folder of the expert store on this node, memory-mapped.
+        directory: gives the host to listen on and registers the address.
+        token: required of clients; None: only this machine may connect.
+        verify: see `ExpertStore`.
+        gpu: number of the CUDA device; None: the first visible one.
+        options: of the channel server; host, token and supply are set here.
+        layers: mapped from `store`; None: all. Without layers, `store` need not exist.
         stores: of other nodes, for the other layers.
 
     Raises:
-        StoreError: the store is of no use, or no other has a layer. ConfigError: there is no such shard or GPU, or the
+        StoreError: the store is unusable, or no store has a layer. ConfigError: there is no such shard or GPU, or the
             budget is too small.
     """
 
@@ -86,14 +84,14 @@ class ShardWorker:
 
     @property
     def address(self) -> str:
-        """Where it listens, HOST:PORT."""
+        """HOST:PORT of the channel server."""
         return self._server.address
 
     def handle(self, message: Message) -> Message | None:
         """Answer one message of the channel.
 
         Raises:
-            TierMoeError: the message asks for what is not here; the channel carries the error back.
+            TierMoeError: the shard cannot do it; the channel carries the error back.
         """
         if isinstance(message, ExpertBatch):
             return self.engine.run(message)
@@ -109,7 +107,7 @@ class ShardWorker:
         raise ConfigError(f"a shard does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """What it holds and has done since it started."""
+        """State, counters since the start, and the terms that lead and shard agree on."""
         from .engine.peers.shards import account
 
         engine = self.engine
@@ -126,7 +124,7 @@ class ShardWorker:
         } | dict(engine.sources.peers()) | account(engine.stats()) | self._terms
 
     def residency(self) -> list[LayerResidency]:
-        """Where the experts of each layer stand on this device now; those of other shards are absent."""
+        """The residency of each layer on this device now; experts of other shards are absent."""
         return self.engine.residency()
 
     def close(self) -> None:

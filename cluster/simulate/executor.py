@@ -1,7 +1,7 @@
 """The simulated executor: the engine's own cache, step and policies on a virtual clock and a recorded routing.
 
-It is a backend of `engine.layer.MoeLayer`: the trace gives routing and scores, `VirtualLoader` copies, and kernels let
-the time pass that the machine's costs say. Everything that decides or counts is the code that serves.
+A backend of `engine.layer.MoeLayer`: the trace gives routing and scores, `VirtualLoader` copies, and kernels advance
+the clock by the machine's costs. Everything that decides or counts is the serving code.
 """
 
 from __future__ import annotations
@@ -44,19 +44,15 @@ from ..yaml_file import explain, read_yaml
 from .trace import Costs, Iteration, TraceHeader
 
 _BATCH = 64  # forwards that the configurator counts together
-Parts = Sequence[tuple[str, Iteration]]  # the iterations of a forward, with the names of their sequences
+Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 
 
 class Machine(Costs):
-    """A simulated machine: costs of computing, and the link. Fields in the order of a forward pass.
-
-    name: what reports call it. link_gbps: gigabytes (1e9) per second; none: copies take no time. link_latency_us: of
-    each copy. Experts run one after the other, so that the times of a layer add up.
-    """
+    """A simulated machine: costs of compute, and the link. Experts run one after another."""
 
     name: Annotated[str, Field(min_length=1)]
-    link_gbps: Annotated[float, Field(gt=0)] | None = None
-    link_latency_us: Annotated[float, Field(ge=0)] = 0.0
+    link_gbps: Annotated[float, Field(gt=0)] | None = None  # gigabytes (1e9) per second; None: copies take no time
+    link_latency_us: Annotated[float, Field(ge=0)] = 0.0  # of each copy
 
     @property
     def link(self) -> Link | None:
@@ -67,14 +63,14 @@ class Machine(Costs):
         return self.dense_s + (rows - 1) * self.dense_row_s
 
     def experts(self, experts: int, pairs: int) -> float:
-        """Seconds of so many experts on so many rows in all."""
+        """Seconds of `experts` experts on `pairs` rows in total."""
         return experts * self.expert_s + (pairs - experts) * self.expert_row_s
 
 
 def load_machine(
     header: TraceHeader, file: Path | None, link_gbps: float | None, link_latency_us: float | None
 ) -> Machine:
-    """The machine of a YAML file, or the one that the trace was recorded on; with another link if one is given.
+    """The machine of a YAML file, or the recorded one; with another link if one is given.
 
     Raises:
         ConfigError: the file is refused, or there is none and the trace was recorded without costs.
@@ -83,8 +79,7 @@ def load_machine(
     link = {key: value for key, value in given.items() if value is not None}
     if file is not None:
         try:
-            values = read_yaml(file)
-            return Machine(**(values | link))
+            return Machine(**(read_yaml(file) | link))
         except ValidationError as error:
             raise explain(error, Machine, str(file)) from error
     if header.costs is None:
@@ -99,7 +94,7 @@ def neurons_of(header: TraceHeader) -> int:
     """I of a trace's experts: a slot holds three numbers for each neuron and hidden dimension.
 
     Raises:
-        TraceError: the slot's bytes are no such experts'.
+        TraceError: the slot bytes fit no such expert.
     """
     of_one = 3 * header.hidden * (4 if header.expert_dtype == "float32" else 2)
     neurons, rest = divmod(header.slot_bytes, of_one)
@@ -111,10 +106,10 @@ def neurons_of(header: TraceHeader) -> int:
 
 
 def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
-    """The cut that a preset begins with.
+    """The split that a preset begins with.
 
     Raises:
-        BudgetError: the budget does not hold it. TraceError: the experts cannot be cut.
+        BudgetError: the budget is too small for it. TraceError: the experts cannot be split.
     """
     split, neurons, keys = policy.split, neurons_of(header), header.layers * header.experts
     slots = min(budget_bytes(budget, header.slot_bytes, keys) // header.slot_bytes, keys)
@@ -127,7 +122,7 @@ def first_cut(header: TraceHeader, policy: PolicySettings, budget: float | int) 
 
 @dataclass(frozen=True)
 class _NoPool:
-    """Slots without memory, and experts without weights: a copy between the two moves nothing."""
+    """Slots without memory and experts without weights: a copy moves nothing."""
 
     bytes: int
     neurons: int = 1
@@ -144,7 +139,7 @@ class _NoPool:
 
 
 class _NoDevice:
-    """Compute sees a copy as soon as the clock has reached its end."""
+    """A device without streams: a copy is visible once the clock has reached its end."""
 
     executor = "simulated"
 
@@ -156,10 +151,7 @@ class _NoDevice:
 
 
 class _TimedKernel:
-    """Lets the time of a kernel call pass; that of a segment is its share of the expert's.
-
-    groups: first pair, end, first neuron, neurons, added or not, as in `ExpertKernel.run`.
-    """
+    """Advances the clock by the time of a kernel call (`ExpertKernel.run`); a segment takes its share of an expert."""
 
     def __init__(self, clock: VirtualClock, machine: Machine, neurons: int) -> None:
         self._clock, self._machine, self._neurons = clock, machine, neurons
@@ -176,7 +168,7 @@ class _TimedKernel:
 
 
 class _TimedReplicas:
-    """The same of replicas: `PackedKernel.run`."""
+    """The same for low-bit replicas (`PackedKernel.run`)."""
 
     def __init__(self, clock: VirtualClock, machine: Machine) -> None:
         self._clock, self._machine = clock, machine
@@ -186,18 +178,14 @@ class _TimedReplicas:
 
 
 class RecordedLayer:
-    """One layer of a trace's forward, as policies see it (`engine.layer.View`).
-
-    Args:
-        parts: the forward.
-    """
+    """One layer of a recorded forward (`engine.layer.View`)."""
 
     def __init__(self, index: int, parts: Parts) -> None:
         self.index, self.parts = index, parts
         self.picked = self.ids = _joined([part.ids[:, index] for _, part in parts]).astype(np.int64)
         self.tokens = len(self.ids)
         self._weights: NDArray[np.float32] | None = None
-        self._runs: NDArray[np.bool_] | None = None  # [T, K], the pairs that run; None: all
+        self._runs: NDArray[np.bool_] | None = None  # [T, K] pairs that run; None: all
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -226,7 +214,7 @@ class RecordedLayer:
 
 
 class _RecordedBackend:
-    """Shows layers of a trace, and runs plans on the virtual clock (`engine.layer.Backend`)."""
+    """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
     def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner) -> None:
         self._clock, self._machine, self._runner = clock, machine, runner
@@ -248,26 +236,23 @@ class _RecordedBackend:
 
 
 class SimulatedEngine:
-    """The expert engine of one device without a device.
+    """The expert engine of one simulated device.
 
     Args:
-        header: shapes of the model.
-        machine: what things take.
         budget: share (float) or bytes (int) of expert memory.
-        eviction, prefetch, governor: policies; `prefetch` None: none.
+        prefetch: None: no prefetch. governor: None: prefetch is never turned off.
         check: check the cache's invariants after each layer.
-        pre_evict: the release target; None: no slot is freed before it is needed. A trace holds a layer's prediction
-            for its top K only: the others share what is left, so that the redundancy is at its greatest.
-        rerouting: a rule that changes the recorded routing, of one layer at a time: later layers stay as recorded.
-            Only one that goes without probabilities.
+        pre_evict: the release target; None: no pre-eviction. A trace has a layer's predicted probabilities for its top
+            K only; the other experts share the rest equally, which gives the greatest redundancy.
+        rerouting: changes the recorded routing of each layer on its own; must not need probabilities.
         writeback: see `ExpertCache`.
-        cut: how the slots are divided, and then `eviction` is by `split_eviction`; None: a slot is a whole expert.
-        adaptive: policy by which the cut adapts; None: it does not.
-        low_bit: misses that matter little are loaded as replicas, and then `eviction` is a `TwoPools`. Their kernels
-            take as long as those of experts in full. None: all are loaded in full.
+        cut: the split of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
+        adaptive: policy by which the split adapts; None: fixed.
+        low_bit: load unimportant misses as replicas, with a `TwoPools` as `eviction`; their kernels take as long as
+            full experts. None: all loads are full.
 
     Raises:
-        BudgetError: the budget holds no expert, or not one of each kind. ValueError: the cut is not within the budget.
+        BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
     """
 
     def __init__(
@@ -287,16 +272,16 @@ class SimulatedEngine:
         low_bit: LowBitOptions | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
-        held = budget_bytes(budget, slot_bytes, keys)
-        slots, replicas = min(held // slot_bytes, keys), None
+        bought = budget_bytes(budget, slot_bytes, keys)
+        slots, replicas = min(bought // slot_bytes, keys), None
         if low_bit is not None:
             packed = replica_bytes(header, low_bit.bits)
-            slots, low = mixed_slots(held, slot_bytes, packed, low_bit.share, keys)
+            slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
             nowhere = _NoPool(low * packed)
             replicas = LowBitPart(nowhere, cast(Any, [nowhere] * header.layers), low, packed)
         self.header, self.machine, self.clock = header, machine, VirtualClock()
         self.stats = EngineStats(
-            layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=held, slots=slots, experts=keys,
+            layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=bought, slots=slots, experts=keys,
             executor="simulated",
         )  # fmt: skip
         neurons = 1 if cut is None else cut.neurons
@@ -321,7 +306,7 @@ class SimulatedEngine:
     def _make_ahead(
         self, prefetch: PrefetchPolicy | None, pre_evict: PreEviction | None, adaptive: PolicySettings | None
     ) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
-        """What follows the forwards: prefetch, pre-eviction and the configurator; None for what the policy has not."""
+        """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""
         header, prefetching, pre_evicting, configuring = self.header, None, None, None
         if prefetch is not None:
             prefetching = Prefetching(prefetch, self.cache, header.layers, header.experts, _see)
@@ -345,7 +330,7 @@ class SimulatedEngine:
         return Hooks(rules, [] if self._configuring is None else [self._configuring], ahead)
 
     def forward(self, parts: Parts) -> None:
-        """One forward pass that carries these iterations of these sequences; the clock moves on."""
+        """One forward pass over these iterations; advances the clock."""
         spans = spans_of(parts)
         self.cache.decode_only = all(part.decode for _, part in parts)
         if self._configuring is not None:
@@ -371,14 +356,14 @@ class SimulatedEngine:
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:
-    """Of one replica of the trace's experts, gated ones without biases, in groups of 64 inputs."""
+    """Bytes of a replica of the trace's experts (gated, without biases), in groups of 64 inputs."""
     weight_bytes = 4 if header.expert_dtype == "float32" else 2
     neurons = max(1, header.slot_bytes // (3 * header.hidden * weight_bytes))
     return PackedShape(header.hidden, neurons, bits, 64).nbytes()
 
 
 def spans_of(parts: Parts) -> list[Span]:
-    """Whose rows a forward of these iterations carries."""
+    """The rows of each sequence in a forward."""
     spans, row = [], 0
     for name, part in parts:
         spans.append(Span(name, row, row + len(part.tokens), part.decode, part.embedding))
@@ -404,7 +389,7 @@ def _see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
 
 
 def _recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:
-    """Logits [T, E] of a layer's router on an earlier layer's input, or its own; None where they were not recorded."""
+    """Logits [T, E] of a layer's router on the view's layer's input; None: not recorded."""
     parts = [part for _, part in view.parts]
     if layer == view.index:
         found = _joined([part.probabilities[:, layer] for part in parts]).astype(np.float64)
@@ -426,16 +411,16 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def context_of(header: TraceHeader, **given: Any) -> PolicyContext:
-    """What policies for a trace are made from; given: more fields of `PolicyContext`, or others than the header's."""
+    """The context for policies of a trace. given: further fields of `PolicyContext`."""
     fields = {"layers": header.layers, "experts": header.experts, "top_k": header.top_k, "hidden": header.hidden}
     return PolicyContext(**fields | given)
 
 
 def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy:
-    """The preset's, in its first state: for a split cache where the preset splits experts.
+    """A new eviction policy of the preset; for a split cache if the preset splits experts.
 
     Raises:
-        ConfigError: its eviction has no order for the experts of one layer, which a split needs.
+        ConfigError: a split needs an eviction with an order for each layer.
     """
     split, low_bit = settings.split.kind != "off", settings.low_bit is not None
     try:
@@ -458,8 +443,8 @@ def engine_of(
     """An engine with the preset's governor, pre-eviction, budget-aware routing and write-back.
 
     Args:
-        eviction, prefetch, cut: made from the preset; a policy may be shared with who taught it.
-        adapts: whether a preset that configures its cut does so; else the cut given stays.
+        eviction, prefetch, cut: made from the preset; policies may be trained.
+        adapts: False: the given split stays, also for an adaptive preset.
 
     Raises:
         BudgetError, ValueError: as `SimulatedEngine`.
@@ -476,5 +461,5 @@ def engine_of(
 
 
 def replays_routing(settings: PolicySettings) -> bool:
-    """Whether the preset changes the routing by a rule that a trace has enough for."""
+    """Whether the preset changes the routing, and a trace has the data for its rule."""
     return settings.low_bit is not None or getattr(policy_class("routing", settings.routing.kind), "traced", False)

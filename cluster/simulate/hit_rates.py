@@ -1,7 +1,7 @@
 """Serve a trace's requests on a simulated engine, and hit rates of eviction policies without prefetch.
 
-`serve` batches whole iterations continuously and measures TTFT and TPOT. `hit_rates` plays recorded routing through
-caches of single layers: the form of MoEpic's Table 1, with Belady's optimum beside it.
+`serve` batches whole iterations continuously and measures TTFT and TPOT. `hit_rates` replays routing on caches of
+single layers, as in MoEpic's Table 1, with Belady's optimum.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from .trace import Iteration, Request, TraceHeader
 
 @dataclass(frozen=True)
 class Served:
-    """What a replay took, on the virtual clock. tokens: rows served; those of a prompt count.
-
-    ttft_s, tpot_s: means over requests, of tpot_s over those with two tokens or more; zero where there is none.
-    """
+    """Results of a replay, in seconds of the virtual clock."""
 
     requests: int
     forwards: int
-    tokens: int
+    tokens: int  # rows served, prompts included
     generated: int
     wall_s: float
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float  # mean over requests; 0: none
+    tpot_s: float  # mean over requests with two tokens or more; 0: none
 
 
 @dataclass(eq=False)
@@ -50,11 +47,7 @@ class _Running:
 def serve(
     engine: SimulatedEngine, requests: Iterable[Request], at_once: int = 1, advanced: Callable[[], None] | None = None
 ) -> Served:
-    """Run requests as recorded, so many in each forward; the next one begins as soon as one ends.
-
-    Args:
-        advanced: called after each request.
-    """
+    """Run recorded requests, up to `at_once` in each forward. advanced: called after each request."""
     waiting, running = iter(requests), list[_Running]()
     ttft_s, tpot_s = [], []
     start_s, forwards, tokens, generated, done = engine.clock.now_s, 0, 0, 0, 0
@@ -91,7 +84,7 @@ def serve(
 
 
 def result(engine: SimulatedEngine, served: Served) -> dict[str, Any]:
-    """The engine's counters (as of a real engine) and what the replay took, flat."""
+    """The engine's counters, as of a real engine, and the replay's results, flat."""
     return engine.cache.live_stats().as_dict() | {
         "requests": served.requests, "forwards_run": served.forwards, "tokens": served.tokens,
         "generated_tokens": served.generated, "virtual_s": served.wall_s, "ttft_s": served.ttft_s,
@@ -106,15 +99,12 @@ POLICIES = ("random", "lfu", "lru", "lcp", "belady")
 
 @dataclass(frozen=True, eq=False)
 class HitRates:
-    """Of one policy at one cache size.
-
-    per_layer: share of the counted needs that were held when the routing became known [L]. overall: over all layers.
-    """
+    """Hit rates of one policy at one cache size."""
 
     policy: str
-    size: int
-    overall: float
-    per_layer: tuple[float, ...]
+    size: int  # slots of each layer
+    overall: float  # mean over layers
+    per_layer: tuple[float, ...]  # share of counted needs that were resident when the routing became known [L]
 
 
 def policies(names: Sequence[str] = POLICIES) -> dict[str, Make]:
@@ -123,14 +113,11 @@ def policies(names: Sequence[str] = POLICIES) -> dict[str, Make]:
     Raises:
         ValueError: there is no such policy.
     """
-    made: dict[str, Make] = {}
-    for name in names:
-        made[name] = Belady if name == "belady" else _maker(name)
-    return made
+    return {name: Belady if name == "belady" else _maker(name) for name in names}
 
 
 def token_ids(header: TraceHeader, requests: Iterable[Request]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Every token of a trace on its own, in recorded order: ids [L, n, K], and which are of a decode [n]."""
+    """Every token of a trace in recorded order: ids [L, n, K], and whether it is a decode token [n]."""
     parts = [(step.ids, step.decode) for request in requests for step in request.iterations]
     rows = [ids.transpose(1, 0, 2) for ids, _ in parts]
     empty = np.empty((header.layers, 0, header.top_k), np.int64)
@@ -145,13 +132,11 @@ def hit_rates(
     counted: NDArray[np.bool_] | None = None,
     advanced: Callable[[], None] | None = None,
 ) -> list[HitRates]:
-    """Play each layer's tokens one by one through a cache of its own, for each policy and size.
-
-    What is missing is loaded on demand. A cache smaller than a token's experts loads them one after the other.
+    """Replay each layer's tokens one by one on a cache of its own, for each policy and size, with demand loads.
 
     Args:
-        ids: experts that each token picks, of each layer [L, n, K]. sizes: slots of each layer.
-        counted: tokens whose needs count [n]; None: all. advanced: called after each policy and size.
+        ids: experts of each token [L, n, K]. sizes: slots of each layer.
+        counted: tokens that count [n]; None: all. advanced: called after each policy and size.
     """
     mask = np.ones(ids.shape[1], bool) if counted is None else counted
     needs = int(mask.sum()) * ids.shape[2]
@@ -172,22 +157,22 @@ def _maker(kind: str) -> Make:
 
 
 def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_]) -> int:
-    held: set[int] = set()
+    resident: set[int] = set()
     hits, ones = 0, [1] * ids.shape[1]
     for keys, counts in zip(ids.tolist(), counted.tolist(), strict=True):
-        missing = [key for key in keys if key not in held]
+        missing = [key for key in keys if key not in resident]
         hits += (len(keys) - len(missing)) if counts else 0
         policy.routed(keys, ones, 1)
-        for place, key in enumerate(missing):
-            if len(held) == size:
+        for i, key in enumerate(missing):
+            if len(resident) == size:
                 victims = policy.victims(1, partial(_is_other, keys))
-                done = missing[:place] + [k for k in keys if k in held]
-                victim = victims[0] if victims else next(k for k in done if k in held)
+                done = missing[:i] + [k for k in keys if k in resident]
+                victim = victims[0] if victims else next(k for k in done if k in resident)
                 policy.removed(victim)
-                held.remove(victim)
+                resident.remove(victim)
             policy.admitted(key)
-            held.add(key)
-        policy.used([key for key in keys if key in held])
+            resident.add(key)
+        policy.used([key for key in keys if key in resident])
     return hits
 
 

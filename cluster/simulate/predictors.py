@@ -1,4 +1,4 @@
-"""What a trace teaches of prediction: predictors of the stride policy, and recall of prefetch policies by distance."""
+"""Prediction from traces: training of stride predictors, and recall of prefetch policies by distance."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def train_predictors(
     limit: int = 20_000,
     advanced: Callable[[], None] | None = None,
 ) -> list[Predictor]:
-    """Predictors of layers 0..L-stride-1 from a trace's routing.
+    """Train predictors of layers 0..L-stride-1 on a trace's first `limit` rows, which are in memory.
 
     Args:
-        limit: rows to train on at most, the first ones; they are held in memory.
         advanced: called after each layer.
 
     Raises:
@@ -36,15 +35,15 @@ def train_predictors(
     """
     if not 0 < stride < header.layers:
         raise TraceError(f"no layer of {header.layers} is {stride} ahead", "give a smaller stride")
-    probabilities, ids, held = [], [], 0
+    probabilities, ids, rows = [], [], 0
     for request in requests:
         for step in request.iterations:
             probabilities.append(step.probabilities)
             ids.append(step.ids)
-            held += len(step.tokens)
-        if held >= limit:
+            rows += len(step.tokens)
+        if rows >= limit:
             break
-    if not held:
+    if not rows:
         raise TraceError("the trace has no rows to train on", "record some")
     seen, picked = np.concatenate(probabilities)[:limit], np.concatenate(ids)[:limit]
     found = []
@@ -56,7 +55,7 @@ def train_predictors(
 
 
 def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predictor]:
-    """Read them, refusing those of another model or stride.
+    """Read predictors from a file.
 
     Raises:
         TraceError: the file is missing, malformed, not finite, or of another model or stride.
@@ -65,7 +64,7 @@ def load_predictors(path: Path, header: TraceHeader, stride: int) -> list[Predic
 
 
 def predictors_for(header: TraceHeader, stride: int) -> PredictorsOf:
-    """What predictors that are trained on a trace are for."""
+    """The model and stride of predictors trained on a trace."""
     return PredictorsOf(header.fingerprint, header.layers, header.experts, stride)
 
 
@@ -74,22 +73,17 @@ MakePolicy = Callable[[int], PrefetchPolicy | None]  # distance -> a fresh polic
 
 @dataclass(frozen=True, eq=False)
 class Recall:
-    """Of one source at one distance d.
-
-    source: name. per_layer: share of layer l's true experts among the first K that were asked for when layer l - d was
-    observed [L]; not a number where there was no such layer. overall: over all predictions, zero where nothing was
-    asked for. predictions: (token, layer) pairs that count.
-    """
+    """Recall of one source at one distance d."""
 
     source: str
     distance: int
-    overall: float
-    per_layer: tuple[float, ...]
-    predictions: int
+    overall: float  # over all predictions; 0 without predictions
+    per_layer: tuple[float, ...]  # share of layer l's experts in the first K wanted at layer l - d [L]; NaN: none
+    predictions: int  # (token, layer) pairs
 
 
 def split(requests: Sequence[Request], share: float) -> tuple[list[Request], list[Request]]:
-    """The first `share` of the requests, to learn from, and the rest, to measure on."""
+    """The first `share` of the requests, for learning, and the rest, for measuring."""
     cut = int(len(requests) * share + 0.5)
     return list(requests[:cut]), list(requests[cut:])
 
@@ -104,10 +98,10 @@ def recall(
 ) -> list[Recall]:
     """Recall of each source at each distance, on the decode iterations of `measure` (one token each).
 
-    Policies see all of `learn` first, then go on learning from what they are measured on, as they would when serving.
+    Policies see all of `learn` first and continue to learn from `measure`, as in serving.
 
     Args:
-        sources: None for a distance that a source does not have.
+        sources: give None for distances that they lack.
         advanced: called after each source and distance.
     """
     table = []
@@ -125,7 +119,7 @@ def recall(
 def shown(
     policy: PrefetchPolicy, request: Request, header: TraceHeader
 ) -> Iterator[tuple[Iteration, int, Sequence[Wanted]]]:
-    """Show a policy a request as it is served: each iteration and layer, with what the policy asked for there."""
+    """Show a policy a request as in serving: each iteration and layer with the experts that the policy wants."""
     name = f"trace-{request.number}"
     for step in request.iterations:
         parts = [(name, step)]

@@ -1,7 +1,7 @@
 """The format of a routing trace: a folder with `trace.json` and chunks in safetensors.
 
-A chunk holds whole forward passes, in the order in which they ran, one request after the other (t rows in all, n
-forward passes, r requests that begin in the chunk, u tokens that no earlier chunk has embedded):
+A chunk holds whole forward passes in recorded order, one request after another (t rows, n forward passes, r requests
+that begin in the chunk, u tokens without an embedding in earlier chunks):
 
     tokens                 int32   [t]            the input token of each row
     probabilities          float16 [t, L, E]      softmax of the router's logits
@@ -19,9 +19,7 @@ forward passes, r requests that begin in the chunk, u tokens that no earlier chu
 
 Layers are MoE layers, counted from 0. A row takes 4 + L * (2E + K * (s + 2) * (1 + D)) bytes, s = 1 or 2 for an
 expert's number: 996 for the default model, 1476 for Mixtral-8x7B with D = 4; besides, 2H + 4 for each distinct token.
-`trace.json` is rewritten, whole, after each chunk: what is on disk is a valid trace at any moment.
-
-Read a routing trace, chunk by chunk, refusing what is not one.
+`trace.json` is rewritten after each chunk: the folder is a valid trace at any moment.
 """
 
 from __future__ import annotations
@@ -53,23 +51,18 @@ class _Frozen(BaseModel):
 
 
 class Costs(_Frozen):
-    """What computing took where the trace was recorded, in seconds: medians, for simulated machines.
+    """Measured compute times of the recording, in seconds: medians, for simulated machines."""
 
-    forward_s: of a forward outside its layers (embedding, head, sampling, scheduling). dense_s, dense_row_s: of a
-    layer's attention, norms and router, at one row and for each further one. expert_s, expert_row_s: of one expert
-    at one row, and for each further one; what a layer costs besides its experts is in their time.
-    """
-
-    forward_s: Seconds
-    dense_s: Seconds
-    dense_row_s: Seconds
-    expert_s: Seconds
-    expert_row_s: Seconds
+    forward_s: Seconds  # of a forward outside its layers: embedding, head, sampling, scheduling
+    dense_s: Seconds  # of a layer's attention, norms and router at one row
+    dense_row_s: Seconds  # for each further row
+    expert_s: Seconds  # of one expert at one row, with its share of the MoE layer's other costs
+    expert_row_s: Seconds  # for each further row
 
 
 class ChunkRecord(_Frozen):
-    """One chunk. requests: that begin in it. first_request: added to its request numbers, which are those of the trace
-    that it was written for: merged traces have several that begin at 0."""
+    """One chunk. requests: that begin in it. first_request: added to its request numbers, since the chunks of merged
+    traces each number from 0."""
 
     file: Annotated[str, Field(pattern=r"^chunk-[0-9]{5}\.safetensors$")]
     bytes: Count
@@ -81,14 +74,13 @@ class ChunkRecord(_Frozen):
 
 
 class TraceHeader(_Frozen):
-    """What a trace holds.
+    """The model and the chunks of a trace.
 
     Attributes:
-        model: name. fingerprint: of the checkpoint's files, so that traces of two models are not taken together.
+        fingerprint: of the checkpoint's files; traces of different models are not merged.
         layers, experts, top_k, hidden: L, E, K and H. distances: D.
-        slot_bytes: of one expert, in the dtype that it was computed in.
-        expert_dtype: that dtype.
-        complete: everything that was asked for was recorded; False while recording and after an interrupt.
+        slot_bytes: of one expert in `expert_dtype`, its compute dtype.
+        complete: False while recording and after an interrupt.
     """
 
     format_version: Literal[1] = 1
@@ -132,7 +124,7 @@ class TraceHeader(_Frozen):
         return sum(chunk.requests for chunk in self.chunks)
 
     def row_arrays(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """dtype and shape after the rows of each array that has a row per token."""
+        """dtype and shape, without the row axis, of each array with a row per token."""
         layers, top, d = self.layers, self.top_k, self.distances
         return {
             "tokens": (np.int32, ()),
@@ -144,9 +136,9 @@ class TraceHeader(_Frozen):
         }
 
     def same_model(self, other: TraceHeader) -> bool:
-        """Whether two traces can be taken together."""
-        kept = {"layers", "experts", "top_k", "hidden", "distances", "slot_bytes", "fingerprint", "expert_dtype"}
-        return self.model_dump(include=kept) == other.model_dump(include=kept)
+        """Whether two traces can be merged."""
+        names = {"layers", "experts", "top_k", "hidden", "distances", "slot_bytes", "fingerprint", "expert_dtype"}
+        return self.model_dump(include=names) == other.model_dump(include=names)
 
 
 _AGAIN = "record it again, or use another trace"
@@ -155,7 +147,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """One forward pass of one request: T rows. Shapes as in `trace_format`, with t = T."""
+    """One forward pass of one request: T rows. Shapes as in the module docstring, with t = T."""
 
     decode: bool
     tokens: NDArray[np.int32]
@@ -167,11 +159,10 @@ class Iteration:
     embedding: NDArray[np.float32]  # [H], mean of the rows' input embeddings
 
     def lookahead(self, layer: int, distance: int) -> NDArray[np.float64] | None:
-        """Scores [T, E] of layer `layer + distance`'s router on this layer's input, as far as they were recorded.
+        """Probabilities [T, E] of layer `layer + distance`'s router on this layer's input; None: not recorded.
 
-        These are probabilities. Only the recorded top K are finite, in their order (fp16 makes ties of what was none);
-        None beyond the recorded distances. Layers are counted on past the last one, into the next forward; None for
-        those where the trace was recorded without them.
+        Only the recorded top K are finite, without ties, in their order. Past the last layer the layers of the next
+        forward follow.
         """
         _, layers, distances, top = self.next_ids.shape
         if not 1 <= distance <= distances:
@@ -179,9 +170,9 @@ class Iteration:
         if layer + distance >= layers and not self.next_probabilities[0, layer, distance - 1].any():
             return None
         ids = self.next_ids[:, layer, distance - 1].astype(np.int64)
-        held = self.next_probabilities[:, layer, distance - 1] - 1e-10 * np.arange(top)  # below fp16's least step
+        top_scores = self.next_probabilities[:, layer, distance - 1] - 1e-10 * np.arange(top)  # below fp16's least step
         scores = np.full((len(ids), self.probabilities.shape[2]), -np.inf)
-        np.put_along_axis(scores, ids, held, axis=1)
+        np.put_along_axis(scores, ids, top_scores, axis=1)
         return scores
 
 
@@ -199,7 +190,7 @@ class Trace:
     """A trace on disk, read with one chunk and one request in memory.
 
     Raises:
-        TraceError: the folder is no trace, or a chunk is missing or has not its size.
+        TraceError: the folder is no trace, or a chunk is missing or has another size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +205,7 @@ class Trace:
         """The requests in recorded order.
 
         Raises:
-            TraceError: bytes do not match, or are not what a trace holds.
+            TraceError: a chunk's bytes do not match, or its contents are no routing.
         """
         table = _Embeddings(self.header.hidden)
         begun: _Begun | None = None
@@ -281,11 +272,7 @@ class _Embeddings:
 
 
 def read_header(path: Path) -> TraceHeader:
-    """The header of a trace.
-
-    Raises:
-        TraceError: there is none, or it is malformed.
-    """
+    """The header of a trace. Raises TraceError: it is missing or malformed."""
     file = path / HEADER_NAME
     try:
         return TraceHeader.model_validate_json(file.read_bytes())
@@ -302,7 +289,7 @@ def read_chunk(path: Path, header: TraceHeader, record: ChunkRecord) -> Arrays:
     """The arrays of one chunk, checked: bytes, dtypes, shapes, ranges.
 
     Raises:
-        TraceError: they are not what the header says, or cannot be routing.
+        TraceError: they differ from the header, or are no routing.
     """
     file = path / record.file
     try:
@@ -322,7 +309,7 @@ def read_chunk(path: Path, header: TraceHeader, record: ChunkRecord) -> Arrays:
 
 
 def check_chunk(header: TraceHeader, record: ChunkRecord, arrays: Arrays) -> str | None:
-    """What is wrong with a chunk; None if nothing is."""
+    """The problem of a chunk; None: it is valid."""
     embedded = len(arrays["embedding_tokens"]) if "embedding_tokens" in arrays else 0
     expected: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
         name: (dtype, (record.rows, *shape)) for name, (dtype, shape) in header.row_arrays().items()

@@ -1,4 +1,4 @@
-"""Write a routing trace as it happens: chunk by chunk, valid on disk at any moment."""
+"""Writes a routing trace chunk by chunk; the folder is a valid trace at any moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Embed = Callable[[NDArray[np.int32]], NDArray[np.floating]]  # tokens [n] -> inp
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one forward pass of a request adds, T rows; shapes as in `trace_format`, any floating or integer dtype."""
+    """T rows of one forward pass; shapes as in the docstring of `trace`, any floating or integer dtype."""
 
     tokens: NDArray[np.integer]
     probabilities: NDArray[np.floating]
@@ -34,18 +34,15 @@ class Rows:
 
 
 class TraceWriter:
-    """Streams forward passes into a new trace.
-
-    In memory: one chunk, and the set of tokens whose embeddings are on disk.
+    """Writes forward passes to a new trace, with one chunk in memory.
 
     Args:
-        out: folder to make.
+        out: new or empty folder.
         header: without chunks.
-        embed: input embeddings of tokens.
-        chunk_bytes: a chunk is written when it has as many; a single forward may exceed it.
+        chunk_bytes: a chunk is written once it has as many; a single forward may exceed it.
 
     Raises:
-        ConfigError: `out` exists and is not empty, or cannot be made.
+        ConfigError: `out` is not empty or cannot be made.
     """
 
     def __init__(self, out: Path, header: TraceHeader, embed: Embed, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -76,12 +73,12 @@ class TraceWriter:
             if token not in self._embedded:
                 self._embedded.add(token)
                 self._tokens.append(token)
-        self._held += len(rows.tokens)
-        if self._held * self.header.row_bytes >= self._chunk_bytes:
+        self._row_count += len(rows.tokens)
+        if self._row_count * self.header.row_bytes >= self._chunk_bytes:
             self._flush()
 
     def close(self, complete: bool, costs: Costs | None = None) -> TraceHeader:
-        """Write what is held. `complete`: nothing is missing of what was asked for."""
+        """Write the last chunk and the header. complete: everything requested was recorded."""
         if self._iterations:
             self._flush()
         self.header = self.header.model_copy(update={"complete": complete, "costs": costs})
@@ -104,7 +101,7 @@ class TraceWriter:
         file = f"chunk-{len(self.header.chunks):05d}.safetensors"
         replace_file(self._out / file, data)
         record = ChunkRecord(
-            file=file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=self._held,
+            file=file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=self._row_count,
             forwards=len(self._iterations), requests=len(begun), first_request=0,
         )  # fmt: skip
         self.header = self.header.model_copy(update={"chunks": (*self.header.chunks, record)})
@@ -117,17 +114,17 @@ class TraceWriter:
         self._requests: list[tuple[int, int]] = []
         self._prompts: list[NDArray[np.float32]] = []
         self._tokens: list[int] = []
-        self._held = 0
+        self._row_count = 0
 
     def _write_header(self) -> None:
         replace_file(self._out / HEADER_NAME, self.header.model_dump_json(indent=1).encode() + b"\n")
 
 
 def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
-    """Put traces of one model behind each other, chunk files copied as they are; requests are numbered anew.
+    """Concatenate traces of one model; chunk files are copied, requests numbered anew.
 
     Raises:
-        TraceError: one is no trace, or they are of different models. ConfigError: `out` cannot be made.
+        TraceError: a folder is no trace, or the models differ. ConfigError: `out` cannot be made.
     """
     headers = [read_header(path) for path in traces]
     for path, header in zip(traces[1:], headers[1:], strict=True):
@@ -152,11 +149,7 @@ def merge_traces(traces: Sequence[Path], out: Path) -> TraceHeader:
 
 
 def fresh_folder(out: Path) -> None:
-    """Make a folder, or take an empty one.
-
-    Raises:
-        ConfigError: there is something in it, or it cannot be made.
-    """
+    """Make a folder, or accept an empty one. Raises ConfigError: it is not empty or cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
@@ -166,7 +159,7 @@ def fresh_folder(out: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(data)
