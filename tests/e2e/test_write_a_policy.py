@@ -12,6 +12,8 @@ import pytest
 
 from tiermoe.cluster.config import default_model_dir, load_policy
 
+pytestmark = pytest.mark.slow  # four commands, each of which starts Ray
+
 _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "write-a-policy.md").read_text(encoding="utf-8")
 _FILES = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", _DOCUMENT, re.DOTALL)
 _COMMANDS = re.findall(r"<!-- run -->\n```bash\n(.*?)```", _DOCUMENT, re.DOTALL)

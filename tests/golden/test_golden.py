@@ -176,7 +176,7 @@ def test_json_keys_of_a_worker(preset: str, golden: Golden, store: ExpertStore) 
 
 
 @pytest.mark.parametrize("preset", COUNTED)
-@pytest.mark.parametrize("budget", [0.5, 1.0])
+@pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_calls_per_layer(preset: str, budget: float, golden: Golden, store: ExpertStore) -> None:
     """A ratchet: Python calls of a decode pass through a layer at batch 1, the median, do not rise.
 
