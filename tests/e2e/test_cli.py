@@ -330,12 +330,12 @@ def test_eval_prints_one_flat_object(command: Command) -> None:
 def test_ctrl_c_ends_eval() -> None:
     """Interrupted in the middle of the reference, when the first worker runs."""
     program = f"""
-from tiermoe.cluster.jobs.evaluate import job
-whole = job.score_with
+from tiermoe.cluster.jobs.evaluate import scoring
+whole = scoring.score_with
 def score_with(*args):
     print("scoring", flush=True)
     return whole(*args)
-job.score_with = score_with
+scoring.score_with = score_with
 {MAIN}
 """
     args = [sys.executable, "-c", program, "eval", "--policy", "on-demand"]
