@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -187,9 +187,22 @@ class CpuKernel:
 
 
 class Tables(Protocol):
-    """Copies small tables to the device; see `triton.tables.TableRing`."""
+    """Brings small tables to the device; see `engine.cuda.tables.TableRing`."""
 
-    def put(self, table: NDArray[np.int32]) -> torch.Tensor: ...
+    def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
+        """On the device, for later work on the current stream; a list is int32."""
+        ...
+
+
+class PlainTables:
+    """`Tables` by plain copies, which wait: for the CPU, and for tests."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def put(self, table: Sequence[int] | NDArray[Any]) -> torch.Tensor:
+        dtype = torch.int32 if isinstance(table, list) else None
+        return torch.tensor(table, dtype=dtype, device=self._device)
 
 
 class GroupedMmKernel:

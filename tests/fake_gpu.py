@@ -7,6 +7,9 @@ Two nets for the same bugs:
   writing, must be in order: else `Hazard` at once, whatever order this run happens to take.
 
 What the host saw done (`query`, `synchronize`) is before all that it enqueues later. All tensors are on the CPU.
+
+Times: an operation begins when its stream and its engine are free. Copies to the device share one engine, copies to
+host memory that was made here another; kernels have none.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class FakeStream:
         self.enqueued = 0
         self.clock: Clock = {}  # before what is enqueued next
         self.done = 0  # operations carried out
+        self.free_s = 0.0  # when the last of them ended
 
 
 class FakeEvent:
@@ -59,8 +63,10 @@ class Operation:
     stream: FakeStream
     number: int
     act: Callable[[], None]
+    serial: int  # among the operations of all streams
     needs: Record | None = None
     seconds: float = 0.0
+    engine: str | None = None
     clock: Clock = field(default_factory=dict)
 
 
@@ -83,6 +89,8 @@ class FakeGpu:
     Args:
         seed: of the order. bytes_per_s: of copies, for the times.
         pin_all: whether host memory counts as pinned that was not made here.
+        in_order: carry out the operations in the order of enqueueing as far as events allow, as the engines of a GPU
+            do: for tests of times.
 
     Attributes:
         synchronized: times that the host waited. calls: of each method. refuse: whether registration fails.
@@ -90,8 +98,8 @@ class FakeGpu:
         own and knows no streams. compute: the current stream, which a test may exchange.
     """
 
-    def __init__(self, seed: int = 0, bytes_per_s: float = 1e9, pin_all: bool = True) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, seed: int = 0, bytes_per_s: float = 1e9, pin_all: bool = True, in_order: bool = False) -> None:
+        self.device, self.mapped, self._in_order = torch.device("cpu"), True, in_order
         self._random, self._rate, self._pin_all = random.Random(seed), bytes_per_s, pin_all
         self._streams: list[FakeStream] = []
         self._of_thread = threading.local()
@@ -100,6 +108,9 @@ class FakeGpu:
         self._accesses: list[Access] = []
         self._keep: list[torch.Tensor] = []  # so that addresses stay those of one tensor
         self._own: list[tuple[int, int]] = []  # pinned or device memory that was made here
+        self._on_host: list[tuple[int, int]] = []  # the pinned memory of it
+        self._engines: dict[str, float] = {}  # when each is free
+        self._serial = 0
         self.registered: dict[int, int] = {}
         self.refuse: Callable[[int, int], bool] = lambda address, nbytes: False
         self.now_s = 0.0
@@ -141,7 +152,7 @@ class FakeGpu:
         record = event.record = Record()
 
         def act() -> None:
-            record.done, record.at_s = True, self.now_s
+            record.done, record.at_s = True, stream.free_s
 
         with self._lock:
             operation = self._enqueue(stream, act)
@@ -155,7 +166,14 @@ class FakeGpu:
             _merge(stream.clock, event.record.clock)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self._count("copy")
+        self._move("copy", dst, src, "down" if _inside(self._on_host, dst) else "up")
+
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        assert dst.dtype == src.dtype
+        self._move("kernel_copy", dst, src, None)
+
+    def _move(self, name: str, dst: torch.Tensor, src: torch.Tensor, engine: str | None) -> None:
+        self._count(name)
         assert dst.shape == src.shape
         assert dst.is_contiguous()
         assert src.is_contiguous()
@@ -166,7 +184,7 @@ class FakeGpu:
             dst.copy_(src)
 
         with self._lock:
-            self._enqueue(stream, act, seconds=src.nbytes / self._rate)
+            self._enqueue(stream, act, seconds=src.nbytes / self._rate, engine=engine)
             self._touch(stream, src, write=False)
             self._touch(stream, dst, write=True)
 
@@ -202,11 +220,12 @@ class FakeGpu:
         return self._made(nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return self._made(nbytes)
+        made = self._made(nbytes)
+        self._on_host.append(self._own[-1])
+        return made
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        return self._pin_all or any(first <= address < last for first, last in self._own)
+        return self._pin_all or _inside(self._own, tensor)
 
     def register(self, address: int, nbytes: int) -> str | None:
         taken = any(a < address + nbytes and address < a + n for a, n in self.registered.items())
@@ -245,19 +264,28 @@ class FakeGpu:
         ready = [s for s in self._streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
         if not ready:
             return False
-        stream = self._random.choice(ready)
+        stream = min(ready, key=lambda s: s.queue[0].serial) if self._in_order else self._random.choice(ready)
         operation = stream.queue.popleft()
-        self.now_s += operation.seconds
+        engine, needs = operation.engine, operation.needs
+        start_s = max(stream.free_s, 0.0 if needs is None else needs.at_s)
+        if engine is not None:
+            start_s = max(start_s, self._engines.get(engine, 0.0))
+        stream.free_s = start_s + operation.seconds
+        if engine is not None:
+            self._engines[engine] = stream.free_s
+        self.now_s = max(self.now_s, stream.free_s)
         operation.act()
         stream.done += 1
         return True
 
     def _enqueue(
-        self, stream: FakeStream, act: Callable[[], None], needs: Record | None = None, seconds: float = 0.0
-    ) -> Operation:
+        self, stream: FakeStream, act: Callable[[], None], needs: Record | None = None, seconds: float = 0.0,
+        engine: str | None = None,
+    ) -> Operation:  # fmt: skip
         _merge(stream.clock, self._host)
         stream.enqueued += 1
-        operation = Operation(stream, stream.enqueued, act, needs, seconds, dict(stream.clock))
+        self._serial += 1
+        operation = Operation(stream, stream.enqueued, act, self._serial, needs, seconds, engine, dict(stream.clock))
         stream.queue.append(operation)
         stream.clock[stream.number] = stream.enqueued
         while self.eager and self._step():
@@ -298,6 +326,10 @@ class FakeGpu:
 
     def _count(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def _inside(ranges: Sequence[tuple[int, int]], tensor: torch.Tensor) -> bool:
+    return any(first <= tensor.data_ptr() < last for first, last in ranges)
 
 
 def _merge(into: Clock, other: Clock) -> None:
@@ -349,6 +381,9 @@ class FakeCompute:
         self._enqueued += 1
         if not self._lazy:
             self.run()
+
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy(dst, src)
 
     def query(self, event: list[int]) -> bool:
         return self._done >= event[0]

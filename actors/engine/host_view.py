@@ -45,11 +45,14 @@ def share(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to a device without a wait; on the CPU the tensor shares the array's memory."""
-    import torch
+    """A small array on a device, without a wait and past the copies of experts; on the CPU in the array's memory."""
+    if device.type == "cpu":
+        import torch
 
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return torch.from_numpy(array)
+    from .cuda.tables import ring_of
+
+    return ring_of(device).put(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +215,6 @@ def fetch_from(device: torch.device) -> Fetch:
     if device.type == "cpu":
         return share
     from .cuda.activations import PinnedFetch
+    from .cuda.runtime import runtime_of
 
-    return PinnedFetch(device)
+    return PinnedFetch(runtime_of(device))

@@ -34,9 +34,8 @@ import triton
 import triton.language as tl
 
 from ..device import on_device
-from ..expert_ffn import ExpertKernel, Group, Operands, RowClass, row_class
+from ..expert_ffn import ExpertKernel, Group, Operands, PlainTables, RowClass, Tables, row_class
 from ..packed_ffn import ACTIVATIONS
-from .tables import TableRing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
@@ -211,7 +210,7 @@ class TritonKernel:
         operands: the slot pool: contiguous, G = 2, no biases.
         activation: a key of `packed_ffn.ACTIVATIONS`.
         reference: runs calls in another dtype than the slots'.
-        ring: copies the tables to the device; kernels of one thread may share it.
+        tables: brings the tables to the device; None: plain copies.
         shapes: of row classes that do not take the default.
 
     Raises:
@@ -223,7 +222,7 @@ class TritonKernel:
         operands: Operands,
         activation: str,
         reference: ExpertKernel,
-        ring: TableRing | None = None,
+        tables: Tables | None = None,
         shapes: Mapping[RowClass, Shape] | None = None,
     ) -> None:
         if not self.supports(operands, activation):
@@ -235,7 +234,7 @@ class TritonKernel:
         self._activation = ACTIVATIONS[activation]
         self._stride = triton.cdiv(self._neurons, PAD) * PAD
         self._widen = self._device.type == "cpu" and self._dtype == torch.bfloat16
-        self.ring = TableRing(self._device) if ring is None else ring
+        self.tables: Tables = PlainTables(self._device) if tables is None else tables
         defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
 
@@ -261,7 +260,7 @@ class TritonKernel:
             return
         hidden, device = hidden.contiguous(), self._device
         with on_device(device):
-            table = self.ring.put(tiles)
+            table = self.tables.put(tiles)
             activations = torch.empty((rows, self._stride), dtype=self._dtype, device=device)
             for name, first, phases, widest in launches:
                 self._launch(name, first, phases, widest, hidden, pairs, top_k, y, table, activations)

@@ -10,6 +10,8 @@ from kernel_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, g
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+from tiermoe.actors.engine.cuda.tables import TableRing, ring_of
 from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.kernels.expert_ffn import (
@@ -26,7 +28,6 @@ from tiermoe.kernels.expert_ffn import (
 pytest.importorskip("triton")
 
 from tiermoe.kernels.triton.expert_ffn import TritonKernel, shapes_for
-from tiermoe.kernels.triton.tables import TableRing
 
 HALF = [torch.bfloat16, torch.float16]
 REAL = (2048, 1408)  # H and I of Qwen1.5-MoE-A2.7B and DeepSeek-V2-Lite
@@ -121,7 +122,8 @@ def test_neither_neighbours_nor_slot_nor_copies_change_a_bit(gpu: torch.device) 
 def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:
     width, neurons = 512, 256
     pool = pool_of(4, neurons, width, torch.bfloat16, device=gpu)
-    kernel = TritonKernel(pool, "silu", Forbidden())
+    ring = TableRing(TorchRuntime(gpu.index or 0))
+    kernel = TritonKernel(pool, "silu", Forbidden(), ring)
     sizes = [1, 2, 40, 100]
     hidden, pairs = rows_for(sizes, 1, width, torch.bfloat16, device=gpu)
     groups = groups_of(sizes, [0, 1, 2, 3], neurons)
@@ -134,7 +136,7 @@ def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None
             kernel.run(hidden, pairs, groups, 1, y)
             out = kernel.combine(y, weights)
     assert calls == []
-    assert kernel.ring.waits == 0
+    assert ring.waits == 0
     assert_near(out, exact(pool, "silu", hidden, pairs, groups, 1)[: len(pairs)])
 
 
@@ -152,8 +154,10 @@ def test_combine(gpu: torch.device, dtype: torch.dtype, weights: torch.dtype) ->
 @pytest.mark.parametrize("mapped", [True, False])
 def test_tables_stay_what_they_were_while_the_ring_goes_round(gpu: torch.device, mapped: bool) -> None:
     """Many more than it has entries, behind work that keeps the GPU busy."""
-    ring = TableRing(gpu, entries=4, numbers=16)
-    ring.mapped = mapped and ring.mapped
+    runtime = TorchRuntime(gpu.index or 0)
+    assert runtime.mapped, "kernels cannot read host memory here: tables are copied"
+    runtime.__dict__["mapped"] = mapped
+    ring = TableRing(runtime, entries=4, nbytes=64)
     busy = torch.randn(2048, 2048, device=gpu)
     expected = [list(range(i, i + 5 + i % 5 * 1000)) for i in range(40)]
     tables = []
@@ -172,7 +176,7 @@ def test_grouped_mm(gpu: torch.device) -> None:
     hidden, pairs = rows_for([*sizes, 2], 2, width, torch.bfloat16, device=gpu)
     groups = groups_of(sizes, [5, 0, 3, 2], neurons)
     found = nans(pairs, width, torch.bfloat16)
-    kernel = GroupedMmKernel(pool, gate_for("silu"), Forbidden(), TableRing(gpu))
+    kernel = GroupedMmKernel(pool, gate_for("silu"), Forbidden(), ring_of(gpu))
     kernel.run(hidden, pairs, groups, 2, found)
     assert_near(found, exact(pool, "silu", hidden, pairs, groups, 2))
 

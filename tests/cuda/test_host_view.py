@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.host_view import Asked, HostViews, fetch_from, upload
 
 
 def test_one_wait_brings_everything(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
-    wait = torch.cuda.Event.synchronize
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: (waits.append(1), wait(event))[1])
+    wait = PinnedFetch.wait
+    monkeypatch.setattr(PinnedFetch, "wait", lambda fetch: (waits.append(1), wait(fetch))[1])
     weight = torch.randn(64, 32, device=gpu, dtype=torch.bfloat16)
     later = Asked(lambda hidden: hidden @ weight.T, softmax=True)
     last = Asked(lambda hidden: hidden @ weight.T, softmax=False, rows=(1, 4))
@@ -45,3 +46,22 @@ def test_upload_does_not_wait(gpu: torch.device) -> None:
     there = upload(array, gpu)
     array[:] = 0
     assert there.tolist() == list(range(1000))
+
+
+def test_an_upload_does_not_queue_behind_experts(gpu: torch.device) -> None:
+    """64 bytes while 64 MiB of prefetches are on their way: what the ring is for."""
+    expert = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    slot, prefetch = torch.empty_like(expert, device=gpu), torch.cuda.Stream(gpu)
+    array, landed, there = np.arange(16, dtype=np.float32), torch.cuda.Event(), torch.cuda.Event()
+    upload(array, gpu)  # compiled
+    with torch.cuda.stream(prefetch):
+        slot.copy_(expert, non_blocking=True)  # warm
+    torch.cuda.synchronize(gpu)
+    with torch.cuda.stream(prefetch):
+        slot.copy_(expert, non_blocking=True)
+        landed.record()
+    upload(array, gpu)
+    there.record()
+    there.synchronize()
+    assert not landed.query()
+    torch.cuda.synchronize(gpu)

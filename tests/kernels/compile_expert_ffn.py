@@ -79,7 +79,7 @@ def main(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16")
         types = {"y": x, "weights": "*fp32", "out": x, "H": "i32"}
         report("combine", "", compiled(expert_ffn._combine, types, {"TOP_K": 8, "BLOCK": 1024}, architecture, one))
         types = {"source": "*i32", "target": "*i32", "count": "i32"}
-        report("fetch", "", compiled(tables._fetch, types, {"BLOCK": 1024}, architecture, one))
+        report("fetch", "", compiled(tables._copy, types, {"BLOCK": 1024}, architecture, one))
 
 
 def report(kernel: str, shape: str, built: Any) -> None:

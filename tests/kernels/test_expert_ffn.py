@@ -19,7 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/cuda runs these cases on the GPU", allow_module_level=True)
 
 from tiermoe.kernels.triton.expert_ffn import PAD, TritonKernel, shapes_for
-from tiermoe.kernels.triton.tables import TableRing
+from tiermoe.kernels.triton.tables import kernel_copy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -90,10 +90,14 @@ def test_rows_decide_the_class() -> None:
     assert classes == ["decode", "decode", "short", "short", "prefill", "prefill"]
 
 
-def test_a_table_on_the_cpu_is_a_tensor() -> None:
-    ring = TableRing(torch.device("cpu"))
-    assert ring.put([1, 2, 3]).tolist() == [1, 2, 3]
-    assert ring.waits == 0
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
+def test_a_kernel_copies_tables_of_any_type(dtype: torch.dtype) -> None:
+    source = torch.arange(1500).to(dtype)
+    target = torch.full((1510,), -1, dtype=dtype)
+    kernel_copy(target[3:1503], source)
+    assert target[3:1503].equal(source)
+    assert (target[:3] == -1).all()
+    assert (target[1503:] == -1).all()
 
 
 def compile_one(architecture: int, name: str, candidate: int, folder: Path) -> list[dict]:

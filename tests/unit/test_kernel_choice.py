@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_gpu import FakeGpu
 from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.model import kernels as kernel_choice
 from tiermoe.actors.engine.model import kernels as kernel_times
 from tiermoe.actors.engine.model.kernels import (
@@ -119,6 +121,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trials, and no choice that an earlier test has made."""
     monkeypatch.setattr(kernel_choice, "_TRIALS", {"decode": (1, 2), "short": (17, 1), "prefill": (65, 1)})
     monkeypatch.setattr(kernel_choice, "_chosen", {})
+    gpu = FakeGpu()
+    gpu.eager = True
+    monkeypatch.setattr(tables, "ring_of", lambda device: tables.TableRing(gpu))
     monkeypatch.setattr(kernel_times, "_MANY_ROWS", 65)
     times = kernel_times.expert_kernel_times
     monkeypatch.setattr(kernel_choice, "expert_kernel_times", lambda *a: times(*a, repeats=1))

@@ -247,9 +247,9 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
             )
         torch.cuda.set_device(gpu)
     from ..cuda.device import CudaDevice
-    from ..cuda.runtime import TorchRuntime
+    from ..cuda.runtime import runtime_of
 
-    return CudaDevice(TorchRuntime(torch.cuda.current_device()))
+    return CudaDevice(runtime_of(torch.device("cuda")))
 
 
 def activations_of(device: torch.device) -> Activations:
@@ -257,6 +257,6 @@ def activations_of(device: torch.device) -> Activations:
     if device.type == "cpu":
         return PlainActivations(device)
     from ..cuda.activations import PinnedActivations
-    from ..cuda.runtime import TorchRuntime
+    from ..cuda.runtime import runtime_of
 
-    return PinnedActivations(TorchRuntime(device.index or 0))
+    return PinnedActivations(runtime_of(device))

@@ -29,15 +29,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache.device import Outgoing
+from .runtime import GpuRuntime, wait_for
+from .tables import TORCH_DTYPES
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
 _REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
-_DTYPES = {
-    np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32, np.dtype(np.int16): torch.int16, np.dtype(np.uint8): torch.uint8,
-}  # fmt: skip
-
-
 class PinnedRuntime(Protocol):
     """What the pool needs of a GPU; see `cuda.runtime.GpuRuntime`."""
 
@@ -127,7 +123,7 @@ class PinnedPool:
             return None
         block = blocks[place]
         begin = address - block.address
-        dtype = _DTYPES.get(array.dtype)
+        dtype = TORCH_DTYPES.get(array.dtype)
         if dtype is None or begin + array.nbytes > block.memory.nbytes:
             return None
         with torch.inference_mode(False):  # as below
@@ -187,16 +183,18 @@ _Layout = tuple[tuple[torch.Size, torch.dtype], ...]
 class PinnedFetch:
     """The `Fetch` of one GPU: tensors to the host with one wait for all; for one thread.
 
-    The copies go to one pinned buffer, which the next call reuses; the results are copies of it.
+    A kernel writes them to one pinned buffer, past the copies of experts in either direction; the next call reuses the
+    buffer, and the results are copies of it. The host polls, so that it keeps the interpreter's lock.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copied = torch.cuda.Event()
-        self._buffer = torch.empty(_FIRST_BYTES, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, runtime: GpuRuntime) -> None:
+        self._runtime = runtime
+        self._written = runtime.event(timing=False)
+        self._buffer = runtime.pinned(_FIRST_BYTES)
         self._views: dict[_Layout, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+        runtime = self._runtime
         layout = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         known = self._views.get(layout)
         if known is None:
@@ -204,14 +202,14 @@ class PinnedFetch:
                 known = self._lay_out(layout)
         places, arrays = known
         for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(self._device))
+            runtime.kernel_copy(place, tensor.contiguous())
+        runtime.record(self._written, runtime.current())
         self.wait()
         return [np.array(array) for array in arrays]
 
     def wait(self) -> None:
-        """Wait for this call's copies; a method of its own so that it can be timed."""
-        self._copied.synchronize()
+        """Wait for this call's tensors; a method of its own so that it can be timed."""
+        wait_for(self._runtime, self._written)
 
     def _lay_out(self, layout: _Layout) -> tuple[list[torch.Tensor], list[NDArray[Any]]]:
         """Views of the buffer for tensors of these shapes and dtypes; grows the buffer if needed."""
@@ -221,7 +219,7 @@ class PinnedFetch:
             end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
         if end > self._buffer.numel():
             self._views.clear()
-            self._buffer = torch.empty(1 << (end - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+            self._buffer = self._runtime.pinned(1 << (end - 1).bit_length())
         elif len(self._views) >= _LAYOUTS:
             self._views.clear()
         places = [
@@ -247,6 +245,7 @@ class ComputeRuntime(Protocol):
     def event(self, timing: bool = True) -> Any: ...
     def record(self, event: Any, stream: Any) -> None: ...
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def query(self, event: Any) -> bool: ...
     def synchronize(self, event: Any) -> None: ...
     def pinned(self, nbytes: int) -> torch.Tensor: ...
@@ -305,7 +304,7 @@ class PinnedActivations:
         array = memory.view(np.float32).reshape(source.shape)
         target = self.pool.tensor(array)
         assert target is not None  # it is the pool's
-        self._runtime.copy(target, source)
+        self._move(target, source)
         return array, self._keep_until_copied(array)
 
     def up(self, array: NDArray[Any]) -> torch.Tensor:
@@ -319,7 +318,7 @@ class PinnedActivations:
             self.waited += 1
             return torch.tensor(array, device=self._device)
         target = torch.empty(array.shape, dtype=source.dtype, device=self._device)
-        self._runtime.copy(target, source)
+        self._move(target, source)
         self._keep_until_copied(pinned)
         return target
 
@@ -334,8 +333,12 @@ class PinnedActivations:
 
     def wait(self, event: Any) -> None:
         """Wait for an event of `down`."""
-        if event is not None and not self._runtime.query(event):
-            self._runtime.synchronize(event)
+        if event is not None:
+            wait_for(self._runtime, event)
+
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Few rows do not queue behind the copies of experts; many are left to the copy engine."""
+        (self._runtime.kernel_copy if src.nbytes <= _AT_ONCE else self._runtime.copy)(dst, src)
 
     def _keep_until_copied(self, array: NDArray[Any]) -> Any:
         """Keep the memory of a copy just enqueued until it is done; returns the event."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
 
+from ....kernels.device import on_device
+
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped read-only, as the store's files are
 _PLAIN = 0
+_MOVED = (torch.int32, torch.int64, torch.float32, torch.bfloat16)  # by `kernel_copy`: compiled before serving
 
 
 class GpuRuntime(Protocol):
@@ -23,6 +27,11 @@ class GpuRuntime(Protocol):
     """
 
     device: torch.device
+
+    @property
+    def mapped(self) -> bool:
+        """Whether kernels read and write pinned host memory."""
+        ...
 
     def enter(self) -> None:
         """Make it the calling thread's current device."""
@@ -56,12 +65,16 @@ class GpuRuntime(Protocol):
         """Enqueue dst <- src on the entered stream. Host tensors are pinned; dtypes may differ only on the device."""
         ...
 
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """`copy` of small tensors of one dtype by a kernel, which does not queue behind the copies of experts."""
+        ...
+
     def query(self, event: Any) -> bool:
         """Whether the event is done, without waiting."""
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Make the host wait for an event. Never on a forward's way."""
+        """Make the host wait for an event without the interpreter's lock. On a forward's way see `wait_for`."""
         ...
 
     def elapsed_s(self, earlier: Any, later: Any) -> float:
@@ -119,6 +132,34 @@ class TorchRuntime:
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
+    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if self.mapped:
+            from ....kernels.triton.tables import kernel_copy
+
+            with on_device(self.device):
+                kernel_copy(dst, src)
+        else:
+            dst.copy_(src, non_blocking=True)
+
+    @cached_property
+    def mapped(self) -> bool:
+        """Whether kernels read and write pinned host memory; tried once, with a wait for the GPU."""
+        try:
+            from ....kernels.triton.tables import kernel_copy
+
+            with torch.cuda.device(self.device), torch.inference_mode(False):
+                for dtype in _MOVED:
+                    numbers = torch.arange(3000).to(dtype).pin_memory()
+                    there, back = numbers.new_zeros(3000, device=self.device), torch.zeros_like(numbers).pin_memory()
+                    kernel_copy(there, numbers)
+                    kernel_copy(back, there)
+                    torch.cuda.synchronize(self.device)
+                    if not (torch.equal(there.cpu(), numbers) and torch.equal(back, numbers)):
+                        return False
+        except Exception:  # no Triton, it cannot access the pointer, or the C compiler of its launchers failed
+            return False
+        return True
+
     def query(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
 
@@ -160,6 +201,38 @@ class TorchRuntime:
         try:
             torch.empty(1, device=self.device).fill_(0)
         except RuntimeError:
+            return
+
+
+@cache
+def _runtime(index: int) -> TorchRuntime:
+    return TorchRuntime(index)
+
+
+def runtime_of(device: torch.device) -> TorchRuntime:
+    """The runtime of a GPU; no index: of the current one."""
+    return _runtime(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
+
+
+class Events(Protocol):
+    """The part of a runtime that waits."""
+
+    def query(self, event: Any) -> bool: ...
+    def synchronize(self, event: Any) -> None: ...
+
+
+def wait_for(runtime: Events, event: Any, spin_s: float = _SPIN_S) -> None:
+    """Make the host wait for an event on a forward's way: poll, and only after `spin_s` give up the interpreter's lock.
+
+    `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.
+    """
+    until_s = time.perf_counter() + spin_s
+    while not runtime.query(event):
+        if time.perf_counter() > until_s:
+            runtime.synchronize(event)
             return
 
 

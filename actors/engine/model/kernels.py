@@ -271,17 +271,16 @@ class Kernels:
                 some["loop"] = loop
         try:
             from ....kernels.triton.expert_ffn import TritonKernel, shapes_for
-            from ....kernels.triton.tables import TableRing
         except ImportError:
             return found, ["triton is not installed: experts run one after another"]
-        notes = []
-        device = operands.gate_up.device
+        from ..cuda.tables import ring_of
+
+        ring, notes = ring_of(operands.gate_up.device), []
+        if not ring.mapped:
+            notes.append("kernels cannot read host memory: tables of experts are copied")
         if self._setting in ("auto", "triton") and activation is not None and TritonKernel.supports(
             operands, activation
         ):  # fmt: skip
-            ring = TableRing(device)
-            if not ring.mapped:
-                notes.append("kernels cannot read host memory: tables of experts are copied")
             for name, shapes in shapes_for(operands.gate_up.dtype).items():
                 for shape in shapes:
                     kernel = TritonKernel(operands, activation, loop, ring, {name: shape})
@@ -290,7 +289,7 @@ class Kernels:
             from ....kernels.expert_ffn import GroupedMmKernel
 
             if GroupedMmKernel.supports(operands):
-                grouped = GroupedMmKernel(operands, block.gate, loop, TableRing(device))
+                grouped = GroupedMmKernel(operands, block.gate, loop, ring)
                 for some in found.values():
                     some["grouped"] = grouped
         return found, notes
@@ -338,8 +337,8 @@ class Kernels:
         from ....kernels.triton.expert_ffn import TritonKernel
 
         assert activation is not None  # Triton is a candidate
-        ring = next(kernel.ring for kernel in kernels.values() if hasattr(kernel, "ring"))
-        joined = TritonKernel(self._operands, activation, loop, ring, shapes)
+        tables = next(kernel.tables for kernel in kernels.values() if hasattr(kernel, "tables"))
+        joined = TritonKernel(self._operands, activation, loop, tables, shapes)
         if len(shapes) == len(kernels):
             return joined
         return ByRows({name: joined if name in shapes else kernel for name, kernel in kernels.items()}, joined)
