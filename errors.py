@@ -36,6 +36,10 @@ class CheckpointError(TierMoeError):
     """A checkpoint is missing, truncated, mis-shaped, non-finite or has no routed experts."""
 
 
+class FormError(CheckpointError):
+    """Weights in a published quantized form have parts of other names, types, shapes or values than the form."""
+
+
 class UnsupportedModelError(CheckpointError):
     """The architecture does not use the experts interface, or its experts differ in shape."""
 

@@ -1,0 +1,96 @@
+"""Random weights in published forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiermoe.kernels.forms import BLOCKS, FLOATS, ExpertForm, MatrixForm
+
+Parts = dict[str, NDArray[Any]]
+
+# every kind with every type of scale, at a small size that its blocks allow
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {}, "float16": {}, "bfloat16": {},
+    "fp8_block": {"scale": "F32"}, "fp8_block, bfloat16": {"scale": "BF16"}, "fp8_block, e8m0": {"scale": "F8_E8M0"},
+    "fp8_block, 64 x 32": {"block": 64, "group": 32}, "fp8_block, 3 x 24": {"block": 3, "group": 24},
+    "fp8_channel": {"scale": "BF16"}, "fp8_tensor": {"scale": "F32"},
+    "mxfp4": {}, "nvfp4": {}, "nvfp4, divides": {"divides": True},
+    "int, 4 bits": {"bits": 4, "group": 32}, "int, 4 bits, zeros": {"bits": 4, "group": 64, "zeros": True},
+    "int, 4 bits, rows": {"bits": 4, "scale": "BF16"}, "int, 4 bits, order": {"bits": 4, "group": 128, "order": True},
+    "int, 4 bits, groups of 24": {"bits": 4, "group": 24, "zeros": True, "order": True},
+    "int, 8 bits": {"bits": 8, "group": 128, "scale": "F32"},
+    "int, 8 bits, zeros": {"bits": 8, "group": 32, "zeros": True, "order": True, "scale": "BF16"},
+    **{kind: {} for kind in BLOCKS},
+}  # fmt: skip
+
+
+def form(name: str, outputs: int, inputs: int) -> MatrixForm:
+    """A form of `FORMS`."""
+    return MatrixForm(name.split(",")[0], outputs, inputs, **FORMS[name])
+
+
+def random_parts(form: MatrixForm, rng: np.random.Generator, size: float = 0.05) -> Parts:
+    """Weights of about `size`; every code occurs."""
+    parts: Parts = {}
+    for name, (code, shape) in form.parts().items():
+        if name == "order":
+            parts[name] = rng.permutation(form.inputs).astype(np.int32)
+        elif name == "zero":
+            parts[name] = rng.integers(0, 1 << form.bits, shape, dtype=np.uint8)
+        elif name == "global_scale":
+            parts[name] = np.array([1 / 50.0 if not form.divides else 50.0], np.float32)
+        elif name == "weight" and form.kind in FLOATS:
+            parts[name] = floats(rng.standard_normal(shape) * size, code)
+        elif name == "weight":
+            parts[name] = rng.integers(0, 256, shape, dtype=np.uint8)
+        elif code in ("U8", "F8_E8M0"):
+            parts[name] = rng.integers(118, 124, shape, dtype=np.uint8)
+        elif code == "F8_E4M3":
+            parts[name] = rng.integers(40, 80, shape, dtype=np.uint8)
+        else:
+            parts[name] = floats(rng.uniform(0.2, 1, shape) * size / 8, code)
+    if form.kind.startswith("fp8"):
+        parts["weight"] = np.where(parts["weight"] & 127 == 127, 0, parts["weight"]).astype(np.uint8)  # no NaN
+    if form.kind in BLOCKS:
+        _, bytes_of_block, places = BLOCKS[form.kind]
+        blocks = parts["weight"].reshape(-1, bytes_of_block)
+        for at in places:
+            scales = rng.uniform(0.2, 1, (len(blocks), 1)) * size / 64
+            blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+        if not places:
+            blocks[:, 0] = rng.integers(118, 124, len(blocks))
+    return parts
+
+
+def floats(values: NDArray[Any], code: str) -> NDArray[Any]:
+    """Values as a part of this type."""
+    if code == "BF16":
+        return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16 if code == "F16" else np.float32)
+
+
+def expert_form(name: str, hidden: int, neurons: int) -> ExpertForm:
+    """Gate, up and down in one form of `FORMS`."""
+    of = form(name, neurons, hidden)
+    return ExpertForm(down=form(name, hidden, neurons), gate=of, up=of)
+
+
+def fused_form(name: str, hidden: int, neurons: int, *, interleaved: bool, bias: str = "") -> ExpertForm:
+    """Gate and up in one matrix."""
+    gate_up = form(name, 2 * neurons, hidden)
+    return ExpertForm(down=form(name, hidden, neurons), gate_up=gate_up, interleaved=interleaved, bias=bias)
+
+
+def random_expert(form: ExpertForm, rng: np.random.Generator) -> Parts:
+    parts = {
+        f"{name}.{part}": array
+        for name, matrix in form.matrices.items()
+        for part, array in random_parts(matrix, rng).items()
+    }
+    for name, (code, shape) in form.parts().items():
+        if name.endswith(".bias"):
+            parts[name] = floats(rng.standard_normal(shape) * 0.1, code)
+    return {name: parts[name] for name in form.parts()}
