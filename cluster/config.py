@@ -103,7 +103,9 @@ class RaySettings(Settings):
 class RunConfig(EngineOptions):
     """Everything of a run besides the prompt and its sampling."""
 
-    model: str | None = Field(default=None, description="checkpoint folder; none: the model of the project")
+    model: str | None = Field(
+        default=None, description="folder, or org/name[@revision] of a Hugging Face hub; none: the model of the project"
+    )
     store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
     budget: str | StrictFloat | StrictInt = Field(
@@ -321,7 +323,7 @@ def check_model_dir(path: Path) -> None:
         remedy = (
             "make it with `make train-default-model`, or pass --model DIRECTORY"
             if path == default_model_dir()
-            else "pass --model the directory of a downloaded checkpoint (safetensors, config.json, tokenizer.json)"
+            else "pass --model a checkpoint's folder (safetensors, config.json, tokenizer.json), or ORG/NAME of a hub"
         )
         raise CheckpointError(f"no model at '{path}'", remedy)
     for name in ("config.json", "tokenizer.json"):

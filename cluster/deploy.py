@@ -56,6 +56,7 @@ class Deployment:
 
     Attributes:
         id: what the names of its actors begin with.
+        config: as given.
         planned: what runs where with how many bytes, and the prediction, once started.
         plan: the lead's effective plan, once started.
         startup_s: seconds from the call to ready.
@@ -74,7 +75,7 @@ class Deployment:
         on_ray: Callable[[Deployment], None] | None = None,
     ) -> None:
         self.id = new_id()
-        self._config, self._settings, self._store_path = config, settings, store_path
+        self.config, self._settings, self._store_path = config, settings, store_path
         self._classes, self._facts = (worker_class, store_class), facts
         self._notify, self._on_ray = notify, on_ray
         self._deadline_s = 0.0  # on the monotonic clock, once started
@@ -98,9 +99,9 @@ class Deployment:
         """
         refuse_second()
         begin = time.monotonic()
-        self._deadline_s = begin + self._config.ray.startup_deadline_s
+        self._deadline_s = begin + self.config.ray.startup_deadline_s
         try:
-            facts = self._facts or facts_of_store(Path(self._store_path), self._config.model_dir)
+            facts = self._facts or facts_of_store(Path(self._store_path), self.config.model_dir)
             self._refuse_early(facts)
             self._quiet.enter_context(without_ray_notices())
             self._start_ray()
@@ -130,7 +131,7 @@ class Deployment:
         Raises:
             RuntimeFailure: the worker died, reported an error, or the request passed its deadline.
         """
-        return self._lead.generate(request, self._config.request_deadline_s)
+        return self._lead.generate(request, self.config.request_deadline_s)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; a worker that is dead or closed has nothing left to stop."""
@@ -234,29 +235,29 @@ class Deployment:
 
     @property
     def _local(self) -> bool:
-        return self._config.ray.address is None
+        return self.config.ray.address is None
 
     def _start_ray(self) -> None:
-        ray_settings, threads = self._config.ray, self._settings.threads
+        ray_settings, threads = self.config.ray, self._settings.threads
         if ray_settings.address is not None:
             join(ray_settings.address, thread_limits(threads))
             return
         self._scratch = Scratch()
-        given = local_ray(self._config, self._settings)
+        given = local_ray(self.config, self._settings)
         start_local(self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads)
 
     def _refuse_early(self, facts: ModelFacts) -> None:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
         if self._local:
-            nodes = this_machine(local_ray(self._config, self._settings))
+            nodes = this_machine(local_ray(self.config, self._settings))
             if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
-                make_plan(self._config, self._settings, facts, nodes, "this machine")
+                make_plan(self.config, self._settings, facts, nodes, "this machine")
 
     def _plan(self, facts: ModelFacts) -> PlanResult:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
-        where = "a Ray of its own" if self._local else f"the Ray at {self._config.ray.address}"
-        notes = local_notes(self._config, self._settings) if self._local else ()
-        return make_plan(self._config, self._settings, facts, nodes, where, notes)
+        where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
+        notes = local_notes(self.config, self._settings) if self._local else ()
+        return make_plan(self.config, self._settings, facts, nodes, where, notes)
 
     def _start_actors(self) -> None:
         assert self._placement is not None
@@ -267,8 +268,8 @@ class Deployment:
         self.plan = self._group.start(self._left)
         if self._group.directory is not None:
             workers = [role_of(planned) for planned in self.topology.having("ndp")]
-            grows = bool(workers) and self._config.cluster.ndp_workers == "per-node"
-            threads = self._config.ndp_threads if grows else None
+            grows = bool(workers) and self.config.cluster.ndp_workers == "per-node"
+            threads = self.config.ndp_threads if grows else None
             self._watcher = NodeWatcher(self._group, threads, workers, self._notify)
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
@@ -281,7 +282,7 @@ class Deployment:
         # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
         if isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError):
             return None
-        deadline_s = self._config.ray.startup_deadline_s
+        deadline_s = self.config.ray.startup_deadline_s
         return as_failure(error, "the runtime did not start", deadline_s, "ray.startup_deadline_s")
 
     def _left(self) -> float:

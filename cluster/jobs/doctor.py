@@ -16,7 +16,7 @@ from rich.console import Console
 from ...errors import CheckpointError
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, versions
-from ..prompt import read_header
+from ..hub import headers, locate
 from ..report.tables import facts, size
 from ..topology.inputs import ROUTED
 from .options import AsJson, Model
@@ -91,15 +91,10 @@ def routed_expert_elements(model_dir: Path) -> int:
     Raises:
         CheckpointError: no safetensors file, or one whose header cannot be read.
     """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
+    tensors = headers(model_dir)
+    if tensors is None:
         raise CheckpointError(f"'{model_dir}' has no safetensors file", "download the checkpoint as safetensors")
-    return sum(
-        math.prod(tensor["shape"])
-        for path in files
-        for name, tensor in read_header(path).items()
-        if ROUTED.search(name)
-    )
+    return sum(math.prod(shape) for name, (_, shape) in tensors.items() if ROUTED.search(name))
 
 
 def examine(model_dir: Path) -> dict[str, Any]:
@@ -134,7 +129,7 @@ def examine(model_dir: Path) -> dict[str, Any]:
 def doctor_command(model: Model = None, as_json: AsJson = False) -> None:
     """Measure this machine and say what would fit."""
     with Console(stderr=True).status("measuring ..."):
-        report = examine(Path(model).expanduser() if model is not None else default_model_dir())
+        report = examine(locate(model))
     if as_json:
         print(json.dumps(report))
     else:

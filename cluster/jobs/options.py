@@ -24,6 +24,7 @@ from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu
+from ..hub import located
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
 
@@ -165,17 +166,18 @@ def deployed(
     return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray)
 
 
-def checked_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings:
-    """What the worker needs, after all checks that need no process.
+def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConfig, EngineSettings]:
+    """The configuration with its model as a folder, and what the worker needs, after all checks that need no process.
 
     Raises:
         TierMoeError: the first thing that is wrong, with its remedy.
     """
     settings = engine_settings(config, trace=trace)
-    check_model_dir(config.model_dir)
     if config.device == "cuda" and config.ray.address is None and not has_gpu():
         raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
-    return settings
+    config = located(config)
+    check_model_dir(config.model_dir)
+    return config, settings
 
 
 def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) -> Path:

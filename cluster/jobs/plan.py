@@ -15,6 +15,8 @@ from rich.console import Console
 from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
 from ..host import usable_cores
+from ..hub import located
+from ..prompt import read_json_object
 from ..report.runtime import topology_tables
 from ..topology.estimate import make_plan
 from ..topology.inputs import (
@@ -28,6 +30,7 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
+from .prepare.checkpoint import refuse_quantized
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -44,6 +47,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
             else "pass --model a checkpoint's directory; its config.json is enough to plan"
         )
         raise CheckpointError(f"no config.json in '{model_dir}'", remedy)
+    refuse_quantized(read_json_object(model_dir / "config.json"))
     store = Path(config.store).expanduser() if config.store is not None else None
     if store is not None and store.is_dir():
         return facts_of_store(store, model_dir)
@@ -79,6 +83,8 @@ def plan_command(
 ) -> None:
     """Say what would run where, with how many bytes and how fast, and start nothing."""
     chosen = load_run_config(config, options)
+    engine_settings(chosen)  # refused before a hub is asked
+    chosen = located(chosen, "sizes")
     there, nodes_from = _nodes(chosen, nodes, live)
     settings = engine_settings(chosen)
     notes = local_notes(chosen, settings) if chosen.ray.address is None and nodes is None else ()

@@ -26,6 +26,7 @@ from ...actors.requests import Generation, GenerationRequest, SamplingParams, To
 from ...errors import RequestError
 from ..config import RunConfig
 from ..host import versions
+from ..hub import locate
 from ..prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
 from ..report.runtime import placed_tables, plan_table
@@ -87,7 +88,7 @@ def _run_here(
 
     The text goes to `text_out` as it comes, and the plan to `report`.
     """
-    settings = checked_settings(config, trace=trace is not None)
+    config, settings = checked_settings(config, trace=trace is not None)
     if trace is not None:
         check_writable(trace)
     tokenizer = load_tokenizer(config.model_dir)
@@ -126,7 +127,7 @@ def _run_attached(
 
         deployment = attachment.choose(wanted)
         plan = attachment.ask(deployment, "plan")
-        folder = Path(model).expanduser() if model is not None else Path(plan["store_path"])
+        folder = locate(model) if model is not None else Path(plan["store_path"])
         if not (folder / "tokenizer.json").is_file():
             raise RequestError(
                 f"no tokenizer.json in '{folder}' on this machine",

@@ -14,6 +14,7 @@ from rich.console import Console
 from ...errors import ConfigError
 from ..api.settings import ApiSettings, LimitSettings, read_key
 from ..config import RunConfig
+from ..hub import locate
 from .options import (
     RUNTIME,
     Attach,
@@ -57,7 +58,8 @@ def serve_command(
     if attach is not None:
         refuse_runtime_options(options | {"config": config})
         _check_files(server)
-        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": options.get("model")}), host, port)
+        folder = str(locate(options["model"])) if "model" in options else None
+        _serve_attached(attach, deployment, server.model_copy(update={"tokenizer": folder}), host, port)
     elif deployment is not None:
         raise ConfigError("--deployment names a runtime that runs already", "pass --attach HOST:PORT with it")
     else:
@@ -72,7 +74,7 @@ def _serve_own(config: RunConfig, server: ApiSettings, host: str, port: int) -> 
 
     @contextmanager
     def served(deployment: Deployment) -> Iterator[Check]:
-        own = {"deployment": deployment.id, "tokenizer": str(config.model_dir.absolute()), "limits": limits}
+        own = {"deployment": deployment.id, "tokenizer": str(deployment.config.model_dir.absolute()), "limits": limits}
         where = f"deployment {deployment.id} is ready at {deployment.address}"
         with _http_server(server.model_copy(update=own), host, port, where) as check:
             yield check

@@ -50,7 +50,7 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
         TierMoeError: an input was refused, the runtime did not start, or its lead or what is beside it has failed.
         SystemExit: SIGTERM.
     """
-    settings = checked_settings(config)
+    config, settings = checked_settings(config)
     notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []
     with ExitStack() as listed:

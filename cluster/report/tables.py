@@ -8,12 +8,21 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 _STEPS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_EVERY_S = 2.0
+_EVERY_S, _BYTES_EVERY_S = 2.0, 5.0
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -63,17 +72,26 @@ def progress_on(console: Console) -> Progress:
     return Progress(console=console, transient=True) if console.is_terminal else LineProgress(console)
 
 
+def byte_progress(console: Console) -> Progress:
+    """A progress display of bytes, with bytes a second and the time left; lines of text where there is no terminal."""
+    if not console.is_terminal:
+        return LineProgress(console, _BYTES_EVERY_S, in_bytes=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
 class LineProgress(Progress):
     """Writes `measuring: 3/12`, at most every two seconds, and the last step of each task.
 
     Args:
         console: where to.
         every_s: seconds between lines.
+        in_bytes: `loading: 3.00 MiB of 12.00 MiB, 1.50 MiB/s, 6 s left`.
     """
 
-    def __init__(self, console: Console, every_s: float = _EVERY_S) -> None:
+    def __init__(self, console: Console, every_s: float = _EVERY_S, in_bytes: bool = False) -> None:
         super().__init__(console=console, auto_refresh=False, disable=True)  # no live display of its own
-        self._every_s = every_s
+        self._every_s, self._in_bytes = every_s, in_bytes
         self._last_s = 0.0
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
@@ -91,5 +109,13 @@ class LineProgress(Progress):
         now_s = time.monotonic()
         if task.completed >= task.total or now_s - self._last_s >= self._every_s:
             self._last_s = now_s
-            self.console.print(f"{task.description}: {task.completed:g}/{task.total:g}", highlight=False)
+            text = _bytes_of(task) if self._in_bytes else f"{task.completed:g}/{task.total:g}"
+            self.console.print(f"{task.description}: {text}", highlight=False, soft_wrap=True)
             self.console.file.flush()
+
+
+def _bytes_of(task: Task) -> str:
+    speed, left_s = task.speed, task.time_remaining
+    rate = f", {size(speed)}/s" if speed else ""
+    left = f", {left_s:.0f} s left" if left_s and not task.finished else ""
+    return f"{size(task.completed)} of {size(task.total or 0)}{rate}{left}"

@@ -7,7 +7,6 @@ fields and marked as such. Nodes come from a file, from this machine, or from a 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,8 @@ from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ..config import RunConfig
 from ..host import usable_cores
-from ..prompt import load_model_config, read_header
+from ..hub import headers, name_of
+from ..prompt import load_model_config
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -88,7 +88,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     if dense is None:
         dense, source = _dense_elements(config, model_dir, layers), "config.json"
     return ModelFacts(
-        name=model_dir.resolve().name,
+        name=name_of(model_dir),
         layers=layers,
         experts=experts,
         top_k=_number(config, _TOP_K, model_dir),
@@ -180,23 +180,11 @@ def _dense_elements(config: Mapping[str, Any], model_dir: Path, moe_layers: int)
 
 
 def _dense_in_files(model_dir: Path) -> int | None:
-    """Numbers in the weights that are not routed experts; None where not all safetensors files are there."""
-    there = sorted(model_dir.glob("*.safetensors"))
-    if not there or not _named_in_index(model_dir) <= {path.name for path in there}:
+    """Numbers in the weights that are not routed experts; None where the weights are neither here nor reachable."""
+    tensors = headers(model_dir)
+    if tensors is None:
         return None
-    tensors = [tensor for path in there for tensor in read_header(path).items()]
-    return sum(math.prod(spec["shape"]) for name, spec in tensors if not ROUTED.search(name))
-
-
-def _named_in_index(model_dir: Path) -> set[str]:
-    """Files of a checkpoint that is split; none where there is no index."""
-    path = model_dir / "model.safetensors.index.json"
-    if not path.is_file():
-        return set()
-    try:
-        return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is not an index of weights: {error}", "download it again") from error
+    return sum(math.prod(shape) for name, (_, shape) in tensors.items() if not ROUTED.search(name))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ....actors.settings import EngineSettings, LinkSettings
 from ....actors.store.artifacts import GATES_NAME, PROFILE_NAME, SENSITIVITY_NAME
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 from ...config import RunConfig, engine_settings, load_run_config
+from ...hub import located
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.executor import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
@@ -41,7 +42,7 @@ _ids = itertools.count()
 
 def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
     """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU."""
-    return load_run_config(file, {"model": model, "threads": 1, "cluster": {"shards": 1}, **options})
+    return located(load_run_config(file, {"model": model, "threads": 1, "cluster": {"shards": 1}, **options}))
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:

@@ -19,7 +19,8 @@ from ....actors.store.format import (
     read_header,
 )
 from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
-from ....errors import CheckpointError
+from ....errors import CheckpointError, UnsupportedModelError
+from ...hub import name_of
 from .writer import JOURNAL_NAME
 
 SINGLE_NAME = "model.safetensors"
@@ -60,11 +61,8 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's name; in a Hugging Face cache (`models--ORG--NAME/snapshots/HASH`) the model's."""
-        parents = [parent.name for parent in self.path.parents]
-        if len(parents) > 1 and parents[0] == "snapshots" and parents[1].startswith("models--"):
-            return parents[1].rpartition("--")[2]
-        return self.path.name or "model"
+        """The folder's name; in a Hugging Face cache the model's."""
+        return name_of(self.path)
 
     def extras(self) -> list[Path]:
         """Configuration and tokenizer files, which a store copies."""
@@ -95,6 +93,19 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
             tensors[spec.name] = TensorEntry(shard, spec)
     _check_index(path, tensors)
     return Checkpoint(path=path, config=config, tensors=tensors, source=tuple(source))
+
+
+def refuse_quantized(config: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError where a configuration names a quantization; no weight is looked at."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for part in parts:
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key) is not None:
+                method = part[key].get("quant_method") if isinstance(part[key], dict) else part[key]
+                raise UnsupportedModelError(
+                    f"the checkpoint is quantized ({method})",
+                    "pass the unquantized checkpoint (bfloat16, float16 or float32)",
+                )
 
 
 def read_source(model_dir: Path) -> tuple[SourceFile, ...]:

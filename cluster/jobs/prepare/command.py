@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ....errors import ConfigError
+from ...hub import locate
 from ..profile.command import profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
@@ -18,7 +19,9 @@ _STRIDE = 3  # default layers ahead of predictors
 
 
 def prepare_command(
-    model: Annotated[Path, typer.Argument(help="Folder of a safetensors checkpoint.", metavar="MODEL")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a safetensors checkpoint, or org/name[@revision].", metavar="MODEL")
+    ],
     out: Annotated[
         Path | None, typer.Argument(help="Store folder to make; by default one in the cache.", metavar="[OUT]")
     ] = None,
@@ -78,6 +81,7 @@ def prepare_command(
         profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
     )
     options = replica_options(bits, group_size, act_order, calibration)
+    model = locate(checkpoint)
     text = None if options is None else calibration_text(model, calibration)
     for measured in (neuron_order, gates, sensitivity):
         if measured is not None:

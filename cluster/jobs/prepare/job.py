@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
-from .checkpoint import Checkpoint, open_checkpoint
+from ...hub import complete
+from ...prompt import read_json_object
+from ...report.tables import byte_progress
+from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint, refuse_quantized
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
 _PARTIAL = ".partial"
@@ -28,7 +30,7 @@ def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
     Raises:
         CheckpointError: the checkpoint is missing or malformed.
     """
-    return _store_dir(open_checkpoint(Path(model_dir)), cache_dir)
+    return _store_dir(_opened(Path(model_dir)), cache_dir)
 
 
 def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: bool = False) -> Path:
@@ -44,7 +46,7 @@ def prepare(model_dir: Path, out_dir: Path, *, progress: bool = True, force: boo
         CheckpointError: the checkpoint is missing, malformed, not finite or not supported.
         StoreError: `out_dir` is something other than a store, or the disk is full.
     """
-    return _prepare(open_checkpoint(Path(model_dir)), Path(out_dir), progress=progress, force=force)
+    return _prepare(_opened(Path(model_dir), progress), Path(out_dir), progress=progress, force=force)
 
 
 def ensure_prepared(
@@ -63,7 +65,7 @@ def ensure_prepared(
     if is_store(model_dir):
         read_manifest(model_dir)
         return model_dir
-    checkpoint = open_checkpoint(model_dir)
+    checkpoint = _opened(model_dir, progress)
     out = Path(out_dir) if out_dir is not None else _store_dir(checkpoint, cache_dir)
     return _prepare(checkpoint, out, progress=progress, force=False)
 
@@ -71,6 +73,14 @@ def ensure_prepared(
 def is_store(path: Path) -> bool:
     """Whether a folder is an expert store, not a checkpoint; bytes are not verified."""
     return (path / MANIFEST_NAME).is_file() and (path / DENSE_NAME).is_file()
+
+
+def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
+    """The checkpoint, whose weights are downloaded where they are a hub's and not here, unless they are of no use."""
+    if (model_dir / CONFIG_NAME).is_file():
+        refuse_quantized(read_json_object(model_dir / CONFIG_NAME))
+    complete(model_dir, progress=progress)
+    return open_checkpoint(model_dir)
 
 
 def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) -> Path:
@@ -98,8 +108,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     needed = conversion.total_bytes()
     remedy = "free some space, or name a folder on another disk as OUT"
     require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    with byte_progress(console) as bar:
         task = bar.add_task(f"preparing {checkpoint.name}", total=needed)
         write_store(conversion, partial, lambda nbytes: bar.advance(task, nbytes))
     with disk_errors(out):

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
-from .checkpoint import REFETCH, Checkpoint, TensorEntry
+from .checkpoint import REFETCH, Checkpoint, TensorEntry, refuse_quantized
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 
@@ -164,7 +164,7 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
         UnsupportedModelError: quantized, or of an architecture that transformers does not have.
         CheckpointError: the configuration is malformed.
     """
-    _refuse_quantized(checkpoint.config)
+    refuse_quantized(checkpoint.config)
     config, dtype = _load_config(checkpoint)
     try:
         with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # no weight is used
@@ -246,18 +246,6 @@ def _expert_shape(module: Any, params: dict[str, Any]) -> ExpertShape:
         if tuple(param.shape) != (count, *expected[name]) or rows % gates:
             raise ValueError(f"{name} is {list(param.shape)}")
     return shape
-
-
-def _refuse_quantized(config: dict[str, Any]) -> None:
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else part[key]
-                raise UnsupportedModelError(
-                    f"the checkpoint is quantized ({method})",
-                    "pass the unquantized checkpoint (bfloat16, float16 or float32)",
-                )
 
 
 def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]:

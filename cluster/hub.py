@@ -1,0 +1,364 @@
+"""A model by its name: a folder, a folder of a Hugging Face cache, or `org/name[@revision]` of a hub.
+
+    locate     what the name means on this machine; configuration and tokenizer are fetched where they are not here
+    complete   the weights of what `locate` returned, fetched where they are not here
+    headers    dtype and shape of every weight: of files that are here, else by range requests
+
+Files go to the cache that `huggingface_hub` shares with other programs (HF_HOME, HF_HUB_CACHE). What is there is used
+without a look at the network; `hf download org/name` brings it up to date. Finished files stay when a download is
+interrupted, and a lost connection goes on where it was. Nothing of a repository is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from ..errors import CheckpointError
+from .config import RunConfig, default_model_dir
+from .prompt import read_header, read_json_object
+from .report.tables import byte_progress, size
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+Need = Literal["sizes", "text"]
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w.][\w./-]{0,199}))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
+_FOLDER = "models--"
+_SIZES = ("config.json", "*config*.json", INDEX)
+_PATTERNS: dict[Need, tuple[str, ...]] = {
+    "sizes": _SIZES,
+    "text": (*_SIZES, "tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.tiktoken", "chat_template*"),
+}
+_NEEDED: dict[Need, tuple[str, ...]] = {"sizes": (CONFIG,), "text": (CONFIG, "tokenizer.json")}
+_WORKERS = 4  # files at a time: an interruption loses no more than these
+_STOP_S = 5.0
+_SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model of a hub. revision: branch, tag or commit."""
+
+    name: str
+    revision: str = "main"
+
+    @property
+    def command(self) -> str:
+        """What downloads it by hand."""
+        return f"hf download {self.name}" + ("" if self.revision == "main" else f" --revision {self.revision}")
+
+
+def located(config: RunConfig, need: Need = "text") -> RunConfig:
+    """The configuration with its model as a folder of this machine. Raises as `locate`."""
+    if config.model is None:
+        return config
+    return config.model_copy(update={"model": str(locate(config.model, need))})
+
+
+def locate(model: str | None, need: Need = "text") -> Path:
+    """The folder of a model, with configuration and, for `text`, tokenizer; the weights may be missing.
+
+    Args:
+        model: folder, cache folder `models--org--name`, or org/name[@revision]; None: the model of the project.
+
+    Raises:
+        CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk.
+    """
+    if model is None:
+        return default_model_dir()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _snapshot_of(path)
+    match = _NAME.fullmatch(model)
+    if match is None or ".." in model or "--" in match["repo"]:
+        return path  # `check_model_dir` says what is wrong with it
+    repository = Repository(match["repo"], match["revision"] or "main")
+    found = _cached(_cache() / _folder(repository.name), repository.revision)
+    if found is not None and all((found / name).is_file() for name in _NEEDED[need]):
+        return found
+    return _fetch_small(repository, need)
+
+
+def complete(folder: Path, *, progress: bool = True) -> None:
+    """Fetch the weights of a cached snapshot that are not there; any other folder stays as it is.
+
+    Raises:
+        CheckpointError: as `locate`; or the repository has no safetensors files.
+    """
+    repository = _repository_of(folder)
+    missing = _missing(folder) if repository is not None else []
+    if repository is None or not missing:
+        return
+    cache = folder.resolve().parents[2]
+    with _hub_errors(repository, cache):
+        there = {f.path: f.size for f in _api().list_repo_tree(repository.name, revision=repository.revision)
+                 if hasattr(f, "size")}  # fmt: skip
+        absent = [name for name in missing if name not in there]
+        if absent:
+            other = sorted(name for name in there if Path(name).suffix in (".bin", ".pt", ".pth", ".gguf"))
+            raise CheckpointError(
+                f"'{repository.name}' has no {absent[0]}" + (f", only {other[0]}" if other else ""),
+                "choose a repository with the safetensors form",
+            )
+        _require_space(cache, sum(there[name] for name in missing), repository)
+        total = sum(there[name] for name in missing)
+        with byte_progress(Console(stderr=True, quiet=not progress)) as bar:
+            task = bar.add_task(f"downloading {repository.name}", total=total)
+            _snapshot(repository, missing, cache, lambda count: bar.advance(task, count))
+    still = _missing(folder)
+    if still:
+        raise CheckpointError(f"{still[0]} of '{repository.name}' did not arrive", "run the same command again")
+
+
+def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    """Type code and shape of each of a checkpoint's tensors; None: its files are neither here nor reachable.
+
+    Files that are not here are asked for their first bytes, a request for each.
+
+    Raises:
+        CheckpointError: a file here is not a safetensors file, or the index is malformed.
+    """
+    names, missing = _weight_files(folder), set(_missing(folder))
+    repository = _repository_of(folder)
+    if missing and (repository is None or _offline()):
+        return None
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name in names:
+        if name not in missing:
+            tensors = read_header(folder / name)
+            found |= {tensor: (spec["dtype"], tuple(spec["shape"])) for tensor, spec in tensors.items()}
+    if missing:
+        assert repository is not None
+        found |= _remote_headers(repository, sorted(missing))
+    return found
+
+
+def name_of(folder: Path) -> str:
+    """A checkpoint's name for people: the folder's; in a Hugging Face cache the model's."""
+    repository = _repository_of(folder)
+    return repository.name.rpartition("/")[2] if repository is not None else folder.resolve().name or "model"
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _folder(repo: str) -> str:
+    return _FOLDER + repo.replace("/", "--")
+
+
+def _snapshot_of(path: Path) -> Path:
+    """A folder `models--org--name` of a cache as the snapshot of its branch main; any other folder as it is."""
+    if not path.name.startswith(_FOLDER) or not (path / "snapshots").is_dir():
+        return path
+    found = _cached(path, "main")
+    if found is not None:
+        return found
+    there = sorted(entry.name for entry in (path / "snapshots").iterdir() if entry.is_dir())
+    if len(there) == 1:
+        return path / "snapshots" / there[0]
+    raise CheckpointError(
+        f"'{path}' names no snapshot for the branch main, and has {len(there)}",
+        "pass one of its folders snapshots/COMMIT",
+    )
+
+
+def _cached(folder: Path, revision: str) -> Path | None:
+    """The snapshot of a revision in a folder `models--org--name`; None where it is not there."""
+    commit = revision
+    if not _COMMIT.fullmatch(revision):
+        try:
+            commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    found = folder / "snapshots" / commit
+    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def _repository_of(folder: Path) -> Repository | None:
+    """The repository at the commit of a snapshot's folder; None where it is not one."""
+    path = folder.resolve()
+    above = [parent.name for parent in path.parents[:2]]
+    if not _COMMIT.fullmatch(path.name) or above[:1] != ["snapshots"] or not above[-1].startswith(_FOLDER):
+        return None
+    return Repository(above[-1].removeprefix(_FOLDER).replace("--", "/"), path.name)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files that belong to a checkpoint, also of those that are not there."""
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    weight_map = read_json_object(folder / INDEX).get("weight_map")
+    names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+    if (folder / SINGLE).is_file() and SINGLE not in names:  # transformers prefers it, too
+        return [SINGLE]
+    for name in names:
+        if not _WEIGHTS.fullmatch(name):
+            raise CheckpointError(f"'{folder / INDEX}' names {name!r}, which is no safetensors file beside it",
+                                  "choose another checkpoint")  # fmt: skip
+    return names
+
+
+def _missing(folder: Path) -> list[str]:
+    return [name for name in _weight_files(folder) if not (folder / name).is_file()]
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def _api() -> HfApi:
+    from huggingface_hub import HfApi, constants
+
+    return HfApi(endpoint=constants.ENDPOINT, library_name="tiermoe")
+
+
+def _fetch_small(repository: Repository, need: Need) -> Path:
+    """Fetch what a need takes, without weights; the snapshot's folder."""
+    cache = _cache()
+    with _hub_errors(repository, cache), Console(stderr=True).status(f"asking for {repository.name} ..."):
+        return _snapshot(repository, list(_PATTERNS[need]), cache)
+
+
+def _snapshot(
+    repository: Repository, patterns: list[str], cache: Path, arrived: Callable[[int], None] | None = None
+) -> Path:
+    """`snapshot_download` of the patterns, in a thread: the library would end a Ctrl-C only after its running files."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    stop = threading.Event()
+
+    class Bar(tqdm):
+        """Passes the bytes that are written on, draws nothing, and ends the download where it is asked to."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            if stop.is_set():
+                raise InterruptedError("stopped")
+            if self._counts and arrived is not None:
+                arrived(int(n or 0))
+
+    done: list[str | BaseException] = []
+
+    def work() -> None:
+        try:
+            done.append(snapshot_download(
+                repository.name, revision=repository.revision, cache_dir=cache, endpoint=constants.ENDPOINT,
+                allow_patterns=patterns, ignore_patterns=["*/*"], library_name="tiermoe", max_workers=_WORKERS,
+                tqdm_class=Bar,
+            ))  # fmt: skip
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=work, name="hub-download", daemon=True)
+    thread.start()
+    try:
+        _wait_for(thread)
+    except BaseException:
+        stop.set()
+        thread.join(_STOP_S)
+        raise
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return Path(done[0])
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    thread.join()
+
+
+def _remote_headers(repository: Repository, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    api = _api()
+    with _hub_errors(repository, _cache()), ThreadPoolExecutor(2 * _WORKERS) as pool:
+        asked = pool.map(
+            lambda name: api.parse_safetensors_file_metadata(repository.name, name, revision=repository.revision), names
+        )
+        return {
+            name: (str(info.dtype), tuple(info.shape)) for file in asked for name, info in file.tensors.items()
+        }
+
+
+def _require_space(cache: Path, needed: int, repository: Repository) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if needed + _SPARE_BYTES > free:
+        raise CheckpointError(
+            f"the weights of '{repository.name}' take {size(needed)}, and '{cache}' has {size(free)} free",
+            "free some space, or set HF_HOME to a folder on another disk",
+        )
+
+
+@contextlib.contextmanager
+def _hub_errors(repository: Repository, cache: Path) -> Iterator[None]:
+    """Errors of `huggingface_hub` and of the disk, as CheckpointErrors with their remedy."""
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    name, at = repository.name, f"{constants.ENDPOINT}/{repository.name}"
+    refusals: Mapping[type[BaseException], tuple[str, str]] = {
+        hub.GatedRepoError: (f"'{name}' is gated, and this account has no access",
+                             f"accept its terms at {at}, run `hf auth login`, and run again"),
+        hub.RepositoryNotFoundError: (f"there is no model '{name}' at {constants.ENDPOINT}",
+                                      "check its name, as ORG/NAME; a private one needs `hf auth login`"),
+        hub.RevisionNotFoundError: (f"'{name}' has no revision '{repository.revision}'",
+                                    f"choose a branch, a tag or a commit of {at}, or leave @REVISION out"),
+        hub.EntryNotFoundError: (f"a file of '{name}' is gone", "run again, which asks for the present version"),
+    }  # fmt: skip
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as failure:
+        cause = failure.__cause__
+        error = cause if isinstance(cause, hub.HfHubHTTPError) else failure  # such as a status 500
+        if _offline() or isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE is set" if _offline() else f"{constants.ENDPOINT} does not answer"
+            raise CheckpointError(
+                f"'{name}' is not whole in '{cache}', and {why}",
+                f"where there is a network run `{repository.command}`, and copy {_folder(name)} into that folder",
+            ) from error
+        for kind, (what, remedy) in refusals.items():
+            if isinstance(error, kind):
+                raise CheckpointError(what, remedy) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"'{cache}' is full",
+                "free some space, or set HF_HOME to a folder on another disk; the same command resumes",
+            ) from error
+        if isinstance(error, PermissionError):
+            remedy = "set HF_HOME to a folder that you may write"
+            raise CheckpointError(f"'{cache}' cannot be written", remedy) from error
+        line = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"the download of '{name}' failed ({type(error).__name__}: {line})", "run again: the same command resumes"
+        ) from error

@@ -1,0 +1,270 @@
+"""A model by its name: the cache first, then a hub (one on loopback), only the files that are needed, typed errors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer, hub_server
+from huggingface_hub import constants
+
+from tiermoe.actors.store.format import read_manifest
+from tiermoe.cluster import hub
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import load_run_config
+from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.prepare import ensure_prepared
+from tiermoe.errors import CheckpointError, UnsupportedModelError
+
+NAME = "org/tiny"
+_OTHERS = {
+    "pytorch_model.bin": b"bin", "original/consolidated.00.pth": b"pth", "consolidated.safetensors": b"twice",
+    "onnx/model.onnx": b"onnx", "README.md": b"# tiny", "modeling_tiny.py": b"raise SystemExit('executed')",
+}  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server() as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield served
+
+
+@pytest.fixture(scope="module")
+def sharded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint in three files with an index."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("sharded")
+    size = (checkpoint / "model.safetensors").stat().st_size
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(path, max_shard_size=size // 3)
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(checkpoint / name, path)
+    assert len(list(path.glob("*.safetensors"))) >= 3
+    return path
+
+
+def test_only_what_is_needed_is_fetched_and_the_cache_comes_first(server: HubServer, sharded: Path) -> None:
+    server.add(NAME, sharded).files.update(_OTHERS)
+    folder = hub.locate(NAME)
+    assert not any(name.endswith(".safetensors") for name in server.fetched())
+    store = ensure_prepared(folder, progress=False)
+    assert read_manifest(store).model == "tiny"
+    weights = {path.name for path in sharded.glob("*.safetensors")}
+    small = {path.name for path in sharded.iterdir()} - weights
+    assert server.fetched() == weights | small
+    before = len(server.requests)
+    cache = Path(constants.HF_HUB_CACHE) / "models--org--tiny"
+    commit = server.repositories[NAME].commit
+    for name in (NAME, f"{NAME}@main", f"{NAME}@{commit}", str(cache), str(cache / "snapshots" / commit)):
+        assert hub.locate(name) == folder
+    assert ensure_prepared(folder, progress=False) == store
+    assert len(server.requests) == before
+
+
+def test_a_plan_needs_no_weights(
+    server: HubServer, sharded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(NAME, sharded)
+
+    def plan(model: str) -> dict[str, object]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--model", model, "--json"])
+        assert ended.value.code == 0
+        return json.loads(capsys.readouterr().out)["model"]
+
+    named, here = plan(NAME), plan(str(sharded))
+    assert named | {"name": ""} == here | {"name": ""}  # dense bytes are exact: from the files' first bytes
+    assert named["name"] == "tiny"
+    snapshot = hub.locate(NAME, "sizes")
+    assert {path.name for path in snapshot.iterdir()} == {"config.json", "generation_config.json", hub.INDEX}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert plan(NAME)["dense_estimated"]
+
+
+def test_a_lost_connection_goes_on_where_it_was(
+    server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 10)  # 10 MiB: what arrived of a smaller file is lost
+    served = server.add(NAME, checkpoint)
+    served.broken.add("model.safetensors")
+    folder = hub.locate(NAME)
+    hub.complete(folder, progress=False)
+    size = (checkpoint / "model.safetensors").stat().st_size
+    asked = [wanted for method, path, wanted in server.requests if (method, Path(path).name) == ("GET", hub.SINGLE)]
+    assert asked == [None, f"bytes={size // 2 // 1024 * 1024}-"]
+    assert (folder / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_an_interrupted_download_keeps_finished_files(
+    server: HubServer, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(NAME, sharded)
+    folder, weights = hub.locate(NAME), sorted(path.name for path in sharded.glob("*.safetensors"))
+    server.blocked.add(weights[-1])
+
+    def interrupt(thread: object, timeout: float | None = None) -> None:
+        while not all((folder / name).is_file() for name in weights[:-1]):
+            time.sleep(0.02)
+        threading.Timer(0.2, server.released.set).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "_wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hub.complete(folder, progress=False)
+    assert not (folder / weights[-1]).exists()
+    server.blocked.clear()
+    server.requests.clear()
+    hub.complete(folder, progress=False)
+    assert server.fetched() == {weights[-1]}
+    assert (folder / weights[-1]).read_bytes() == (sharded / weights[-1]).read_bytes()
+
+
+def test_offline_says_the_command(server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.add(NAME, checkpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set; .*`hf download org/tiny --revision v1`"):
+        hub.locate(f"{NAME}@v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    folder = hub.locate(f"{NAME}@v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.locate(f"{NAME}@v1") == folder
+    with pytest.raises(CheckpointError, match=r"not whole in .* and HF_HUB_OFFLINE is set; .*hf download org/tiny"):
+        hub.complete(folder, progress=False)
+    assert server.fetched() <= {path.name for path in checkpoint.iterdir()} - {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/none", "there is no model 'org/none' at http"),
+        (f"{NAME}@none", "has no revision 'none'"),
+        ("org/gated", "is gated, and this account has no access; accept its terms at http.*hf auth login"),
+    ],
+)
+def test_refusals_of_the_hub(server: HubServer, checkpoint: Path, name: str, message: str) -> None:
+    server.add(NAME, checkpoint)
+    server.add("org/gated", checkpoint).gated = True
+    with pytest.raises(CheckpointError, match=message):
+        hub.locate(name)
+
+
+def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.down = True
+    with pytest.raises(CheckpointError, match=r"the download of 'org/tiny' failed .*503.*the same command resumes"):
+        hub.locate(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
+    with pytest.raises(CheckpointError, match="does not answer; where there is a network run `hf download org/tiny`"):
+        hub.locate(NAME)
+
+
+def test_a_renamed_repository_is_followed(server: HubServer, checkpoint: Path) -> None:
+    server.add("new/tiny", checkpoint)
+    server.add(NAME, checkpoint).renamed = "new/tiny"
+    folder = hub.locate(NAME)
+    hub.complete(folder, progress=False)
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_a_commit_that_the_hub_no_longer_has(server: HubServer, checkpoint: Path) -> None:
+    """Between configuration and weights the repository was rewritten: no mixture of two versions."""
+    served = server.add(NAME, checkpoint)
+    folder = hub.locate(NAME)
+    served.files["config.json"] += b" "
+    with pytest.raises(CheckpointError, match=r"has no revision '[0-9a-f]{40}'"):
+        hub.complete(folder, progress=False)
+
+
+def test_full_disks(server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.add(NAME, checkpoint)
+    folder = hub.locate(NAME)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+        with pytest.raises(CheckpointError, match=r"the weights of 'org/tiny' take .* has 0 B free; free some space"):
+            hub.complete(folder, progress=False)
+
+    def full(*args: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub, "_snapshot", full)
+    with pytest.raises(CheckpointError, match="is full; free some space"):
+        hub.complete(folder, progress=False)
+
+
+def test_what_is_quantized_is_refused_before_its_weights(server: HubServer, checkpoint: Path) -> None:
+    served = server.add(NAME, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_bytes())
+    quantized = config | {"quantization_config": {"quant_method": "never-heard-of"}}
+    served.files["config.json"] = json.dumps(quantized).encode()
+    with pytest.raises(UnsupportedModelError, match="never-heard-of"):
+        ensure_prepared(hub.locate(NAME), progress=False)
+    assert "model.safetensors" not in server.fetched()
+
+
+@pytest.mark.parametrize("file", ["../../x.safetensors", "a/b.safetensors", "*.safetensors", ".x.safetensors", "x.bin"])
+def test_an_index_cannot_lead_out_of_its_folder(server: HubServer, checkpoint: Path, file: str) -> None:
+    served = server.add(NAME, checkpoint)
+    del served.files["model.safetensors"]
+    served.files[hub.INDEX] = json.dumps({"weight_map": {"a": file}}).encode()
+    folder = hub.locate(NAME)
+    with pytest.raises(CheckpointError, match="no safetensors file beside it"):
+        hub.complete(folder, progress=False)
+
+
+def test_a_repository_without_safetensors(server: HubServer, checkpoint: Path) -> None:
+    served = server.add(NAME, checkpoint)
+    del served.files["model.safetensors"]
+    served.files["pytorch_model.bin"] = b"bin"
+    with pytest.raises(CheckpointError, match=r"has no model.safetensors, only pytorch_model.bin; choose a repository"):
+        hub.complete(hub.locate(NAME), progress=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x/y", "o/..", "org/na me", "org/x--y", "-o/x", "o/x@../../y"])
+def test_what_is_no_name_asks_no_hub(server: HubServer, name: str) -> None:
+    assert not hub.locate(name).is_dir()
+    assert server.requests == []
+
+
+def test_a_folder_is_never_taken_for_a_name(
+    server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent.parent)
+    name = str(checkpoint.relative_to(Path.cwd()))
+    assert name.count("/") == 1
+    assert hub.locate(name) == Path(name)
+    assert server.requests == []
+
+
+def test_a_cache_without_the_branch_main(tmp_path: Path) -> None:
+    folder = tmp_path / "models--org--tiny"
+    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    assert hub.locate(str(folder)) == folder / "snapshots" / ("0" * 40)
+    (folder / "snapshots" / ("1" * 40)).mkdir()
+    with pytest.raises(CheckpointError, match="names no snapshot for the branch main, and has 2"):
+        hub.locate(str(folder))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("../../../etc")
+    with pytest.raises(CheckpointError):
+        hub.locate(str(folder))
+    (folder / "refs" / "main").write_text("1" * 40)
+    assert hub.locate(str(folder)) == folder / "snapshots" / ("1" * 40)
+
+
+def test_every_command_takes_a_name(server: HubServer, checkpoint: Path) -> None:
+    server.add(NAME, checkpoint)
+    folder = hub.locate(NAME)
+    assert run_config(NAME).model_dir == folder  # eval, record, bench
+    assert hub.located(load_run_config(None, {"model": NAME})).model_dir == folder
+    assert hub.located(load_run_config()).model is None
