@@ -40,6 +40,9 @@ class LayerStats:
     bytes_premature: int = 0  # demanded again after a pre-eviction since their layer last ran
     bytes_written_back: int = 0  # copied back to the host before their slots were reused
     blocked_io_s: float = 0.0  # seconds the compute waited for a copy
+    writebacks: int = 0  # experts copied back
+    writeback_link_s: float = 0.0  # part of `link_s`: copies back
+    writeback_blocked_s: float = 0.0  # part of `blocked_io_s`: the awaited copy's slot was being copied back
     total_io_s: float = 0.0  # seconds the link was busy
     link_s: float = 0.0  # the same by the link's own clock: on the CPU without waits for a core
     forwards: int = 0

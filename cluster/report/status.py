@@ -122,6 +122,7 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *_prefetch_rows(total),
         *configurator_rows(total),
         ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
+        *_writeback_rows(total),
         *(_ndp_rows(total) if plan.get("ndp") else []),
         ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),
@@ -131,6 +132,15 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
 def _executor_row(total: Mapping[str, Any]) -> tuple[str, str]:
     stand_in = ": the CPU stands in for a GPU" if total["executor"] == "emulated" else ""
     return "numbers are", f"{total['executor']}{stand_in}"
+
+
+def _writeback_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of policies that copy evicted experts back to the host."""
+    if not total.get("writebacks"):
+        return []
+    return [("copied back", f"{total['writebacks']} experts, {size(total['bytes_written_back'])}, of the link "
+                            f"{seconds(total['writeback_link_s'])}, compute blocked by it "
+                            f"{seconds(total['writeback_blocked_s'])}")]  # fmt: skip
 
 
 def _low_bit_rows(counters: Mapping[str, Any]) -> list[tuple[str, str]]:

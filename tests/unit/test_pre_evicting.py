@@ -195,6 +195,11 @@ class TestWriteback:
         if native:
             total = cache.stats.total()
             assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
+            assert total.writeback_link_s == pytest.approx(total.bytes_written_back / 1e9)
+        total = cache.stats.total()
+        assert total.writebacks == 3
+        assert 0 < total.writeback_link_s < total.total_io_s
+        assert 0 <= total.writeback_blocked_s <= total.blocked_io_s
 
     def test_the_link_is_busy_both_ways(self) -> None:
         """A replay's copies take twice the time once slots are used again."""
@@ -204,7 +209,9 @@ class TestWriteback:
             engine = SimulatedEngine(header, step, 0.3, Lru(), check=True, writeback=writeback)
             engine.cache.preload(range(engine.stats.slots))
             forward(engine.cache, 2, 0, 1)
-            busy.append(engine.stats.total().link_s)
+            total = engine.stats.total()
+            busy.append(total.link_s)
+            assert total.writeback_link_s == pytest.approx(total.link_s / 2 if writeback else 0.0)
         assert busy[1] == pytest.approx(2 * busy[0])
 
 

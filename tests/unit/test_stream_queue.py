@@ -278,6 +278,25 @@ def test_random_plans_that_copy_back() -> None:
         assert rig.stats.total().bytes_written_back > 0
 
 
+def test_copies_back_are_charged_as_link_time_and_as_waits() -> None:
+    """Guards a comparison that charged baselines that copy back in neither."""
+    for seed in range(10):
+        rig = Rig(2, seed, writeback=True)
+        rig.gpu.idle = True
+        rig.forward(0, [0, 1])
+        rig.forward(1, [2, 3])
+        rig.gpu.finish()
+        rig.cache.settle_times()
+        first, second = rig.stats.layers[:2]
+        assert (first.writebacks, first.writeback_link_s, first.writeback_blocked_s) == (0, 0.0, 0.0)
+        assert (second.writebacks, second.bytes_written_back) == (2, 2 * CARRIED)
+        assert second.writeback_link_s == pytest.approx(2 * CARRIED / RATE)
+        assert second.link_s == pytest.approx(4 * CARRIED / RATE)
+        assert second.writeback_blocked_s == pytest.approx(second.blocked_io_s / 2)
+        assert second.blocked_io_s == pytest.approx(second.link_s)
+        rig.finish()
+
+
 def test_random_plans_where_some_layers_are_not_pinned() -> None:
     """Their copies are a thread's; those of the streams and the thread's share the slots."""
     for seed in range(6):

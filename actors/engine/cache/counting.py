@@ -78,9 +78,11 @@ class CacheCounters:
         for job in jobs:
             self.stats.layers[job.layer].bytes_demanded_decode += job.nbytes
 
-    def waited(self, layer: int, start_s: float, end_s: float) -> None:
-        """The forward of `layer` waited for a copy."""
-        self.stats.layers[layer].blocked_io_s += end_s - start_s
+    def waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
+        """The forward of `layer` waited for a copy, `writing_s` of it while the copy's slot was copied back."""
+        stats = self.stats.layers[layer]
+        stats.blocked_io_s += end_s - start_s
+        stats.writeback_blocked_s += writing_s
         if self.timeline.enabled:
             self.timeline.span("wait", f"L{layer} wait", start_s, end_s)
 
@@ -114,7 +116,9 @@ class CacheCounters:
             stats.bytes_loaded_low_bit += nbytes
         if job.writeback:
             stats.bytes_written_back += nbytes
+            stats.writebacks += 1
         if copied.event is None:
+            stats.writeback_link_s += copied.writeback_s
             stats.total_io_s += copied.end_s - copied.start_s
             stats.link_s += copied.link_s
             if self.timeline.enabled:
@@ -125,13 +129,14 @@ class CacheCounters:
         stats = self.stats.layers[job.layer]
         stats.total_io_s += copied.end_s - copied.start_s
         stats.link_s += copied.link_s
+        stats.writeback_link_s += copied.writeback_s
         stats.link_path_s += copied.link_s  # the layer itself adds only what ended while it ran
         if self.timeline.enabled:
             self._show(job, copied)
 
-    def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
+    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
         """The compute of `layer` waited for a copy, on a GPU's stream (`loader.CopyTimes`)."""
-        self.waited(layer, start_s, end_s)
+        self.waited(layer, start_s, end_s, writing_s)
         self.stats.layers[layer].io_path_s += end_s - start_s  # as above
 
     def preloaded(self, jobs: Sequence[LoadJob]) -> None:

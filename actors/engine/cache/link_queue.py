@@ -128,7 +128,11 @@ class LinkDone:
         times = _cpu.copy_times(copy)
         if times is not None and self.job is not None:
             start_s, end_s, link_s = times
-            self.job.copied = Copied(start_s, end_s, None, link_s)
+            job, writeback_s = self.job, 0.0
+            if job.writeback:  # one copy, one latency: shared by bytes
+                back, up = (sum(t.nbytes for t in some) for some in (job.dst, job.src))  # type: ignore[union-attr]
+                writeback_s = link_s * back / (back + up)
+            job.copied = Copied(start_s, end_s, None, link_s, writeback_s)
         self._ended, self.job = True, None  # ends the reference cycle of the job and its event
 
 

@@ -62,8 +62,8 @@ class CopyTimes(Protocol):
         """A copy has ended; its expert may be evicted already."""
         ...
 
-    def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
-        """The compute of `layer` waited for a copy, on the device."""
+    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
+        """The compute of `layer` waited for a copy, on the device; `writing_s` of it while the slot was copied back."""
         ...
 
 
@@ -203,7 +203,10 @@ class Loader(HostWaits):
                 written = self._write_back(job) if job.writeback else None
                 copied = self._device.copy(job.dst, src, job.after)
                 if written is not None:  # both copies as one
-                    copied = replace(copied, start_s=written.start_s, link_s=written.link_s + copied.link_s)
+                    copied = replace(
+                        copied, start_s=written.start_s, link_s=written.link_s + copied.link_s,
+                        writeback_s=written.end_s - written.start_s,
+                    )  # fmt: skip
                 job.copied = copied
             except BaseException as error:  # handed to the cache, which drops a prefetch and fails a forward that waits
                 job.error = error

@@ -22,13 +22,20 @@ if TYPE_CHECKING:
     from .device import Copied, Device
 
 
+def writing_s(copied: Copied | None, start_s: float, end_s: float) -> float:
+    """Seconds of a wait in which the awaited copy's slot was being copied back."""
+    if copied is None or not copied.writeback_s:
+        return 0.0
+    return max(0.0, min(end_s, copied.start_s + copied.writeback_s) - max(start_s, copied.start_s))
+
+
 class _NotCounted:
     """Ignores the times of a preload, which no layer waits for."""
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         return None
 
-    def device_waited(self, layer: int, start_s: float, end_s: float) -> None:
+    def device_waited(self, layer: int, start_s: float, end_s: float, writing_s: float) -> None:
         return None
 
 
@@ -232,7 +239,9 @@ class Loads:
             return
         start_s = self._clock()
         if self.queue.join(job, layer):
-            self._counters.waited(layer, start_s, self._clock())
+            end_s = self._clock()
+            written_s = writing_s(job.copied, start_s, end_s) if job.writeback else 0.0
+            self._counters.waited(layer, start_s, end_s, written_s)
 
     def _overtake(self, job: LoadJob, layer: int) -> None:
         """Give the slot of a copy under way to another load; waiting time counts for `layer`."""
@@ -240,4 +249,6 @@ class Loads:
             return
         start_s = self._clock()
         if self.queue.overtake(job):
-            self._counters.waited(layer, start_s, self._clock())
+            end_s = self._clock()
+            written_s = writing_s(job.copied, start_s, end_s) if job.writeback else 0.0
+            self._counters.waited(layer, start_s, end_s, written_s)

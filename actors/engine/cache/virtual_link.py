@@ -37,10 +37,11 @@ class VirtualClock:
 class VirtualCopy:
     """The fields of `cache.device.Copied`, without torch."""
 
-    __slots__ = ("end_s", "event", "link_s", "start_s")
+    __slots__ = ("end_s", "event", "link_s", "start_s", "writeback_s")
 
-    def __init__(self, start_s: float, end_s: float) -> None:
+    def __init__(self, start_s: float, end_s: float, writeback_s: float) -> None:
         self.start_s, self.end_s, self.event, self.link_s = start_s, end_s, None, end_s - start_s
+        self.writeback_s = writeback_s
 
 
 class VirtualDone:
@@ -149,7 +150,8 @@ class VirtualLoader(HostWaits):
                     return
                 self._free_s, self._current = end_s, None
                 if self._carry is None or self._arrived(job, self._carry):
-                    job.copied = VirtualCopy(start_s, end_s)  # type: ignore[assignment]  # the same fields
+                    writeback_s = (end_s - start_s) / 2 if job.writeback else 0.0
+                    job.copied = VirtualCopy(start_s, end_s, writeback_s)  # type: ignore[assignment]  # the same fields
             if not self._heap:
                 return
             _, _, submitted_s, job = heapq.heappop(self._heap)

@@ -124,7 +124,7 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]  # slot, source
 class StreamCopy:
     """A job of the streams, and which of its pieces are enqueued. last: the part enqueued last."""
 
-    __slots__ = ("ended", "job", "last", "nbytes", "pieces", "sent")
+    __slots__ = ("ended", "job", "last", "nbytes", "pieces", "sent", "writing")
 
     def __init__(self, job: LoadJob, nbytes: int) -> None:
         self.job, self.nbytes = job, nbytes
@@ -132,6 +132,7 @@ class StreamCopy:
         self.sent = 0
         self.last: Part | None = None
         self.ended = False
+        self.writing = Copied(0.0, 0.0, None)  # its first part, once that has ended and if it copied the slot back
 
     def left(self, part_bytes: int) -> Pieces:
         """Its pieces not enqueued yet; the first call divides it into pieces of at most `part_bytes`."""
@@ -167,14 +168,17 @@ class StreamCopy:
 class Part:
     """What one event marks the end of: a whole expert, or some pieces of a prefetch.
 
-    start: the event at which waiting ended, if there was a wait; None: the part before ends there.
+    start: the event at which waiting ended, if there was a wait; None: the part before ends there. written: the event
+    at which the slot's expert was copied back; None: it was not.
     """
 
-    __slots__ = ("copy", "end", "ended", "final", "lane", "nbytes", "start")
+    __slots__ = ("copy", "end", "ended", "final", "lane", "nbytes", "start", "written")
 
-    def __init__(self, copy: StreamCopy, lane: Lane, nbytes: int, final: bool, start: Any, end: Any) -> None:
+    def __init__(
+        self, copy: StreamCopy, lane: Lane, nbytes: int, final: bool, start: Any, written: Any, end: Any
+    ) -> None:
         self.copy, self.lane, self.nbytes, self.final = copy, lane, nbytes, final
-        self.start, self.end, self.ended = start, end, False
+        self.start, self.written, self.end, self.ended = start, written, end, False
 
 
 class Lane:
@@ -212,8 +216,11 @@ class Lane:
                         runtime.wait_event(self.stream, after)
                     if start is not None:
                         runtime.record(start, self.stream)
+                    written = None
                     if copy.last is None and job.writeback:
                         self._write_back(job)
+                        written = clock.event()
+                        runtime.record(written, self.stream)
                     pieces, nbytes = copy.take(pieces)
                     for d, s in pieces:
                         self.side.copy(d, s)
@@ -223,7 +230,7 @@ class Lane:
                     job.error, job.copied, copy.ended = error, None, True
                     self._settle_failed()
                     continue
-                copy.last = Part(copy, self, nbytes, copy.all_taken, start, end)
+                copy.last = Part(copy, self, nbytes, copy.all_taken, start, written, end)
                 start = None
                 self.under_way.append(copy.last)
                 self.bytes += nbytes
@@ -238,8 +245,12 @@ class Lane:
             part.ended = True
             self.bytes -= part.nbytes
             start_s = self._end_s if part.start is None else clock.read(part.start)
+            writeback_s = 0.0 if part.written is None else clock.read(part.written) - start_s
             self._end_s = clock.read(part.end)
-            self._told.append((part.copy.job, Copied(start_s, self._end_s, None, self._end_s - start_s)))
+            copied = Copied(start_s, self._end_s, None, self._end_s - start_s, writeback_s)
+            if part.written is not None:
+                part.copy.writing = copied
+            self._told.append((part.copy.job, copied))
             if part.final:
                 part.copy.ended = True
 

@@ -21,6 +21,7 @@ from typing import Any
 from ....errors import RuntimeFailure
 from ..cache.device import Copied
 from ..cache.loader import DEMAND, CopyTimes, Loader, LoadJob
+from ..cache.loads import writing_s
 from .device import CudaDevice
 from .lane import Lane, Part, Pieces, StreamCopy
 from .runtime import EventClock
@@ -85,7 +86,7 @@ class StreamQueue:
         self._prefetch = Lane(self._runtime, other, self._clock, self._told)
         self._waiting: dict[LoadJob, None] = {}  # prefetches of which not all is enqueued
         self._staged = None if all(self._pinned) else Loader(device)
-        self._holds: deque[tuple[int, Any, Any]] = deque()  # layer, and the compute's events around a wait
+        self._holds: deque[tuple[int, StreamCopy, Any, Any]] = deque()  # layer, and the compute's events around a wait
         self._link_free_s = 0.0
         self._closed = False
         if casts:
@@ -160,7 +161,7 @@ class StreamQueue:
             runtime.record(before, compute)
             runtime.wait_event(compute, copy.last.end)
             runtime.record(after, compute)
-            self._holds.append((layer, before, after))
+            self._holds.append((layer, copy, before, after))
         return False
 
     def overtake(self, job: LoadJob) -> bool:
@@ -188,11 +189,14 @@ class StreamQueue:
         for job, copied in told:
             start_s = min(max(copied.start_s, self._link_free_s), copied.end_s)  # the two streams share one link
             self._link_free_s = max(self._link_free_s, copied.end_s)
-            times.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s))
+            writeback_s = max(0.0, copied.start_s + copied.writeback_s - start_s)
+            times.timed(job, Copied(start_s, copied.end_s, None, copied.end_s - start_s, writeback_s))
         holds, clock = self._holds, self._clock
-        while holds and self._runtime.query(holds[0][2]):
-            layer, before, after = holds.popleft()
-            times.device_waited(layer, clock.read(before), clock.read(after))
+        while holds and self._runtime.query(holds[0][3]):
+            layer, copy, before, after = holds.popleft()
+            start_s, end_s = clock.read(before), clock.read(after)
+            self.ended(copy)  # as it has by now: its times are read
+            times.device_waited(layer, start_s, end_s, writing_s(copy.writing, start_s, end_s))
 
     @property
     def pending(self) -> int:
