@@ -41,7 +41,7 @@ class Copied:
 
     start_s, end_s: when it occupied the link, `time.perf_counter` seconds. event: of a copy on a GPU's stream, which is
     timed later; None: the times are known. link_s: seconds by the link's own clock: on the stand-in latency and bytes
-    at the stated rate, on a GPU end - start. writeback_s: its first part, in which the slot's old expert was copied back.
+    at the stated rate, on a GPU end - start. writeback_s: its first part, which copied the slot's old expert back.
     """
 
     start_s: float
