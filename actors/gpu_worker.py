@@ -239,6 +239,11 @@ class GpuWorker:
         return self._model
 
     @property
+    def batcher(self) -> Any:
+        """The `Batcher`, for benchmarks in this process."""
+        return self._batcher
+
+    @property
     def settings(self) -> EngineSettings:
         """The worker's settings."""
         return self._settings

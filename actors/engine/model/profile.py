@@ -1,12 +1,14 @@
-"""Profiles the host's time in a decode step by part of a layer, and the calls given to the device. For benchmarks.
+"""Profiles the host's time in a step and in its layers by part, and the calls given to the device. For benchmarks.
 
-Off it costs nothing; on, each part takes two clock readings (about 0.3 us together), so totals come from a run with
-`KERNEL_PARTS` alone. Parts are exclusive: time in a nested part counts there only.
+Off it costs nothing. On, each part takes two clock readings, whose measured cost is subtracted; what they disturb is
+not, so totals come from a run with `KERNEL_PARTS` alone. Parts are exclusive: time in a nested part counts there only.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +24,13 @@ from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
 
 PARTS = (
-    "read", "wait", "reroute", "plan", "begin", "issue", "await", "send", "prefetch", "pre_evict", "run", "kernels",
-    "combine", "other",  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
+    "read", "wait", "reroute", "plan", "begin", "issue", "await", "copies", "send", "prefetch", "pre_evict", "run",
+    "kernels", "combine", "other",  # what is left: sorting the routing, segments, eviction's bookkeeping, counters
 )  # fmt: skip
 KERNEL_PARTS = ("kernels", "combine")
+STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
+Clock = Callable[[], float]  # seconds: time.perf_counter, or time.thread_time for the thread's CPU time
+_EMPTY_CALLS = 256  # by which the cost of a clock reading is measured
 _LAYER = "tiermoe.layer"
 
 _LAUNCHES = (
@@ -44,7 +49,8 @@ _CALLS = dict.fromkeys(_LAUNCHES, "launches") | {
 class HostPass:
     """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`).
 
-    On CUDA `kernels` and `combine` are the seconds of launching them.
+    copies: waits for copies where the host waits for them itself. On CUDA `kernels` and `combine` are the seconds of
+    launching them.
     """
 
     layer: int
@@ -62,7 +68,25 @@ class HostPass:
     @property
     def outside_s(self) -> float:
         """Seconds of the host outside kernels and waits."""
-        return self.total_s - self.kernel_s - self.parts["wait"]
+        return self.total_s - self.kernel_s - self.parts["wait"] - self.parts["copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """One step of the batching loop: rows of the forward, seconds outside the layers by part (of `STEP_PARTS`).
+
+    schedule: choosing requests and making the inputs. announce: telling the engine whose rows the forward carries.
+    dense: the model outside its MoE layers. sample: log-probabilities and the next tokens. deliver: tokens to the
+    requests' streams.
+    """
+
+    rows: int
+    parts: dict[str, float]
+    layers: tuple[HostPass, ...]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values()) + sum(layer.total_s for layer in self.layers)
 
 
 @dataclass
@@ -88,47 +112,95 @@ class DeviceCalls:
 
 
 class _Clock:
-    """Adds up exclusive seconds by part."""
+    """Adds up exclusive seconds by part, less the cost of the readings."""
 
-    def __init__(self) -> None:
-        self.spent_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    def __init__(self, now: Clock) -> None:
+        self.counts_waits = now is not time.thread_time  # the thread's CPU time stands still
+        self.spent_s: dict[str, float] = {}
+        self._now, self._cost_s = now, 0.0
         self._open: list[str] = []
         self._since_s = 0.0
+        empty = _timed(self, "empty", lambda: None)
+        taken = []
+        for _ in range(_EMPTY_CALLS):  # within an open part, as all parts are
+            self.enter("around")
+            empty()
+            self.leave()
+            taken.append(sum(self.take(("around", "empty")).values()) / 3)  # intervals between the four readings
+        self._cost_s = statistics.median(taken)
 
     def enter(self, part: str) -> None:
-        now_s = time.perf_counter()
+        now_s = self._now()
         if self._open:
-            self.spent_s[self._open[-1]] += now_s - self._since_s
+            self._count(now_s)
         self._open.append(part)
         self._since_s = now_s
 
     def leave(self) -> None:
-        now_s = time.perf_counter()
-        self.spent_s[self._open.pop()] += now_s - self._since_s
+        now_s = self._now()
+        self._count(now_s)
+        self._open.pop()
         self._since_s = now_s
 
-    def take(self) -> dict[str, float]:
-        found, self.spent_s = self.spent_s, dict.fromkeys(PARTS, 0.0)
-        return found
+    def _count(self, now_s: float) -> None:
+        part = self._open[-1]
+        self.spent_s[part] = self.spent_s.get(part, 0.0) + now_s - self._since_s - self._cost_s
+
+    def take(self, parts: Sequence[str]) -> dict[str, float]:
+        """The seconds of these parts since they were taken last."""
+        return {part: max(0.0, self.spent_s.pop(part, 0.0)) for part in parts}
 
 
 @contextmanager
-def host_passes(engine: ExpertEngine, parts: Sequence[str] = PARTS) -> Iterator[list[HostPass]]:
+def host_passes(
+    engine: ExpertEngine, parts: Sequence[str] = PARTS, now: Clock = time.perf_counter
+) -> Iterator[list[HostPass]]:
     """Collect every layer pass inside the `with` block; no request may be in flight.
 
     Args:
         parts: to be timed; all other time is `other`. On CUDA a kernel call returns before the kernel has run.
     """
     passes: list[HostPass] = []
-    clock, replaced, wrapped = _Clock(), _Replaced(), set[tuple[int, str]]()
-    with replaced:
-        for layer in engine.layers:
-            for part, owner, method in _parts_of(layer):
-                if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
-                    wrapped.add((id(owner), method))
-                    replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
-            replaced.set(layer, "forward", _timed_pass(clock, layer.index, layer.forward, passes))
+    with _Replaced() as replaced:
+        _time_layers(engine, parts, _Clock(now), replaced, passes)
         yield passes
+
+
+@contextmanager
+def host_steps(
+    engine: ExpertEngine, model: Any, batcher: Any, parts: Sequence[str] = KERNEL_PARTS,
+    now: Clock = time.perf_counter,
+) -> Iterator[list[HostStep]]:  # fmt: skip
+    """Collect every step of the batching loop that begins inside the `with` block; no request may be in flight.
+
+    Args:
+        model: that the loop runs. batcher: a `ContinuousBatcher`.
+        parts: of the layers, as for `host_passes`.
+    """
+    steps: list[HostStep] = []
+    passes: list[HostPass] = []
+    clock = _Clock(now)
+    with _Replaced() as replaced:
+        _time_layers(engine, parts, clock, replaced, passes)
+        replaced.set(model, "forward", _timed(clock, "dense", model.forward))
+        replaced.set(engine, "begin_forward", _timed(clock, "announce", engine.begin_forward))
+        for part, owner, method in batcher.parts():
+            timed = _timed(clock, part, getattr(owner, method))
+            replaced.set(owner, method, _timed_step(clock, timed, passes, steps) if part == "manager" else timed)
+        yield steps
+
+
+def _time_layers(
+    engine: ExpertEngine, parts: Sequence[str], clock: _Clock, replaced: _Replaced, passes: list[HostPass]
+) -> None:
+    wrapped = set[tuple[int, str]]()
+    for layer in engine.layers:
+        for part, owner, method in _parts_of(layer):
+            if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
+                wrapped.add((id(owner), method))
+                replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
+        host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
+        replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes))
 
 
 def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
@@ -236,21 +308,25 @@ class _Replaced:
     """Replaces methods of objects until the context ends."""
 
     def __init__(self) -> None:
-        self._set: list[tuple[object, str]] = []
+        self._set: list[tuple[object, str, Any]] = []
 
     def set(self, owner: object, name: str, value: Callable[..., Any]) -> None:
+        self._set.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, value)
-        self._set.append((owner, name))
 
     def __enter__(self) -> _Replaced:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for owner, name in self._set:
-            delattr(owner, name)  # the class's own again
+        for owner, name, before in reversed(self._set):
+            if before is None:
+                delattr(owner, name)  # the class's own again
+            else:
+                setattr(owner, name, before)
 
 
 def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)  # the batching loop asks for the signature of a model's forward
     def run(*args: Any, **kwargs: Any) -> Any:
         clock.enter(part)
         try:
@@ -262,14 +338,37 @@ def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[...
 
 
 def _timed_pass(
-    clock: _Clock, index: int, forward: Callable[..., torch.Tensor], passes: list[HostPass]
+    clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass]
 ) -> Callable[..., torch.Tensor]:
+    forward = layer.forward
+
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        waited_s = layer.stats.blocked_io_s
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
         finally:
             clock.leave()
-            passes.append(HostPass(index, len(hidden), clock.take()))
+            spent_s = clock.take(PARTS)
+            waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
+            if host_waits and clock.counts_waits:
+                spent_s["copies"] = min(layer.stats.blocked_io_s - waited_s, spent_s[waiting])
+                spent_s[waiting] -= spent_s["copies"]
+            passes.append(HostPass(layer.index, len(hidden), spent_s))
+
+    return run
+
+
+def _timed_step(
+    clock: _Clock, body: Callable[..., Any], passes: list[HostPass], steps: list[HostStep]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return body(*args, **kwargs)
+        finally:
+            spent_s, layers = clock.take(STEP_PARTS), tuple(passes)
+            passes.clear()
+            if layers:  # else the loop waited for requests
+                steps.append(HostStep(layers[0].tokens, spent_s, layers))
 
     return run

@@ -11,7 +11,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -166,6 +166,14 @@ class ContinuousBatcher:
         if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
             return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
         return 1.0 - float(cache.compute_free_capacity())
+
+    def parts(self) -> Iterator[tuple[str, Any, str]]:
+        """The methods of a step by part, as (part, owner, method), for `model.profile`; "manager" is the whole step."""
+        manager = self._manager
+        yield "manager", manager, "_generation_loop_body"
+        yield "schedule", manager.batch_processor, "prepare_next_batch"
+        yield "sample", manager.batch_processor.model_runner, "compute_batch"  # the model's forward is in it
+        yield "deliver", manager.output_router, "deliver_batch"
 
     def cancel(self, stream: Stream) -> bool:
         """End a request now with finish `cancelled`; False if it had ended."""

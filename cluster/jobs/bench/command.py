@@ -121,7 +121,7 @@ def _run(
         return report
 
     try:
-        finish(measure, as_json, check, file, lambda: discard[0]())
+        finish(measure, as_json, check, file, lambda _: discard[0]())
     except (KeyboardInterrupt, SystemExit):
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
@@ -152,7 +152,7 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
-for _name in ("overhead", "prefetch", "scale"):
+for _name in ("overhead", "host", "prefetch", "scale"):
     bench_app.command(cls=JsonCommand)(micro.command(_name))
 for _name in EXPERIMENTS:
     bench_app.command(cls=JsonCommand)(experiment_command(_name))

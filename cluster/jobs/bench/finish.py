@@ -23,18 +23,18 @@ from .metrics import Report, print_report
 Model = Annotated[str | None, option_of(RunConfig, "model")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; --json FILE.json: as --out.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON object into this file.")]
+Out = Annotated[Path | None, typer.Option(help="FILE.json: the JSON object; a folder: also the tables of NAME.md.")]
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters: what is not fixed here.")]
 
 
 def finish(
     measure: Callable[[Progress], Report], as_json: bool, check: bool, out: Path | None = None,
-    written: Callable[[], None] = lambda: None,
+    written: Callable[[Report], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Measure, print tables, and apply `--out`, `--json` and `--check`.
 
     Args:
-        written: called after the report is in its file.
+        written: called with the report after it is in its file.
 
     Raises:
         Exit: with 1, if `check` and a bar is missed.
@@ -47,7 +47,7 @@ def finish(
     print_report(report, console)
     if out is not None:
         write_json(out, report.as_dict())
-    written()
+    written(report)
     if as_json:
         print(json.dumps(report.as_dict()))
     if check and not report.ok:

@@ -8,12 +8,14 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ....errors import ConfigError
 from ...host import cpu, versions
 
 Measures = dict[str, float]
@@ -210,13 +212,36 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of the report's rows."""
+    shown = list(report.shown) or [key for key in report.rows[0] if key != "values"]
+    cells = [[f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown] for row in report.rows]
+    return shown, cells
+
+
+def fill_report_page(page: Path, report: Report) -> None:
+    """Fill the blocks `rows` and `bars` of a page, if there is one.
+
+    Raises:
+        ConfigError: the page cannot be written.
+    """
+    if not page.exists():
+        return
+    bars = ((bar.name, f"{bar.value:.3g}", f"{bar.op} {bar.limit:g}", "yes" if bar.ok else "no") for bar in report.bars)
+    blocks = {"rows": markdown(*table_of(report)), "bars": markdown(("bar", "value", "limit", "holds"), bars)}
+    try:
+        page.write_text(fill_tables(page.read_text(encoding="utf-8"), lambda name: blocks[name]), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{page}' cannot be written: {error}", "give another folder") from error
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print rows and bars as tables."""
     if report.rows:
-        shown = list(report.shown) or [key for key in report.rows[0] if key != "values"]
+        shown, cells = table_of(report)
         table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
-        for row in report.rows:
-            table.add_row(*(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in shown))
+        for line in cells:
+            table.add_row(*line)
         # a log has no width, and a table of 80 columns is unreadable
         wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
         wide.print(table)

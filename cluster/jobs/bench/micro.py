@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....actors.policies.sharding import Ownership
@@ -47,6 +47,23 @@ class Overhead(Options):
     own_keys = ("policy", "budget", "link")
     model: Model = None
     repeats: Repeats = 7
+    config: Config = None
+
+
+class Host(Options):
+    """What a decoded token's time consists of: the host's microseconds by part of a layer, a step and a request."""
+
+    measure = "micro_host.host"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[Annotated[str, MinLen(1)], ...] = Field(
+        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict"), description="Policy; repeat it."
+    )
+    batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
+    budget: str = Field("0.25", description="Device memory for experts, of presets that load them.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    ray: bool = Field(True, description="Also what a request through Ray costs.")
     config: Config = None
 
 
@@ -129,8 +146,8 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "prefetch": Prefetch, "scale": Scale, "quantize": Quantize, "channel": Channel,
-    "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "scale": Scale, "quantize": Quantize,
+    "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 
 
@@ -143,7 +160,8 @@ def measure(options: Options, progress: Progress | None = None) -> Report:
 def command(name: str) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
     from ..options import as_command  # typer: a GPU machine has none
-    from .finish import Check, Json, Out, finish, say_overridden
+    from .finish import Check, Json, Out, check_folder, finish, say_overridden
+    from .metrics import fill_report_page
 
     case = CASES[name]
 
@@ -151,7 +169,12 @@ def command(name: str) -> Callable[..., None]:
         options = case(**given)
         if case.own_keys:
             say_overridden(given["config"], case.own_keys)
-        finish(lambda progress: measure(options, progress), as_json, check, out)
+        file, page = out, None
+        if out is not None and out.suffix != ".json":
+            check_folder(out)
+            file, page = out / f"{name}.json", out / f"{name}.md"
+        written = (lambda report: fill_report_page(page, report)) if page is not None else (lambda _: None)
+        finish(lambda progress: measure(options, progress), as_json, check, file, written)
 
     options = {field: _option(info) for field, info in case.model_fields.items()}
     common = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}

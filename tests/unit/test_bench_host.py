@@ -1,0 +1,93 @@
+"""`bench host`: the parts of a step add up, the table of one preset, and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
+from tiermoe.cluster.jobs.bench import command, micro_host
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report
+from tiermoe.cluster.jobs.bench.micro import Host
+from tiermoe.cluster.jobs.bench.micro_host import by_part, host
+
+
+def _step(dense_us: float, *layers: tuple[float, float, float]) -> HostStep:
+    """layers: microseconds of (kernels, copies, plan) of each."""
+    passes = [
+        HostPass(i, 1, dict.fromkeys(PARTS, 0.0) | {"kernels": k * 1e-6, "copies": c * 1e-6, "plan": p * 1e-6})
+        for i, (k, c, p) in enumerate(layers)
+    ]
+    return HostStep(1, dict.fromkeys(STEP_PARTS, 0.0) | {"dense": dense_us * 1e-6}, tuple(passes))
+
+
+def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
+    usual, odd = [(10, 5, 2), (20, 0, 4)], [(10, 0, 2), (20, 0, 40)]
+    timed = [_step(100, *usual), _step(200, *usual), _step(600, *odd)]
+    cpu = [_step(90, (9, 0, 2), (18, 0, 3))]
+    kinds = {"totals": timed, "parts": timed, "CPU totals": cpu, "CPU parts": cpu}
+    found, spread = by_part(kinds, {"totals": 360e-6, "plain": 350e-6})
+    assert found["layer", "host"] == pytest.approx(3.0)  # of 3, 3 and 21
+    assert found["layer", "kernels"] == pytest.approx(15.0)
+    assert found["layer, by part", "copies"] == pytest.approx(2.5)
+    assert found["layer, CPU", "host"] == pytest.approx(2.5)
+    assert found["token", "dense"] == pytest.approx(300.0)
+    assert found["token", "layers, host"] == pytest.approx((6 + 6 + 42) / 3)
+    assert found["token", "layers, waits for copies"] == pytest.approx(10 / 3)
+    assert found["token", "sum"] == pytest.approx(300 + 18 + 10 / 3 + 30)
+    assert found["token", "rest"] == pytest.approx(360 - found["token", "sum"])
+    assert found["token", "measured without timing"] == pytest.approx(350)
+    assert ("token, CPU", "rest") not in found
+    assert (spread["host"]["minimum"], spread["host"]["maximum"]) == (pytest.approx(3.0), pytest.approx(21.0))
+
+
+def test_the_parts_of_a_token_are_its_measured_time() -> None:
+    """Also that nothing stays replaced: the second preset runs on the same classes."""
+    report = host(Host(preset=("on-demand",), batch=(2,), repeats=1, ray=False), None)
+    table = {(row["per"], row["part"]): row["on-demand"] for row in report.rows}
+    assert {row["batch"] for row in report.rows} == {2}
+    for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
+        assert table["token", part] > 0, part
+        assert table["token, CPU", part] > 0, part
+    for part in ("read", "plan", "begin", "issue", "run", "kernels", "combine", "other"):
+        assert table["layer, by part", part] > 0, part
+    assert table["token", "layers, waits for copies"] > 0
+    assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
+    assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
+    assert report.bars == []  # of batch 1 only
+
+
+def test_bars_judge_the_presets_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def stats(self) -> Report:
+            return Report("", "emulated")
+
+        def matcher_stats(self) -> None:
+            return None
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(micro_host, "start_worker", lambda config: Worker())
+    monkeypatch.setattr(micro_host, "ensure_artifacts", lambda *_: None)
+    monkeypatch.setattr(micro_host, "_measure", lambda *_: ({("layer", "host"): 20.0, ("layer", "kernels"): 0.0}, {}))
+    report = host(Host(preset=("all-resident", "on-demand", "cache-only"), batch=(1,), ray=False), None)
+    assert [(bar.limit, bar.ok) for bar in report.bars] == [(10.0, False), (20.0, True)]
+    assert [row["part"] for row in report.rows] == ["host"]  # what no preset has is left out
+
+
+def test_a_folder_gets_the_data_and_the_tables_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("host", "emulated", [{"part": "plan", "on-demand": 1.25}], [Bar("b", 2.0, "<=", 1.0)])
+    monkeypatch.setattr(micro_host, "host", lambda *_: report)
+    block = "<!-- table: {} -->\nformer\n<!-- end -->\n"
+    (tmp_path / "host.md").write_text("# Host\n" + block.format("rows") + block.format("bars"))
+    assert CliRunner().invoke(command.bench_app, ["host", "--out", str(tmp_path)]).exit_code == 0
+    page = (tmp_path / "host.md").read_text()
+    assert "| plan | 1.25 |" in page
+    assert "| b | 2 | <= 1 | no |" in page
+    assert "former" not in page
+    assert (tmp_path / "host.json").exists()
+    (tmp_path / "host.md").unlink()
+    assert CliRunner().invoke(command.bench_app, ["host", "--out", str(tmp_path)]).exit_code == 0
+    assert not (tmp_path / "host.md").exists()  # words are a person's
