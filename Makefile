@@ -1,6 +1,6 @@
 # make run     set up .venv where there is none, then generate text with the default model
 # make test    the test suite, two files at a time, but for what the next two run
-# make test-slow    real runs of many presets, of benchmarks and of replicas
+# make test-slow    real runs of many presets, most architectures, benchmarks, replicas, and the sanitizers
 # make test-nodes   Ray of several nodes (Linux namespaces; else on loopback), jobs, a Serve application
 # make train-default-model    train the model that ships with the project, 80 minutes (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)

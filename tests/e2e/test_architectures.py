@@ -31,10 +31,15 @@ ARCHITECTURES = [
     "lfm2_moe",  # convolution layers: requests run one after another
     "minimax",  # linear attention: likewise
 ]
+# In every run: a common one, shared experts with latent attention, biases, serial batching. The others are slow.
+ALWAYS = frozenset(("qwen3_moe", "deepseek_v3", "gpt_oss", "lfm2_moe"))
 TOKENS = 32
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in ARCHITECTURES],
+)
 def test_serves_what_transformers_computes(architecture: str, tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(architecture, tmp_path / "checkpoint")
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

@@ -61,7 +61,9 @@ def _compiled(store: ExpertStore, worker: GpuWorker, mode: Any = "default") -> t
     return CompiledDense(worker.model, [block.experts for block in blocks], mode, graphs), graphs
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_moe", "mixtral"))]
+)
 def test_layers_share_their_code_and_the_experts_break_no_graph(
     kind: str, store: Callable[[str, int], ExpertStore]
 ) -> None:

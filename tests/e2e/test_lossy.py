@@ -126,6 +126,7 @@ def test_buddymoe_on_two_gpus(store: ExpertStore, reference: Reference) -> None:
 # -- experts that the router chose and nobody runs -----------------------------------------------------------------
 
 
+@slow
 def test_adaptive_gating(store: ExpertStore, reference: Reference) -> None:
     """It changes nothing at threshold 0, and drops more above."""
     dropped, computed = [], []
@@ -156,6 +157,7 @@ def test_adaptive_gating(store: ExpertStore, reference: Reference) -> None:
     assert computed[0] > computed[3]
 
 
+@slow
 def test_adapmoe_gives_layers_whole_experts(
     store: ExpertStore, reference: Reference, slow_link: list[Times | None]
 ) -> None:
@@ -273,6 +275,7 @@ def _on_a_stepped_link(store: ExpertStore, reference: Reference, link: LinkSetti
         return worker.stats().substitutions, counts, log_probs.max(-1).values.tolist()
 
 
+@slow
 def test_a_lossy_policy_does_the_same_every_time(store: ExpertStore, reference: Reference) -> None:
     first = _on_a_stepped_link(store, reference, LINK)
     assert first[0] > 0

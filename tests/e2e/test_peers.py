@@ -63,7 +63,7 @@ def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, refe
         assert max(loaded) <= BALANCE[count] * min(loaded)
 
 
-@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize("strike", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
 def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, reference: Reference) -> None:
     config = _sharded(2, 0.125, link=LinkSettings(gbps=2.0, latency_us=10.0))
     with serving_locally(store, config) as worker:
@@ -83,6 +83,7 @@ def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, 
         os.kill(pid, 0)
 
 
+@slow
 def test_four_shards(store: ExpertStore, reference: Reference) -> None:
     with serving_locally(store, _sharded(4, 0.125)) as worker:
         reference.check(worker, 8, 32)

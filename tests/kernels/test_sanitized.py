@@ -62,6 +62,7 @@ def call(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.slow  # minutes of compilation
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_access_outside_the_buffers(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]

@@ -103,6 +103,7 @@ def test_what_is_of_no_use_is_refused_before_a_model_is_loaded(
         scale(Scale(repeats=1, **given), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_serving, "VARIANTS", (VARIANTS[0], _TWO))
     report = scale(Scale(repeats=1, budget="0.25", batch=(1, 2), prompts=2), None)

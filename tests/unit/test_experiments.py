@@ -152,6 +152,7 @@ def test_lossless_policies_with_other_tokens_fail_the_run() -> None:
     assert start.log[-2:] == ["next-gate@0.25/2.0 closed", "on-demand@0.25/2.0 closed"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("passages")
 def test_a_lossy_policy_is_scored_and_its_tokens_are_compared() -> None:
     start = Starter(lambda policy: int(policy == "context-ndp-3bit"))

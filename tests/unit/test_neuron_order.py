@@ -329,6 +329,7 @@ print(point - 1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="fork, SIGKILL and the audit of opened files as on Linux")
 def test_killed_anywhere_it_leaves_one_store_and_resumes(plain: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()

@@ -33,7 +33,7 @@ sys.addaudithook(count)
 from tiermoe.cluster.cli import main
 main()
 """
-_TIMEOUT_S = 60
+_TIMEOUT_S = 120
 # A random one among the changes of a whole run: 24 in the unfinished store, 40 in the unfinished replicas until all are
 # in the store.
 _RANDOM = random.Random(7)
@@ -44,6 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if "verified" not in path.name}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
 def test_a_killed_preparation_with_replicas_finishes(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "store"
