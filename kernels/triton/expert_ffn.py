@@ -36,10 +36,12 @@ import triton.language as tl
 from ..device import on_device
 from ..expert_ffn import ExpertKernel, Group, Operands, PlainTables, RowClass, Tables, row_class
 from ..packed_ffn import ACTIVATIONS
+from .launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
 _COMBINE_BLOCK = 1024
+_COMBINE_MOST = 8  # top-k of the narrowest combining kernel: rules that drop experts make no other
 PAD = 128  # neurons: activations are zero up to a multiple of it, which every K of down and N of gate_up divides
 
 
@@ -191,15 +193,17 @@ def _down(
     tl.store(at, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["weights"])  # loads scalars: no kernel for each alignment
-def _combine(y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["top_k"], do_not_specialize_on_alignment=["weights"])  # rerouting may change both
+def _combine(y, weights, out, top_k, H, MOST: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = h < H
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in tl.static_range(TOP_K):
-        pair = token * TOP_K + i
-        total += tl.load(weights + pair).to(tl.float32) * tl.load(y + pair * H + h, mask=used, other=0.0).to(tl.float32)
+    for i in tl.static_range(MOST):
+        pair = token * top_k + i
+        there = top_k > i
+        row = tl.load(y + pair * H + h, mask=h < tl.where(there, H, 0), other=0.0).to(tl.float32)
+        total += tl.load(weights + pair, mask=there, other=0.0).to(tl.float32) * row
     tl.store(out + token * H + h, total.to(out.dtype.element_ty), mask=used)
 
 
@@ -237,6 +241,8 @@ class TritonKernel:
         self.tables: Tables = PlainTables(self._device) if tables is None else tables
         defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
+        self._launches = {name: self._launches_of(shape) for name, shape in self.shapes.items()}
+        self._combines: dict[int, Launch] = {}  # by the most experts of a token
 
     @staticmethod
     def supports(operands: Operands, activation: str | None) -> bool:
@@ -274,12 +280,14 @@ class TritonKernel:
         y, weights = y.contiguous(), weights.contiguous()
         out = torch.empty((tokens, self._width), dtype=y.dtype, device=y.device)
         if tokens:
-            grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK))
+            most = max(_COMBINE_MOST, triton.next_power_of_2(top_k))
+            if most not in self._combines:
+                self._combines[most] = Launch(
+                    _combine, MOST=most, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True
+                )
+            grid = (tokens, triton.cdiv(self._width, _COMBINE_BLOCK), 1)
             with on_device(self._device):
-                _combine[grid](
-                    y, weights, out, self._width,
-                    TOP_K=top_k, BLOCK=_COMBINE_BLOCK, num_warps=4, enable_fp_fusion=True,
-                )  # fmt: skip
+                self._combines[most](grid, y, weights, out, top_k, self._width)
         return out
 
     def _launch(
@@ -293,19 +301,28 @@ class TritonKernel:
             widest: the most neurons of a tile.
         """
         shape, width, stride = self.shapes[name], self._width, self._stride
-        up, down = shape.gate_up, shape.down
-        _gate_up[sum(phases), triton.cdiv(widest, PAD) * PAD // up.N](
+        gate_up, down = self._launches[name]
+        gate_up(
+            (sum(phases), triton.cdiv(widest, PAD) * PAD // shape.gate_up.N, 1),
             hidden, pairs, self._gate_up, activations, table, first, top_k, width, stride,
-            ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
-            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
         )  # fmt: skip
         for tiles in phases:
-            _down[tiles, triton.cdiv(width, down.N)](
+            down(
+                (tiles, triton.cdiv(width, shape.down.N), 1),
                 activations, pairs, self._down, y, table, first, width, stride,
-                M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
-                WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
             )  # fmt: skip
             first += tiles
+
+    def _launches_of(self, shape: Shape) -> tuple[Launch, Launch]:
+        """Of gate_up and down."""
+        width, up, down = self._width, shape.gate_up, shape.down
+        return Launch(
+            _gate_up, ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
+            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
+        ), Launch(
+            _down, M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
+            WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
+        )  # fmt: skip
 
     def _tiles(
         self, groups: list[Group], pairs: int

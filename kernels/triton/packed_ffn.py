@@ -33,6 +33,7 @@ from ..pack import INPUTS, NEURONS, OUTPUTS, PackedShape, PackError, tiles
 from ..packed_ffn import ACTIVATIONS
 from ..packed_slots import PackedGroup, check_call, check_slots
 from .expert_ffn import activate
+from .launch import Launch
 
 PREFILL_ROWS = 64  # of a block; decode has DECODE_ROWS
 # Values such as 1 and multiples of 16 would compile apart; top_k, too, changes where pairs are dropped.
@@ -168,6 +169,7 @@ class TritonPackedKernel:
         self._gate_up, self._gate_up_scales, self._down, self._down_scales = slots
         self._shape, self._activation = shape, ACTIVATIONS[activation]
         self._sizes = [tensor[0].numel() for tensor in slots]  # items of a slot
+        self._launches = {rows: self._launches_of(rows) for rows in (DECODE_ROWS, PREFILL_ROWS)}
 
     def run(
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor
@@ -184,13 +186,22 @@ class TritonPackedKernel:
                     continue
                 rows = DECODE_ROWS if stop - start <= DECODE_ROWS else PREFILL_ROWS
                 blocks = tiles(stop - start, rows)
-                _gate_up_kernel[(tiles(shape.intermediate, 32), blocks)](
+                gate_up, down = self._launches[rows]
+                gate_up(
+                    (tiles(shape.intermediate, 32), blocks, 1),
                     hidden, pairs, self._gate_up, self._gate_up_scales, act, start, stop, slot, top_k,
                     shape.hidden, shape.intermediate, sizes[0], sizes[1],
-                    BITS=shape.bits, GROUP=shape.group, ACTIVATION=self._activation, ROWS=rows, num_warps=4,
                 )  # fmt: skip
-                _down_kernel[(tiles(shape.hidden, 32), blocks)](
+                down(
+                    (tiles(shape.hidden, 32), blocks, 1),
                     act, pairs, self._down, self._down_scales, y, start, stop, slot,
                     shape.hidden, shape.intermediate, sizes[2], sizes[3],
-                    BITS=shape.bits, GROUP=shape.group, ROWS=rows, num_warps=4,
                 )  # fmt: skip
+
+    def _launches_of(self, rows: int) -> tuple[Launch, Launch]:
+        """Of gate_up and down."""
+        bits, group = self._shape.bits, self._shape.group
+        return (
+            Launch(_gate_up_kernel, BITS=bits, GROUP=group, ACTIVATION=self._activation, ROWS=rows, num_warps=4),
+            Launch(_down_kernel, BITS=bits, GROUP=group, ROWS=rows, num_warps=4),
+        )

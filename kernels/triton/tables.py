@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch
+
 _BLOCK = 1024
 
 
@@ -21,8 +23,15 @@ def _copy(source, target, count, BLOCK: tl.constexpr):
     tl.store(target + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
 
 
+_launches: dict[int, Launch] = {}  # by GPU; -1: interpreted
+
+
 def kernel_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst <- src, enqueued on the current stream; contiguous, of one dtype and number of elements; may be pinned."""
+    """dst <- src on the current stream; contiguous, of one dtype and number of elements. The host's are pinned."""
     count = dst.numel()
     if count:
-        _copy[(triton.cdiv(count, _BLOCK),)](src, dst, count, BLOCK=_BLOCK, num_warps=4)
+        device = max(dst.get_device(), src.get_device())
+        launch = _launches.get(device)
+        if launch is None:
+            launch = _launches[device] = Launch(_copy, BLOCK=_BLOCK, num_warps=4)
+        launch((triton.cdiv(count, _BLOCK), 1, 1), src, dst, count)

@@ -76,8 +76,8 @@ def main(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16")
         report(which, str(shape), built)
     if name == "decode" and candidate == 0:
         one = Blocks(1, 1, 4, 3)
-        types = {"y": x, "weights": "*fp32", "out": x, "H": "i32"}
-        report("combine", "", compiled(expert_ffn._combine, types, {"TOP_K": 8, "BLOCK": 1024}, architecture, one))
+        types = {"y": x, "weights": "*fp32", "out": x, "top_k": "i32", "H": "i32"}
+        report("combine", "", compiled(expert_ffn._combine, types, {"MOST": 8, "BLOCK": 1024}, architecture, one))
         types = {"source": "*i32", "target": "*i32", "count": "i32"}
         report("fetch", "", compiled(tables._copy, types, {"BLOCK": 1024}, architecture, one))
 

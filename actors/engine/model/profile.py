@@ -66,6 +66,11 @@ class HostPass:
         return self.parts["kernels"] + self.parts["combine"]
 
     @property
+    def host_s(self) -> float:
+        """Seconds of the host, launching kernels included, without waits."""
+        return self.total_s - self.parts["wait"]
+
+    @property
     def outside_s(self) -> float:
         """Seconds of the host outside kernels and waits."""
         return self.total_s - self.kernel_s - self.parts["wait"] - self.parts["copies"]

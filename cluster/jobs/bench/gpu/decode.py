@@ -61,7 +61,8 @@ HOST_CASES: tuple[tuple[str, float, CompileMode], ...] = (
 )  # fmt: skip
 HOST_PROMPT, HOST_WARM, HOST_TOKENS, HOST_PROFILED = 8, 16, 40, 4
 _CASE_S, _COMPILED_S = 3.0, 12.0  # a case of `host` with less time left does not start
-LIMIT_US = 150.0
+LIMIT_US = 150.0  # of the host for an MoE layer, launches included
+LAUNCHES = 5  # the routing to the host, the table of tiles, gate_up, down, combine
 AIMED_AT = ("moepic",)  # its split and its predictions cost more: a goal, not a check
 
 
@@ -473,14 +474,17 @@ def _host_case(bench: Bench, preset: str, budget: float, mode: CompileMode, tabl
                 record.note(note)
     name = f"{bench.shape.name}, {preset} at {budget:.0%}" + ("" if mode == "off" else f", compiled: {mode}")
     decode = [one for one in passes if one.tokens == 1]
-    host_us = median(one.outside_s for one in decode) * 1e6
+    host_us = median(one.host_s for one in decode) * 1e6
     parts = {part: median(one.parts[part] for one in decode) * 1e6 for part in PARTS}
     record.row(
-        "host", case=name, host_us=host_us, parts_us={part: us for part, us in parts.items() if us}, calls=calls,
-        tpot_ms=taken_s * 1e3, layers=len(bench.host.layers),
+        "host", case=name, host_us=host_us, outside_us=median(one.outside_s for one in decode) * 1e6,
+        parts_us={part: us for part, us in parts.items() if us}, calls=calls, tpot_ms=taken_s * 1e3,
+        layers=len(bench.host.layers),
     )  # fmt: skip
     judge = record.goal if preset in AIMED_AT else record.check
-    judge(f"host microseconds of an MoE layer outside kernels, {name}", host_us, "<=", LIMIT_US)
+    judge(f"host microseconds of an MoE layer, launches included, {name}", host_us, "<=", LIMIT_US)
+    if calls is not None and preset == "all-resident" and mode == "off":
+        record.goal(f"launches of an MoE layer, {name}", calls["experts"]["launches"], "<=", LAUNCHES)
 
 
 def record_kernels(record: Record, shape: str, plan: KernelPlan) -> None:
