@@ -6,8 +6,8 @@ Where experts are split, "expert" here means a segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ class ResidencyError(AssertionError):
     """An impossible transition, or a violated invariant: a bug."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """A slot reserved for one expert while its bytes are in flight.
 
     generation: the slot's at the time of reservation; a copy for an older generation is too late and must not be
@@ -169,25 +168,30 @@ class Residency:
         self._state[key] = State.LOADING
         self._occupies[key] = 1
         self._slot[key] = slot
-        return Reservation(key, slot, self._generation[slot])
+        return tuple.__new__(Reservation, (key, slot, self._generation[slot]))  # half the time of `Reservation(...)`
 
-    def publish(self, reservation: Reservation) -> None:
-        """LOADING -> RESIDENT, once the bytes are in the slot."""
-        self._check_current(reservation)
-        key = reservation.key
-        self._state[key] = State.RESIDENT
-        self._evictable[key] = key not in self._pins
+    def publish(self, *reservations: Reservation) -> None:
+        """LOADING -> RESIDENT, each once its bytes are in its slot."""
+        for reservation in reservations:
+            key, slot, generation = reservation
+            if self._state[key] != State.LOADING or self._slot[key] != slot or self._generation[slot] != generation:
+                self._refuse(reservation)
+            self._state[key] = State.RESIDENT
+            self._evictable[key] = key not in self._pins
 
     def release(self, reservation: Reservation) -> None:
         """LOADING -> ABSENT: the load was cancelled."""
-        self._check_current(reservation)
-        self._drop(reservation.key)
+        key, slot, generation = reservation
+        if self._state[key] != State.LOADING or self._slot[key] != slot or self._generation[slot] != generation:
+            self._refuse(reservation)
+        self._drop((key,))
 
-    def evict(self, key: int) -> None:
-        """RESIDENT -> ABSENT; weights are read-only, so nothing is copied back."""
-        if self._state[key] != State.RESIDENT:
-            raise ResidencyError(f"expert {key} is {self._state[key].name}, not RESIDENT")
-        self._drop(key)
+    def evict(self, *keys: int) -> None:
+        """RESIDENT -> ABSENT, one after the other; weights are read-only, so nothing is copied back."""
+        for key in keys:
+            if self._state[key] != State.RESIDENT:
+                raise ResidencyError(f"expert {key} is {self._state[key].name}, not RESIDENT")
+        self._drop(keys)
 
     def pin(self, *keys: int) -> None:
         """Keep LOADING or RESIDENT experts in their slots until as many `unpin` calls."""
@@ -237,17 +241,18 @@ class Residency:
             if count < 1 or self._state[key] == State.ABSENT:
                 raise ResidencyError(f"expert {key} has {count} pins while {self._state[key].name}")
 
-    def _check_current(self, reservation: Reservation) -> None:
-        key = reservation.key
-        if self._state[key] != State.LOADING or self._slot[key] != reservation.slot:
-            raise ResidencyError(f"expert {key} is not loading into slot {reservation.slot}")
-        if self._generation[reservation.slot] != reservation.generation:
-            raise ResidencyError(f"slot {reservation.slot} was given away since generation {reservation.generation}")
+    def _refuse(self, reservation: Reservation) -> NoReturn:
+        key, slot, generation = reservation
+        if self._state[key] != State.LOADING or self._slot[key] != slot:
+            raise ResidencyError(f"expert {key} is not loading into slot {slot}")
+        raise ResidencyError(f"slot {slot} was given away since generation {generation}")
 
-    def _drop(self, key: int) -> None:
-        if key in self._pins:
-            raise ResidencyError(f"expert {key} is pinned")
-        self._free[self._class_of[key]].append(self._slot.pop(key))
-        self._state[key] = State.ABSENT
-        self._occupies[key] = self._evictable[key] = 0
-        self.emptied += not self._slot
+    def _drop(self, keys: Sequence[int]) -> None:
+        pins, slots, free, class_of = self._pins, self._slot, self._free, self._class_of
+        for key in keys:
+            if key in pins:
+                raise ResidencyError(f"expert {key} is pinned")
+            free[class_of[key]].append(slots.pop(key))
+            self._state[key] = State.ABSENT
+            self._occupies[key] = self._evictable[key] = 0
+            self.emptied += not slots

@@ -220,7 +220,7 @@ def press(worker: Any, seed: int, share: float) -> None:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             cache.poll()
             for key in [k for k in residency.held() if rng.random() < share]:
-                cache.loads.evict(key, index)
+                cache.loads.evict([key], index)
             cache.prefetch(rng.sample(range(residency.keys), 4))
             return forward(hidden, ids, weights)
 

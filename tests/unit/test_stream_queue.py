@@ -207,7 +207,7 @@ def test_the_fake_finds_what_is_in_no_order() -> None:
     rig = Rig(1)
     rig.gpu.idle = True
     rig.forward(0, [0])
-    rig.cache.loads.evict(0, 0)
+    rig.cache.loads.evict([0], 0)
     job = rig.cache.loads.new_job(rig.residency.reserve(5), "demand", None)  # no mark of the slot's last use
     with pytest.raises(Hazard, match="writes what compute reads"):
         rig.queue.submit([job], DEMAND)
@@ -219,7 +219,7 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -
     if what == 0:
         for key in sorted(rig.residency.held()):
             if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
-                cache.loads.evict(key, 0)
+                cache.loads.evict([key], 0)
     elif what == 1:
         cache.prefetch(chance.sample(range(KEYS), 3))
     elif what == 2 and not cuts:

@@ -149,11 +149,13 @@ class ExpertCache:
         """Evict, reserve and queue these demand loads of one layer, and pin them."""
         if not loads:
             return
-        layer, keys = self._layer_of(loads[0].key), []
+        keys, victims = list[int](), list[int]()
         for load in loads:
             keys.append(load.key)
             if load.evict is not None:
-                self.loads.evict(load.evict, layer)
+                victims.append(load.evict)
+        if victims:
+            self.loads.evict(victims, self._layer_of(keys[0]))
         jobs = self.loads.reserve(keys, "demand")
         self.residency.pin(*keys)
         if self.decode_only:
@@ -215,8 +217,7 @@ class ExpertCache:
         """Before `layer` runs: evict unpinned experts until `slots` are free; for a cache of whole experts."""
         residency = self.residency
         victims = self.eviction.victims(slots - residency.free_slots, residency.evictable())
-        for victim in victims:
-            self.loads.evict(victim, layer)
+        self.loads.evict(victims, layer)
         self.counters.vacated(layer, victims)
 
     # -- around forwards ---------------------------------------------------------------------------------
@@ -236,8 +237,7 @@ class ExpertCache:
             return k not in wanted and not residency.pinned(k)
 
         if not keep_others:
-            for victim in self.eviction.victims(residency.slots, evictable):
-                self.loads.evict(victim, self._layer_of(victim))
+            self.loads.evict(self.eviction.victims(residency.slots, evictable))
         self._queue.submit(self.loads.reserve(self.loads.make_room(absent, evictable), "migration"), DEMAND)
 
     def preload(self, keys: Sequence[int]) -> None:
@@ -249,8 +249,7 @@ class ExpertCache:
         """Wait for every copy under way, then empty all slots."""
         self.loads.land_all()
         self.settle_times()
-        for key in list(self.residency.held()):
-            self.loads.evict(key, self._layer_of(key))
+        self.loads.evict(list(self.residency.held()))
 
     def settle_times(self) -> None:
         """Count the times of GPU copies that have ended by now; on the forward's thread.

@@ -102,27 +102,30 @@ class CacheCounters:
         counters.queued += len(keys)
         self._pending.update(dict.fromkeys(keys, counters))
 
-    def landed(self, job: LoadJob, copied: Copied) -> None:
-        """A copy became resident: count its bytes by cause, and the link's seconds where known."""
-        key, stats = job.reservation.key, self.stats.layers[job.layer]
-        nbytes = job.nbytes
-        if job.cause == "prefetch":
-            stats.bytes_loaded_prefetch += nbytes
-        elif job.cause == "migration":
-            stats.bytes_loaded_migration += nbytes
-        else:
-            stats.bytes_loaded_demand += nbytes
-        if key >= self._keys and self._replicas:
-            stats.bytes_loaded_low_bit += nbytes
-        if job.writeback:
-            stats.bytes_written_back += nbytes
-            stats.writebacks += 1
-        if copied.event is None:
-            stats.writeback_link_s += copied.writeback_s
-            stats.total_io_s += copied.end_s - copied.start_s
-            stats.link_s += copied.link_s
-            if self.timeline.enabled:
-                self._show(job, copied)
+    def landed(self, jobs: Sequence[LoadJob]) -> None:
+        """Copies became resident, or failed: count their bytes by cause, and the link's seconds where known."""
+        layers = self.stats.layers
+        for job in jobs:
+            stats, copied, nbytes, cause = layers[job.layer], job.copied, job.nbytes, job.cause
+            if copied is None:
+                continue
+            if cause == "prefetch":
+                stats.bytes_loaded_prefetch += nbytes
+            elif cause == "migration":
+                stats.bytes_loaded_migration += nbytes
+            else:
+                stats.bytes_loaded_demand += nbytes
+            if self._replicas and job.reservation.key >= self._keys:
+                stats.bytes_loaded_low_bit += nbytes
+            if job.writeback:
+                stats.bytes_written_back += nbytes
+                stats.writebacks += 1
+            if copied.event is None:
+                stats.writeback_link_s += copied.writeback_s
+                stats.total_io_s += copied.end_s - copied.start_s
+                stats.link_s += copied.link_s
+                if self.timeline.enabled:
+                    self._show(job, copied)
 
     def timed(self, job: LoadJob, copied: Copied) -> None:
         """A copy on a GPU's stream has ended, maybe after its layer (`loader.CopyTimes`)."""
@@ -150,12 +153,15 @@ class CacheCounters:
 
     # -- leaving -----------------------------------------------------------------------------------------
 
-    def evicted(self, key: int) -> None:
-        """It left the cache: a prefetch that no layer used was wasted."""
-        if (source := self._pending.pop(key, None)) is not None:
-            self.governor.wasted()
-            source.wasted += 1
-            self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
+    def evicted(self, keys: Sequence[int]) -> None:
+        """They left the cache: a prefetch that no layer used was wasted."""
+        if not self._pending:
+            return
+        for key in keys:
+            if (source := self._pending.pop(key, None)) is not None:
+                self.governor.wasted()
+                source.wasted += 1
+                self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
 
     def cancelled(self, key: int, moved_share: float) -> None:
         """Its load was dropped or failed, and no forward waits for it; of its bytes count those moved, as wasted."""

@@ -6,7 +6,7 @@ A copying Python thread would take that lock some ten times a copy and delay the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -64,6 +64,15 @@ class LinkQueue(HostWaits):
         while alive and (alive[0].copied is not None or alive[0].done.is_set()):
             alive.popleft()
         alive.extend(jobs)
+
+    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+        ended, found = _cpu.copy_ended, list[LoadJob]()
+        for job in jobs:
+            done: LinkDone = job.done  # type: ignore[assignment]  # made by `event`
+            if done.copy is not None and ended(done.copy):
+                done.is_set()
+                found.append(job)
+        return found
 
     def promote(self, job: LoadJob) -> None:
         """Give a queued prefetch the priority of a demand load; nothing if it has started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -95,6 +96,10 @@ class CopyQueue(Protocol):
         """A layer begins: enqueue what waits, and follow the compute to its present stream."""
         ...
 
+    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+        """Those of these jobs whose `done` is set."""
+        ...
+
     def tell(self, times: CopyTimes) -> None:
         """Report the times of copies and waits that have ended by now, each once."""
         ...
@@ -116,6 +121,9 @@ class HostWaits:
 
     def poll(self) -> None:
         return None
+
+    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+        return [job for job in jobs if job.done.is_set()]
 
     def tell(self, times: CopyTimes) -> None:
         return None

@@ -66,29 +66,32 @@ class Loads:
         if not keys:
             return []
         after, jobs = self._device.mark_use(), list[LoadJob]()
-        reserve, admitted = self._residency.reserve, self._eviction.admitted
+        reserve, admitted, new_job = self._residency.reserve, self._eviction.admitted, self.new_job
         for key in keys:
             reservation = reserve(key)
             admitted(key)
-            jobs.append(self.new_job(reservation, cause, after))
+            jobs.append(new_job(reservation, cause, after))
         return jobs
 
     def new_job(self, reservation: Reservation, cause: Cause, after: Any) -> LoadJob:
         """The job of a reserved slot, not queued yet. after: the device's mark of the slot's last use."""
-        key = reservation.key
-        dst, src = self._map.copy_of(reservation)
-        layer, nbytes, done = self._map.layer_of(key), self._map.bytes_of(key), self.queue.event()
-        job = self.under_way[key] = LoadJob(reservation, dst, src, after, layer, cause, done, nbytes)
-        if self._unwritten is not None and reservation.slot in self._unwritten:
-            self._unwritten.remove(reservation.slot)
+        key, slot, _ = reservation
+        where, nbytes = self._map, self._map.bytes_of(key)
+        dst, src = where.targets.get((slot, nbytes)), where.sources.get(key)
+        if dst is None:
+            dst = where.target(key, slot)
+        done, layer = self.queue.event(), where.layer_of(key)
+        job = LoadJob(reservation, dst, where.source(key) if src is None else src, after, layer, cause, done, nbytes)
+        self.under_way[key] = job
+        if self._unwritten is not None and slot in self._unwritten:
+            self._unwritten.remove(slot)
             job.writeback = True
         return job
 
     def land_ended(self) -> None:
         """Make every arrived copy resident; a failed one frees its slot."""
-        for key, job in list(self.under_way.items()):
-            if job.done.is_set():
-                self._land(key, job)
+        if ended := self.queue.ended(self.under_way.values()):
+            self._land(ended)
 
     def land_needed(self, job: LoadJob, layer: int) -> None:
         """Wait for a copy that `layer` needs, and make it resident.
@@ -100,21 +103,20 @@ class Loads:
         self._wait(job, layer)
         if job.copied is None:
             self._load_again(job, layer)
-        key = job.reservation.key
-        self._land(key, self.under_way[key])  # the second try's job, where there was one
+        self._land([self.under_way[job.reservation.key]])  # the second try's job, where there was one
 
     def land_prefetch(self, key: int, layer: int) -> None:
         """Wait, at the cost of `layer`, for a copy that is under way."""
         job = self.under_way.get(key)
         if job is not None:
             self._wait(job, layer)
-            self._land(key, job)
+            self._land([job])
 
     def land_all(self) -> None:
         """Wait on the host for every copy under way; counted in no layer."""
-        for key, job in list(self.under_way.items()):
+        for job in list(self.under_way.values()):
             job.done.wait()
-            self._land(key, job)
+            self._land([job])
 
     def preload(self, keys: Sequence[int]) -> list[LoadJob]:
         """Load into free slots and wait; counted in no layer. Returns the finished jobs."""
@@ -143,8 +145,7 @@ class Loads:
         for slot_class, keys in residency.by_class(absent).items():
             free = residency.free_of(slot_class)
             if free < len(keys):
-                for victim in self._eviction.of_class(slot_class).victims(len(keys) - free, evictable):
-                    self.evict(victim, self._map.layer_of(victim))
+                self.evict(self._eviction.of_class(slot_class).victims(len(keys) - free, evictable))
                 free = residency.free_of(slot_class)
             fit += keys[:free]
         if len(residency.class_slots) == 1:
@@ -152,21 +153,21 @@ class Loads:
         found = set(fit)
         return [key for key in absent if key in found]
 
-    def evict(self, key: int, layer: int) -> None:
-        """Free a slot for the forward of `layer`, after a copy under way into it has ended."""
-        job = self.under_way.get(key)
-        if job is not None:
-            if self.queue.cancel(job):
-                self._release(key)
-                return
-            self._overtake(job, layer)
-            if not self._land(key, job):
-                return
-        if self._unwritten is not None and key < self._map.keys:  # replicas are no working copies
-            self._unwritten.add(self._residency.slot(key))
-        self._residency.evict(key)
-        self._eviction.removed(key)
-        self._counters.evicted(key)
+    def evict(self, keys: Sequence[int], layer: int | None = None) -> None:
+        """Free these segments' slots, each after a copy under way into it has ended.
+
+        layer: whose forward waits for that; None: the segment's own.
+        """
+        here, under_way, removed = list[int](), self.under_way, self._eviction.removed
+        for key in keys:
+            if key not in under_way or self._displaced(under_way[key], layer):
+                here.append(key)
+        if self._unwritten is not None:
+            self._unwritten.update([self._residency.slot(key) for key in here if key < self._map.keys])  # no replicas
+        self._residency.evict(*here)
+        for key in here:
+            removed(key)
+        self._counters.evicted(here)
 
     def check_integrity(self) -> None:
         """Raise ResidencyError unless the loads under way are exactly the LOADING slots."""
@@ -177,16 +178,25 @@ class Loads:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _land(self, key: int, job: LoadJob) -> bool:
-        """Make a finished copy resident. False if it failed: then its slot is free."""
-        copied = job.copied
-        if copied is None:
-            self._drop_failed(job)
+    def _land(self, jobs: Sequence[LoadJob]) -> None:
+        """Make finished copies resident; the slots of failed ones are free then."""
+        for job in jobs:
+            if job.copied is None:
+                self._drop_failed(job)
+        self._counters.landed(jobs)
+        for job in jobs:
+            if job.copied is not None:
+                self._residency.publish(job.reservation)
+                del self.under_way[job.reservation.key]
+
+    def _displaced(self, job: LoadJob, layer: int | None) -> bool:
+        """Drop a load, or wait for its copy. True: it has become resident."""
+        if self.queue.cancel(job):
+            self._release(job.reservation.key)
             return False
-        self._residency.publish(job.reservation)
-        del self.under_way[key]
-        self._counters.landed(job, copied)
-        return True
+        self._overtake(job, job.layer if layer is None else layer)
+        self._land([job])
+        return job.copied is not None
 
     def _load_again(self, job: LoadJob, layer: int) -> None:
         """A needed copy failed: load it once more unless it was a demand load, else raise."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...policies.moepic.split import Segments, SplitLayout
-from ...policies.residency import Reservation, Residency, State
+from ...policies.residency import Residency, State
 from ...store.format import ExpertShape
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ExpertSource(Protocol):
     """Where the experts of one MoE layer come from."""
 
     def expert(self, index: int) -> tuple[torch.Tensor, ...] | PendingExpert:
-        """One expert: tensors to copy, or its `PendingExpert`. Returns at once."""
+        """One expert: tensors to copy, the same at each call, or its `PendingExpert`. Returns at once."""
         ...
 
 
@@ -207,6 +207,12 @@ class SlotMap:
         self.shown: Sequence[int] | None = None  # the segment that stands for each expert; None: each for itself
         self._low_bit: LowBitPart | None = None
         self.whole_slots = residency.slots  # before those of replicas
+        layers = [key // self.experts for key in range(self.keys)]
+        self.layer_of = (layers * 2).__getitem__  # of a segment
+        self._bytes = [self._expert_bytes] * self.keys
+        self.bytes_of = self._bytes.__getitem__  # that a load of a segment copies
+        self.sources: dict[int, Tensors] = {}  # found before: of each segment
+        self.targets: dict[tuple[int, int], Tensors] = {}  # found before: of each slot and number of bytes
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
 
     @property
@@ -233,6 +239,9 @@ class SlotMap:
         sizes = [n * self._expert_bytes // cut.neurons for n in segments.slot_neurons]
         self._residency.divide(segments.class_of, segments.slots, sizes)
         self._segments, self.shown = segments, segments.shown
+        self._bytes[:] = [n * self._expert_bytes // self._neurons for n in segments.neurons]
+        self.sources.clear()
+        self.targets.clear()
 
     def add_low_bit(self, part: LowBitPart) -> None:
         """Add slots for replicas to an empty cache without a split."""
@@ -240,15 +249,13 @@ class SlotMap:
             [0] * self.keys + [1] * self.keys, [self.whole_slots, part.slots], [self._expert_bytes, part.slot_bytes]
         )
         self._low_bit = part
+        self._bytes += [part.slot_bytes] * self.keys
 
     def of(self, keys: Sequence[int], low: AbstractSet[int] = frozenset()) -> Sequence[int]:
         """The segments of these experts, grouped by expert; for those in `low` their replicas."""
         if self._segments is None:
             return [key + self.keys if key in low else key for key in keys] if low else keys
         return self._segments.of(keys)
-
-    def layer_of(self, segment: int) -> int:
-        return segment % self.keys // self.experts
 
     def states(self) -> list[State]:
         """Of all experts, from any thread; of split experts the state of the top."""
@@ -270,13 +277,6 @@ class SlotMap:
         shown, residency, key = self.shown, self._residency, layer * self.experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
-    def bytes_of(self, segment: int) -> int:
-        """Bytes that a load of this segment copies."""
-        if self._segments is None:
-            low_bit = self._low_bit
-            return self._expert_bytes if low_bit is None or segment < self.keys else low_bit.slot_bytes
-        return self._segments.neurons[segment] * self._expert_bytes // self._neurons
-
     def places(self, segments: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int]]:
         """`place` of each segment of split experts."""
         assert self._segments is not None  # there is a cut
@@ -289,22 +289,33 @@ class SlotMap:
             return slot * self._neurons, self._neurons
         return self._segments.first[slot], self._segments.neurons[segment]
 
-    def copy_of(self, reservation: Reservation) -> tuple[Tensors, Tensors | PendingExpert]:
-        """Destination and source of a load."""
-        segments, segment = self._segments, reservation.key
-        key = segment % self.keys
-        low_bit = self._low_bit
+    def source(self, segment: int) -> Tensors | PendingExpert:
+        """Where a load of this segment comes from."""
+        segments, low_bit = self._segments, self._low_bit
+        layer, expert = divmod(segment % self.keys, self.experts)
         if low_bit is not None and segment >= self.keys:
-            source = low_bit.weights[key // self.experts].expert(key % self.experts)
-            return low_bit.pool.slot(reservation.slot - self.whole_slots), source
-        whole = self._weights[key // self.experts].expert(key % self.experts)
-        if segments is None:
-            return self.pool.slot(reservation.slot), whole
-        begin, count = segments.begins[segment], segments.neurons[segment]
-        dst = self.pool.neuron_range(segments.first[reservation.slot], count)
-        if isinstance(whole, tuple):  # asking whether it is a `PendingExpert` takes longer than the rest
-            return dst, neuron_slice(whole, begin, begin + count)
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = self._shared[key] = SharedPending(whole)
-        return dst, PendingSegment(shared, begin, begin + count)
+            found = low_bit.weights[layer].expert(expert)
+        else:
+            found = self._weights[layer].expert(expert)
+        if segments is not None:
+            begin, end = segments.begins[segment], segments.begins[segment] + segments.neurons[segment]
+            if not isinstance(found, tuple):
+                shared = self._shared.get(segment % self.keys)
+                if shared is None:
+                    shared = self._shared[segment % self.keys] = SharedPending(found)
+                return PendingSegment(shared, begin, end)
+            found = neuron_slice(found, begin, end)
+        if isinstance(found, tuple):
+            self.sources[segment] = found
+        return found
+
+    def target(self, segment: int, slot: int) -> Tensors:
+        """Where in a slot a load of this segment goes."""
+        if self._low_bit is not None and segment >= self.keys:
+            found = self._low_bit.pool.slot(slot - self.whole_slots)
+        elif self._segments is None:
+            found = self.pool.slot(slot)
+        else:
+            found = self.pool.neuron_range(self._segments.first[slot], self._segments.neurons[segment])
+        self.targets[slot, self._bytes[segment]] = found
+        return found

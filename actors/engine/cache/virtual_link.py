@@ -8,7 +8,7 @@ The loader then copies at the moment at which the copy ends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ....errors import RuntimeFailure
@@ -103,6 +103,15 @@ class VirtualLoader(HostWaits):
             heapq.heappush(self._heap, (priority, self._number, now_s, job))
             self._number += 1
         self.catch_up()
+
+    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+        if self.caught_up_s != self.clock.now_s:
+            self.catch_up()
+        found = list[LoadJob]()
+        for job in jobs:
+            if job.copied is not None or job.error is not None or job.cancelled:
+                found.append(job)
+        return found
 
     def promote(self, job: LoadJob) -> None:
         self.catch_up()
