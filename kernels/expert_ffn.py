@@ -154,7 +154,8 @@ class CpuKernel:
         return activation in ACTIVATIONS and here and operands.plain_gated
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        large = [g for g in groups if g[1] - g[0] > CPU_MAX_ROWS] if hidden.dtype == torch.float32 else groups
+        few = pairs.numel() <= CPU_MAX_ROWS and hidden.dtype == torch.float32
+        large = [] if few else [g for g in groups if g[1] - g[0] > CPU_MAX_ROWS or hidden.dtype != torch.float32]
         if large:
             self._large.run(hidden, pairs, large, top_k, y)
             if len(large) == len(groups):

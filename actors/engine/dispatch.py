@@ -52,24 +52,33 @@ class ExpertRunner:
         Loads at `after = 0` are already issued. Raises RuntimeFailure: a copy failed; the caller then calls
         `cache.abandon`.
         """
-        cache, done, whole = self._cache, 0, self._cache.neurons
+        cache, done, ran, whole = self._cache, 0, 0, self._cache.neurons
         begun: set[int] = set()  # split experts of which one segment has run
+        layout = cache.layout if cache.divided else None
         late = [load for load in plan.loads if load.after] if plan.loads else []
-        for stop in _stops(plan, late):
-            keys: Sequence[int] = plan.run[done:stop]
-            slots = cache.await_experts(keys, layer)
-            if cache.divided:
-                groups = self._segment_groups(keys, slots, spans, begun)
+        while done < len(plan.run):
+            stop = plan.resident if done < plan.resident else len(plan.run)
+            keys: Sequence[int] = plan.run[done : _stop(plan, late, done) if late else stop]
+            if late or done < plan.resident:
+                slots = cache.await_experts(keys, layer)
+            else:  # with the arrivals behind it that have landed by then
+                slots = cache.await_first(keys, layer)
+                keys = keys[: len(slots)]
+            done += len(keys)
+            if layout is not None:
+                groups = self._segment_groups(keys, slots, spans, begun, *layout)
             else:
                 if self.low_bit is not None:
                     keys, slots = self._run_replicas(self.low_bit, keys, slots, spans, hidden, pairs, top_k, y)
                 groups = [(*spans[key], slot * whole, whole, False) for key, slot in zip(keys, slots, strict=True)]
             if groups:
                 kernel.run(hidden, pairs, groups, top_k, y)
-            cache.ran(plan.run[done:stop])
-            done = stop
-            if late and (loads := [load for load in late if load.after == stop]):
-                cache.issue(loads)
+            if late:
+                cache.ran(plan.run[ran:done])
+                cache.issue([load for load in late if load.after == done])
+                ran = done
+        if ran < done:
+            cache.ran(plan.run[ran:done])
 
     def _run_replicas(
         self, kernel: PackedKernel, segments: Sequence[int], slots: Sequence[int], spans: Spans, hidden: torch.Tensor,
@@ -84,29 +93,26 @@ class ExpertRunner:
         return [s for s, _ in found if s < experts], [slot for s, slot in found if s < experts]
 
     def _segment_groups(
-        self, segments: Sequence[int], slots: Sequence[int], spans: Spans, begun: set[int]
-    ) -> list[Group]:
-        """The groups of split experts, which are added to `begun`."""
+        self, segments: Sequence[int], slots: Sequence[int], spans: Spans, begun: set[int], first: Sequence[int],
+        neurons: Sequence[int],
+    ) -> list[Group]:  # fmt: skip
+        """The groups of split experts, which are added to `begun`. first, neurons: `ExpertCache.layout`."""
         experts = len(self._cache.uses)
         groups: list[Group] = []
-        for segment, place in zip(segments, self._cache.places(segments, slots), strict=True):
+        for segment, slot in zip(segments, slots, strict=True):
             expert = segment % experts
-            groups.append((*spans[expert], *place, expert in begun))
+            groups.append((*spans[expert], first[slot], neurons[segment], expert in begun))
             begun.add(expert)
         return groups
 
 
-def _stops(plan: LayerPlan, late: Sequence[Load]) -> list[int]:
-    """The end in `plan.run` of each kernel call: residents together, then arrivals one by one.
+def _stop(plan: LayerPlan, late: Sequence[Load], done: int) -> int:
+    """Where in `plan.run` the kernel call after `done` experts ends: residents together, then arrivals one by one.
 
     late: loads that are issued after some experts have run.
     """
-    total, resident = len(plan.run), plan.resident
-    if resident == total:
-        return [total] if total else []
-    stops = {resident, *range(resident + 1, total + 1)}
-    stops.update([load.after for load in late])
-    return sorted(stops - {0})
+    stop = plan.resident if done < plan.resident else done + 1
+    return min([stop, *[load.after for load in late if load.after > done]])
 
 
 @dataclass(slots=True)

@@ -128,7 +128,9 @@ class LayerView:
         self.outgoing: Outgoing | None = None
         self._weights: NDArray[np.float32] | None = None
         self._scores: dict[Asked, NDArray[np.float32]] | None = None
-        if not weighed and not asked:
+        if fetch is share and not asked:  # the rest is fetched where it is read
+            self.picked = ids.numpy()
+        elif not weighed and not asked:
             (self.picked,) = fetch((ids,))
         else:
             tensors = [ids, *(scores_of(one, hidden) for one in asked)]

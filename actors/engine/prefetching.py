@@ -132,6 +132,7 @@ class RouterPrefetching(Prefetching):
     ) -> None:
         super().__init__(policy, cache, len(blocks), experts, self._seen, shards)
         self._routers, self._gates, self._fetch = [block.router for block in blocks], gates, fetch
+        self._asked: dict[tuple[int, int], Asked | None] = {}  # by layer and distance: of all rows
         self._rows: Sequence[SequenceRows] = ()
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
@@ -200,8 +201,13 @@ class RouterPrefetching(Prefetching):
                 return None
             layer %= self._last + 1
             rows = self._last_rows(tokens)
+        if not rows and (index, distance) in self._asked:
+            return self._asked[index, distance]
         probe = self._gates[index] if self._gates is not None and distance == 1 else self._routers[layer]
-        return None if probe is None else Asked(probe, self.policy.lookahead_softmax, rows)
+        found = None if probe is None else Asked(probe, self.policy.lookahead_softmax, rows)
+        if not rows:
+            self._asked[index, distance] = found
+        return found
 
     def _last_rows(self, tokens: int) -> tuple[int, ...]:
         """The last row of each sequence; empty: each has one row."""

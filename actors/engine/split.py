@@ -225,6 +225,7 @@ class Configuring:
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`
         self._steps: list[Step] = []
         self._tokens = 0  # of `_steps`
+        self._record_s = 0.0  # of the present forward
         self._found: Configured | None = None
         self._queue: SimpleQueue[list[Step] | Event | None] = SimpleQueue()  # an event: configure now, then set it
         self._thread: Thread | None = None
@@ -245,7 +246,7 @@ class Configuring:
         """A layer's routing is known, as its experts will run."""
         start_s = self._clock()
         self._recorder.routed(layer, routing)
-        self._configurator.stats.record_s += self._clock() - start_s
+        self._record_s += self._clock() - start_s
 
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
@@ -257,7 +258,10 @@ class Configuring:
                 self._tokens += step.tokens
                 if len(self._steps) >= self._batch or self._tokens >= self._tau:
                     self._hand_over()
-        self._configurator.stats.record_s += self._clock() - start_s
+        self._record_s += self._clock() - start_s
+        if step is not None:
+            self._configurator.stats.record_s += self._record_s
+            self._record_s = 0.0
 
     # -- from any thread -------------------------------------------------------------------------------------
 

@@ -116,8 +116,11 @@ class LoadOnMiss:
         for slot_class, keys in missing.items():
             own = members[slot_class]
             for load in self._loads(slot_class, own, keys, residency, eviction, keep):
-                after = place[own[load.after - 1]] + 1 if load.after else 0
-                loads.append(Load(load.key, load.evict, after))
+                if load.after:
+                    load = Load(load.key, load.evict, place[own[load.after - 1]] + 1)
+                loads.append(load)
+        if len(missing) == 1:
+            return loads
         return sorted(loads, key=lambda load: (load.after, place[load.key]))
 
     @staticmethod
@@ -131,17 +134,24 @@ class LoadOnMiss:
     ) -> list[Load]:
         """The loads of one slot class; `run` and `missing` are of that class, and `Load.after` counts in this `run`."""
         free = residency.free_of(slot_class)
+        short, loads = len(missing) - free, list[Load]()
+        for key in missing[:free]:
+            loads.append(Load(key, None, 0))
+        if short <= 0:
+            return loads
         eviction = eviction.of_class(slot_class)
-        short = len(missing) - free
         used = set(run)
         victims = _victims(short, used | keep, residency, eviction)
+        if len(victims) == short:
+            for key, victim in zip(missing[free:], victims, strict=True):
+                loads.append(Load(key, victim, 0))
+            return loads
         # What is kept gives way only where the layer has nothing of its own to take turns with.
         first = len(run) - len(missing)
         turns = [i for i, key in enumerate(run) if i >= first or key not in keep]
-        if keep and len(victims) < short and run[turns[0]] == missing[free + len(victims)]:
+        if keep and run[turns[0]] == missing[free + len(victims)]:
             victims += _victims(short - len(victims), used | set(victims), residency, eviction)
             turns = list(range(len(run)))
-        loads = [Load(key, None, 0) for key in missing[:free]]
         rest = missing[free:]
         loads += [Load(key, victim, 0) for key, victim in zip(rest, victims, strict=False)]
         # Each further load takes the slot of the next expert to have run.
@@ -154,9 +164,7 @@ class LoadOnMiss:
 
 
 def _victims(count: int, kept: AbstractSet[int], residency: Residency, eviction: EvictionPolicy) -> list[int]:
-    """At most `count` experts to evict, residents first, then copies in flight for other layers."""
-    if count <= 0:
-        return []
+    """At most `count` (1 or more) experts to evict, residents first, then copies in flight for other layers."""
     found = eviction.victims(count, residency.evictable(kept))
     if len(found) < count:
         _, loading, _ = residency.by_state(residency.held())

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -70,6 +71,9 @@ class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass
     key: int
     priority: float
     source: str = ""
+
+
+new_wanted = partial(tuple.__new__, Wanted)  # of (key, priority, source): a third of the time of `Wanted(...)`
 
 
 @register("prefetch", "none")
@@ -335,7 +339,8 @@ class NextGatePrefetch(LayeredPrefetch):
                 if layer == seen.layer + 1:
                     self.predicted = scores
                 picked = predicted_experts(scores, self._top)
-                wanted += [Wanted(layer * self._experts + e, -float(len(wanted) + i)) for i, e in enumerate(picked)]
+                base, first = layer * self._experts, len(wanted)
+                wanted += [new_wanted((base + e, -float(first + i), "")) for i, e in enumerate(picked)]
         return wanted
 
 

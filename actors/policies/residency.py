@@ -59,6 +59,7 @@ class Residency:
             raise ResidencyError(f"a residency needs at least one key and one slot, got {keys} and {slots}")
         self.slot_bytes, self.emptied = slot_bytes, 0
         self._slot: dict[int, int] = {}  # key -> slot, for LOADING and RESIDENT
+        self.slot = self._slot.__getitem__  # of a LOADING or RESIDENT expert; KeyError otherwise
         self._pins: dict[int, int] = {}  # key -> count, only counts above zero
         self.divide([0] * keys, [slots], [slot_bytes])
 
@@ -78,6 +79,7 @@ class Residency:
         self.class_slots, self._class_bytes = tuple(slots), tuple(class_bytes)
         self._class_of = class_of
         self._state = [State.ABSENT] * self.keys
+        self.state = self._state.__getitem__  # of a key
         self._occupies = bytearray(self.keys)  # 1: LOADING or RESIDENT
         self._evictable = bytearray(self.keys)  # 1: RESIDENT and not pinned
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
@@ -85,9 +87,6 @@ class Residency:
         for slot in range(self.slots - 1, -1, -1):
             self._free[self._class_of_slot[slot]].append(slot)
         self._generation = [0] * self.slots
-
-    def state(self, key: int) -> State:
-        return self._state[key]
 
     def by_state(self, keys: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
         """These keys in the given order: the RESIDENT, the LOADING and the ABSENT ones."""
@@ -111,13 +110,6 @@ class Residency:
     def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
         """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
         return np.frombuffer(self._occupies, np.bool_)[first:stop].copy()
-
-    def slot(self, key: int) -> int:
-        """The slot of a LOADING or RESIDENT expert; KeyError otherwise."""
-        return self._slot[key]
-
-    def slots_of(self, keys: Iterable[int]) -> list[int]:
-        return list(map(self._slot.__getitem__, keys))
 
     def class_of(self, key: int) -> int:
         return self._class_of[key]

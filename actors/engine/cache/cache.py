@@ -60,7 +60,7 @@ class ExpertCache:
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of, self.whole_slots = self._map.layer_of, self._map.bytes_of, self._map.whole_slots
-        self.segments, self.place, self.places = self._map.of, self._map.place, self._map.places
+        self.segments, self.place = self._map.of, self._map.place
         self.neurons = pool.neurons
         self.states, self.standing, self.vacant = self._map.states, self._map.standing, self._map.vacant
         stats.expert_bytes_peak = pool.bytes
@@ -84,6 +84,11 @@ class ExpertCache:
     def cut(self) -> SplitLayout | None:
         """The present split of the slots; None where a slot is a whole expert."""
         return self._map.cut
+
+    @property
+    def layout(self) -> tuple[list[int], list[int]]:
+        """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""
+        return self._map.layout
 
     def replica_slot(self, segment: int, layer: int) -> int:
         """`await_expert` of a pinned replica: its slot among the replicas' slots."""
@@ -178,7 +183,15 @@ class ExpertCache:
             for key in keys:
                 if key in under_way:
                     self.loads.land_needed(under_way[key], layer)
-        return self.residency.slots_of(keys)
+        return list(map(self.residency.slot, keys))
+
+    def await_first(self, keys: Sequence[int], layer: int) -> list[int]:
+        """`await_expert` of the first; its slot, and the slots of those right behind it that have arrived by then."""
+        loads = self.loads
+        if keys[0] in self._under_way:
+            loads.land_needed(self._under_way[keys[0]], layer)
+        arrived = 1 + (loads.land_behind(keys[1:]) if len(keys) > 1 else 0)
+        return list(map(self.residency.slot, keys[:arrived]))
 
     def ran(self, keys: Sequence[int]) -> None:
         """These experts of the present layer have run: unpin them and tell the eviction policy."""

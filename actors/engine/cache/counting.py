@@ -64,13 +64,14 @@ class CacheCounters:
 
     def arriving(self, layer: int, keys: Sequence[int], jobs: Mapping[int, LoadJob]) -> None:
         """`layer` needs these, whose copies are under way: the prefetches among them are late."""
-        late: set[int] = set()  # experts
+        late, used = set[int](), 0  # experts, segments
         for key in keys:
             if jobs[key].cause == "prefetch":
                 late.add(key % self._keys)
                 if (source := self._pending.pop(key, None)) is not None:
                     source.late += 1
-                self.governor.used()
+                used += 1
+        self.governor.used(used)
         self.stats.layers[layer].late_prefetches += len(late)
 
     def demanded(self, jobs: Sequence[LoadJob]) -> None:
@@ -220,13 +221,13 @@ class CacheCounters:
 
     def _count_prefetched(self, stats: LayerStats, plan: LayerPlan) -> None:
         keys, pending, used, lacking = self._keys, self._pending, set[int](), set[int]()
+        before = len(pending)
         for key in plan.run[: plan.resident]:
             if key in pending:
-                source = pending.pop(key)
-                self.governor.used()
                 used.add(key % keys)
-                source.hits += 1
+                pending.pop(key).hits += 1
         if used:
+            self.governor.used(before - len(pending))
             for key in plan.run[plan.resident :]:  # experts, of which a segment may be there
                 lacking.add(key % keys)
             stats.prefetched_hits += len(used - lacking)

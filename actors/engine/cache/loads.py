@@ -105,6 +105,24 @@ class Loads:
             self._load_again(job, layer)
         self._land([self.under_way[job.reservation.key]])  # the second try's job, where there was one
 
+    def land_behind(self, keys: Sequence[int]) -> int:
+        """Make the first of these needed copies resident as far as they have ended well; returns how many."""
+        jobs = list[LoadJob]()
+        for key in keys:
+            if key in self.under_way:
+                jobs.append(self.under_way[key])
+        ended, landed = self.queue.ended(jobs), list[LoadJob]()
+        for job in jobs:
+            if job not in ended or job.copied is None:
+                break
+            landed.append(job)
+        if landed:
+            self._land(landed)
+        for number, key in enumerate(keys):
+            if key in self.under_way:
+                return number
+        return len(keys)
+
     def land_prefetch(self, key: int, layer: int) -> None:
         """Wait, at the cost of `layer`, for a copy that is under way."""
         job = self.under_way.get(key)
@@ -180,14 +198,16 @@ class Loads:
 
     def _land(self, jobs: Sequence[LoadJob]) -> None:
         """Make finished copies resident; the slots of failed ones are free then."""
+        landed = list[Reservation]()
         for job in jobs:
             if job.copied is None:
                 self._drop_failed(job)
+            else:
+                landed.append(job.reservation)
         self._counters.landed(jobs)
-        for job in jobs:
-            if job.copied is not None:
-                self._residency.publish(job.reservation)
-                del self.under_way[job.reservation.key]
+        self._residency.publish(*landed)
+        for key, _, _ in landed:
+            del self.under_way[key]
 
     def _displaced(self, job: LoadJob, layer: int | None) -> bool:
         """Drop a load, or wait for its copy. True: it has become resident."""

@@ -277,11 +277,11 @@ class SlotMap:
         shown, residency, key = self.shown, self._residency, layer * self.experts
         return residency.free_of(residency.class_of(key if shown is None else shown[key]))
 
-    def places(self, segments: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int]]:
-        """`place` of each segment of split experts."""
+    @property
+    def layout(self) -> tuple[list[int], list[int]]:
+        """Where experts are split: the first neuron of each slot in the pool, and the neurons of each segment."""
         assert self._segments is not None  # there is a cut
-        first, neurons = self._segments.first, self._segments.neurons
-        return [(first[slot], neurons[segment]) for segment, slot in zip(segments, slots, strict=True)]
+        return self._segments.first, self._segments.neurons
 
     def place(self, segment: int, slot: int) -> tuple[int, int]:
         """First neuron in the pool and number of neurons of a segment (no replica) in this slot."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ....errors import RuntimeFailure
@@ -88,9 +89,7 @@ class VirtualLoader(HostWaits):
         self._number = 0
         self._current: tuple[LoadJob, float, float] | None = None  # job, start, end
         self._free_s = 0.0
-
-    def event(self) -> VirtualDone:
-        return VirtualDone(self)
+        self.event = partial(VirtualDone, self)
 
     def submit(self, jobs: list[LoadJob], priority: int) -> None:
         """Queue copies in this order. Raises RuntimeFailure after `close`."""
@@ -145,10 +144,12 @@ class VirtualLoader(HostWaits):
 
     def wait(self, job: LoadJob) -> None:
         """Let time pass until a copy has ended."""
-        while not job.done.is_set():
+        self.catch_up()
+        while job.copied is None and job.error is None and not job.cancelled:
             if self._current is None:
                 raise AssertionError("waiting for a copy that is not queued")
             self.clock.now_s = self._current[2]
+            self.catch_up()
 
     def catch_up(self) -> None:
         now_s = self.caught_up_s = self.clock.now_s
@@ -158,9 +159,13 @@ class VirtualLoader(HostWaits):
                 if end_s > now_s:
                     return
                 self._free_s, self._current = end_s, None
-                if self._carry is None or self._arrived(job, self._carry):
+                try:
+                    if self._carry is not None:
+                        self._carry(job)
                     writeback_s = (end_s - start_s) / 2 if job.writeback else 0.0
                     job.copied = VirtualCopy(start_s, end_s, writeback_s)  # type: ignore[assignment]  # the same fields
+                except Exception as error:  # handed to the cache, as `Loader` does
+                    job.error = error
             if not self._heap:
                 return
             _, _, submitted_s, job = heapq.heappop(self._heap)
@@ -168,14 +173,6 @@ class VirtualLoader(HostWaits):
             start_s = max(self._free_s, submitted_s)
             copy_s = 0.0 if self._link is None else load_s(job.nbytes, self._link)
             self._current = (job, start_s, start_s + copy_s * (2 if job.writeback else 1))
-
-    def _arrived(self, job: LoadJob, carry: Callable[[LoadJob], None]) -> bool:
-        try:
-            carry(job)
-        except Exception as error:  # handed to the cache, as `Loader` does
-            job.error = error
-            return False
-        return True
 
 
 def copy_now(job: LoadJob) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..eviction import Entry, EvictionPolicy, ValueOrder
-from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, by_score
+from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, by_score, new_wanted
 from ..registry import PolicyContext, PolicyOptions, register
 from .split import OMEGA, RHO
 
@@ -125,4 +125,4 @@ class SpeculativePrefetch(LayeredPrefetch):
         if self.predicted is None:
             return []
         base = (seen.layer + 1) % self._layers * self._experts
-        return [Wanted(base + e, score) for e, score in by_score(self.predicted, self._top)]
+        return [new_wanted((base + e, score, "")) for e, score in by_score(self.predicted, self._top)]

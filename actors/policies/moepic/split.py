@@ -202,8 +202,13 @@ class Segments:
 
     def of(self, keys: Iterable[int]) -> list[int]:
         """The segments of these experts, each expert's top before its bottom."""
-        n, neurons = self.keys, self.neurons
-        return [segment for key in keys for segment in (key, n + key) if neurons[segment]]
+        n, neurons, out = self.keys, self.neurons, list[int]()
+        for key in keys:
+            if neurons[key]:
+                out.append(key)
+            if neurons[n + key]:
+                out.append(n + key)
+        return out
 
 
 Ints = NDArray[np.int64]
