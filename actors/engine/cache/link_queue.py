@@ -65,7 +65,7 @@ class LinkQueue(HostWaits):
             alive.popleft()
         alive.extend(jobs)
 
-    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         ended, found = _cpu.copy_ended, list[LoadJob]()
         for job in jobs:
             done: LinkDone = job.done  # type: ignore[assignment]  # made by `event`

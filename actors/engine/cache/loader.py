@@ -96,7 +96,7 @@ class CopyQueue(Protocol):
         """A layer begins: enqueue what waits, and follow the compute to its present stream."""
         ...
 
-    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         """Those of these jobs whose `done` is set."""
         ...
 
@@ -122,7 +122,7 @@ class HostWaits:
     def poll(self) -> None:
         return None
 
-    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         return [job for job in jobs if job.done.is_set()]
 
     def tell(self, times: CopyTimes) -> None:

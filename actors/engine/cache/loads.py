@@ -90,7 +90,7 @@ class Loads:
 
     def land_ended(self) -> None:
         """Make every arrived copy resident; a failed one frees its slot."""
-        if ended := self.queue.ended(self.under_way.values()):
+        if ended := self.queue.arrived(self.under_way.values()):
             self._land(ended)
 
     def land_needed(self, job: LoadJob, layer: int) -> None:
@@ -111,7 +111,7 @@ class Loads:
         for key in keys:
             if key in self.under_way:
                 jobs.append(self.under_way[key])
-        ended, landed = self.queue.ended(jobs), list[LoadJob]()
+        ended, landed = self.queue.arrived(jobs), list[LoadJob]()
         for job in jobs:
             if job not in ended or job.copied is None:
                 break

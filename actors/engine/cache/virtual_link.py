@@ -103,7 +103,7 @@ class VirtualLoader(HostWaits):
             self._number += 1
         self.catch_up()
 
-    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         if self.caught_up_s != self.clock.now_s:
             self.catch_up()
         found = list[LoadJob]()

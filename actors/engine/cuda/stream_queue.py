@@ -48,7 +48,7 @@ class StreamDone:
     def is_set(self) -> bool:
         if self._event is not None:
             return self._event.is_set()
-        return self.copy is not None and (self.copy.ended or self._queue.has_ended(self.copy))
+        return self.copy is not None and (self.copy.ended or self._queue.ended(self.copy))
 
     def wait(self) -> bool:
         """Make the host wait; not for a forward's way."""
@@ -180,7 +180,7 @@ class StreamQueue:
         self._prefetch.settle()
         self._feed()
 
-    def ended(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
+    def arrived(self, jobs: Iterable[LoadJob]) -> list[LoadJob]:
         return [job for job in jobs if job.done.is_set()]
 
     def tell(self, times: CopyTimes) -> None:
@@ -221,7 +221,7 @@ class StreamQueue:
 
     # -- for `StreamDone` --------------------------------------------------------------------------------
 
-    def has_ended(self, copy: StreamCopy) -> bool:
+    def ended(self, copy: StreamCopy) -> bool:
         """Whether a copy has ended, without waiting."""
         if copy.last is not None:
             copy.last.lane.settle()
