@@ -45,6 +45,11 @@ class CopySettings(Settings):
     pinned_gib: float | None = Field(
         default=None, ge=0, description="GiB of host memory that each GPU's process may pin; none: all experts"
     )
+    pin: Literal["mapped", "copy"] = Field(
+        default="mapped",
+        description="pin the experts' pages where the store's files are mapped, or copy them at start to pinned huge "
+        "pages of each GPU's process, which needs their memory again",
+    )
     unpinned: Literal["stage", "copy"] = Field(
         default="stage",
         description="experts that the driver cannot pin where they lie: through a small pinned buffer, or copied whole "

@@ -11,7 +11,7 @@ from .tables import count, facts, grid, seconds, size
 
 _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
-    "replicas": "replicas",
+    "replicas": "replicas", "copied": "pinned copy",
 }  # fmt: skip
 
 
@@ -181,9 +181,11 @@ def _nodes(loads: Iterable[Mapping[str, Any]]) -> Table:
     for load in loads:
         used = ", ".join(f"{used:g} of {total:g} {name}" for name, (used, total) in load["resources"].items())
         total = size(load["host_total"]) if load["host_total"] is not None else "unknown"
-        sizes = map(size, (load["device_bytes"], load["kinds"]["mapped"], load["kinds"]["replicas"]))
+        sizes = map(size, (load["device_bytes"], load["kinds"]["mapped"], load["kinds"]["replicas"],
+                           load["kinds"]["copied"]))  # fmt: skip
         rows.append((load["node"], load["address"], used, f"{size(load['host_bytes'])} of {total}", *sizes))
-    return grid("Nodes", ("node", "address", "used", "host memory", "devices", "shared pages", "replicas"), rows)
+    columns = ("node", "address", "used", "host memory", "devices", "shared pages", "replicas", "copies")
+    return grid("Nodes", columns, rows)
 
 
 def _prediction(prediction: Mapping[str, Any]) -> Table:

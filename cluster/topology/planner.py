@@ -123,7 +123,7 @@ class NodeUsage:
         """Host memory with `need` added to what was taken."""
         after = self._taken.plus(need.nbytes)
         mapped = self._mapped(self.layers | need.layers, _sum(self._partly, need.partly))
-        return mapped + after.replicas + (0 if self._gpu else after.device)
+        return mapped + after.replicas + after.copied + (0 if self._gpu else after.device)
 
     def _mapped(self, layers: frozenset[int], partly: Mapping[int, int]) -> int:
         experts = len(layers) * self._facts.experts + sum(n for layer, n in partly.items() if layer not in layers)
@@ -211,6 +211,9 @@ class _Planner:
         homes = self._place_workers()
         if self._spec.store_nodes == "workers":
             stores = self._worker_stores()
+        for index, home in enumerate(homes):
+            need = Need({}, PlannedBytes(copied=self._copied(home)))
+            self._first_fit(f"the pinned copy of {_worker_name(index)}", [self._usage[home].node], need)
         workers = self._workers(homes)
         # it sleeps but for some tens of microseconds a layer, so it takes no CPU from the others
         matcher = [PlannedActor("matcher", "matcher", 0, homes[0], {})] if self._spec.matcher else []
@@ -363,7 +366,7 @@ class _Planner:
         return int(max(0, min(room, usage.left("GPU")) if self._spec.gpu else room))
 
     def _first_worker(self, order: Sequence[NodeInfo], index: int) -> str:
-        spec, name = self._spec, f"shard {index}" if index else "the lead"
+        spec, name = self._spec, _worker_name(index)
         alone = Need(self._worker_resources(), self._worker_bytes(index))
         beside = alone  # with the node's store
         if spec.store_nodes == "workers":
@@ -388,12 +391,17 @@ class _Planner:
             spec.dense_bytes, spec.kv_bytes, slots, replicas=replicas, low_bit=self._low_slots * each
         )
 
+    def _copied(self, node: str) -> int:
+        """Bytes of a worker's pinned copy of the experts of its node's store."""
+        return min(self._spec.copied_most, len(self._usage[node].layers) * self._facts.layer_bytes)
+
     def _workers(self, homes: Sequence[str]) -> list[PlannedActor]:
         resources = self._worker_resources()
         return [
             PlannedActor(
                 f"shard-{index}" if index else "lead", "shard" if index else "lead", index, node, resources, _GROUP,
-                None, self._worker_bytes(index), self._owned[index], tuple(sorted(self._usage[node].layers)),
+                None, replace(self._worker_bytes(index), copied=self._copied(node)), self._owned[index],
+                tuple(sorted(self._usage[node].layers)),
             )
             for index, node in enumerate(homes)
         ]  # fmt: skip
@@ -450,10 +458,15 @@ class _Planner:
                 return node.id
             short.append(f"node {node.id} ({'; '.join(missing)})")
         replicas = " choose a policy without on_miss low-bit," if self._spec.low_bit is not None else ""
+        replicas += " set copies.pin to mapped," if self._spec.copied_most else ""
         raise ConfigError(
             f"{name} fits on no node: {_list(short)}",
             f"lower cluster.shards, threads, --budget or kv.num_blocks,{replicas} or add a node that has room",
         )
+
+
+def _worker_name(index: int) -> str:
+    return f"shard {index}" if index else "the lead"
 
 
 def _per_layer(owners: Sequence[int], worker: int, facts: ModelFacts) -> dict[int, int]:

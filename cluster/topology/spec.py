@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import EngineSettings, budget_bytes
+from ...actors.settings import CopySettings, EngineSettings, budget_bytes
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
 
@@ -141,6 +141,7 @@ class ClusterSpec:
         ndp: None where the policy uses no NDP worker.
         matcher: whether the policy follows expert maps.
         low_bit: None where misses are not loaded as replicas.
+        copied_most: bytes of experts that each worker copies to pinned memory at most (`copies.pin: copy`).
     """
 
     shards: int
@@ -164,6 +165,7 @@ class ClusterSpec:
     ndp: NdpSpec | None
     matcher: bool = False
     low_bit: LowBitSpec | None = None
+    copied_most: int = 0
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -212,7 +214,15 @@ def cluster_spec(
         ndp=_ndp_spec(config, settings, facts) if policy.uses_ndp else None,
         matcher=policy.prefetch.uses_maps,
         low_bit=low_bit,
+        copied_most=_copied_most(settings.copies, facts) if gpu else 0,
     )
+
+
+def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
+    if copies.pin != "copy":
+        return 0
+    every = facts.layers * facts.layer_bytes
+    return every if copies.pinned_gib is None else min(every, int(copies.pinned_gib * (1 << 30)))
 
 
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
@@ -247,7 +257,8 @@ class PlannedBytes:
 
     `dense`, `kv`, `slots` and `low_bit` (slots for replicas) are on its device, which is host memory where the CPU
     stands in for a GPU. `mapped` are pages of the store's files, shared with every process of the node that maps the
-    same; `replicas` are pages of the quantized ones, which one process of a node maps.
+    same; `replicas` are pages of the quantized ones, which one process of a node maps; `copied` is a process's own
+    pinned copy of its node's experts.
     """
 
     dense: int = 0
@@ -256,6 +267,7 @@ class PlannedBytes:
     mapped: int = 0
     replicas: int = 0
     low_bit: int = 0
+    copied: int = 0
 
     @property
     def device(self) -> int:

@@ -13,6 +13,7 @@ from tiermoe.actors.engine.cache.link_queue import LinkQueue, copy_queue
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
+from tiermoe.actors.engine.cuda import device as cuda_device
 from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages, page_ranges
 from tiermoe.actors.engine.cuda.lane import Staging
 from tiermoe.actors.engine.cuda.stream_queue import StreamQueue
@@ -84,9 +85,11 @@ def test_pages_are_registered_once() -> None:
     assert len(page_ranges([far[:PAGE], far[PAGE : 3 * PAGE]])) == 1  # neighbours
 
 
-def test_every_page_is_touched() -> None:
+def test_every_page_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
     tensor[::PAGE] = 1
+    assert fill_pages(tensor) == 10
+    monkeypatch.setattr(cuda_device, "_TOUCH_BYTES", 3 * PAGE)  # by several threads, the last part smaller
     assert fill_pages(tensor) == 10
     assert fill_pages(torch.ones(3, dtype=torch.bfloat16)) == 0x80  # the first byte of 1.0
 
@@ -148,6 +151,30 @@ def test_a_refused_layer_is_staged_or_copied() -> None:
     assert (report.copied, report.staged) == (0, BYTES)
     assert found == fresh
     assert found[0].tensors[0].data_ptr() != first
+
+
+def test_layers_are_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the limit, and pinned in place where there is no room for a copy."""
+    cuda = device()[1]
+    mapped = layers(3)
+    found, report = cuda.pin(mapped, CopySettings(pin="copy", pinned_gib=2.5 * BYTES / 2**30))
+    assert report is not None
+    assert (report.registered, report.copied, report.staged) == (0, 2 * BYTES, BYTES)
+    assert found[2] is mapped[2]
+    for copy, one in zip(found[:2], mapped, strict=False):
+        assert cuda.is_pinned(copy.tensors)
+        assert not cuda.is_pinned(one.tensors)
+        assert copy.tensors[0].data_ptr() != one.tensors[0].data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(copy.tensors, one.tensors, strict=True))
+
+    def full(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    found, report = cuda.pin(mapped[2:], CopySettings(pin="copy"))
+    assert report is not None
+    assert (report.registered, report.copied, report.problem) == (BYTES, 0, None)
+    assert found == mapped[2:]
 
 
 def test_a_layer_of_which_the_host_holds_no_copy_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:

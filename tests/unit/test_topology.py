@@ -99,6 +99,21 @@ def test_four_shards_on_one_node_share_its_store() -> None:
     assert {actor.nbytes.slots for actor in large.having("lead", "shard")} == {8 * 192}
 
 
+def test_pinned_copies_take_host_memory_of_each_worker() -> None:
+    """Of `copies.pin: copy`: the layers that its node's store holds, within `copies.pinned_gib`."""
+    topology = plan([a_node("a", CPU=9, GPU=2)], shards=2, copied_most=4 * 768)
+    assert [actor.nbytes.copied for actor in topology.having("lead", "shard")] == [3072, 3072]
+    assert topology.loads[0].host_bytes == 3 * 3072
+    assert plan([a_node("a", CPU=9, GPU=2)], shards=2, copied_most=1000).loads[0].host_bytes == 3072 + 2 * 1000
+    nodes = [a_node("a", CPU=3, GPU=1), a_node("b", CPU=3, GPU=1)]
+    sliced = plan(nodes, shards=2, store_layout="sliced", copied_most=4 * 768)
+    assert [load.host_bytes for load in sliced.loads] == [2 * 2 * 768] * 2
+    with pytest.raises(ConfigError, match=r"the pinned copy of the lead fits on no node.*host memory.*short of 1000"):
+        plan([a_node("a", CPU=3, GPU=1, memory=2 * 3072 - 1000)], copied_most=4 * 768)
+    copy = load_run_config(None, {"policy": "on-demand", "device": "cuda", "threads": 1, "copies": {"pin": "copy"}})
+    assert cluster_spec(copy, engine_settings(copy), FACTS, []).copied_most == 3072
+
+
 def test_pack_fills_the_roomiest_node_first_and_spread_goes_round() -> None:
     nodes = [a_node("a", CPU=5, GPU=2), a_node("b", CPU=7, GPU=3), a_node("c", CPU=3, GPU=1)]
     packed = plan(nodes, shards=4)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,7 +22,8 @@ from .runtime import GpuRuntime
 
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 5.0
-_TOUCH_BYTES = 256 << 20  # pages filled between two looks at the clock
+_TOUCH_BYTES = 16 << 20  # pages that a thread fills at a time
+_COPY_ITEMS = 8 << 20  # that a thread copies at a time
 
 
 class Registrar(Protocol):
@@ -41,7 +44,8 @@ def pin_layers(
 
     A file's mapping is registered as read-only memory, which some drivers and file systems refuse; the setting
     `unpinned` then says whether the layer is copied to pinned memory of this process or staged. Pinning goes on after a
-    refusal: files can lie on several file systems.
+    refusal: files can lie on several file systems. With the setting `pin: copy` layers are copied first, and registered
+    where they lie if there is no room for a copy.
 
     Returns:
         The layers, with the copied ones replaced, and a report.
@@ -57,6 +61,9 @@ def pin_layers(
         elif limit is not None and registered + copied + nbytes > limit:
             staged += nbytes
             problem = problem or "the limit that copies.pinned_gib sets is reached"
+        elif settings.pin == "copy" and (first := _pinned_copy(device, layer.tensors)) is not None:
+            pinned = LayerWeights(first)
+            copied += nbytes
         elif (refusal := _register(device, layer.tensors)) is None:
             registered += nbytes
         else:
@@ -87,11 +94,19 @@ def page_ranges(tensors: Iterable[torch.Tensor], page: int = mmap.PAGESIZE) -> l
 
 
 def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
-    """Read one byte of every page, so that all pages are in memory; returns their sum."""
-    flat, total = tensor.view(-1).view(torch.uint8).numpy(), 0
-    for first in range(0, len(flat), _TOUCH_BYTES):
-        total += int(np.sum(flat[first : first + _TOUCH_BYTES : page], dtype=np.int64))
-    return total
+    """Read one byte of every page, a thread per core, so that all pages are in memory; returns their sum."""
+    flat = tensor.view(-1).view(torch.uint8).numpy()
+
+    def touch(first: int) -> int:  # NumPy gives up the interpreter's lock while it sums
+        return int(np.sum(flat[first : first + _TOUCH_BYTES : page], dtype=np.int64))
+
+    with _thread_per_core() as pool:
+        return sum(pool.map(touch, range(0, len(flat), _TOUCH_BYTES // page * page)))
+
+
+def _thread_per_core() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ThreadPoolExecutor(cores, "tiermoe-pages")
 
 
 def _register(device: Registrar, tensors: Tensors) -> str | None:
@@ -123,7 +138,10 @@ def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
     out, first = list[torch.Tensor](), 0
     for tensor, size in zip(tensors, sizes, strict=True):
         flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=first)
-        out.append(flat.view(tensor.shape).copy_(tensor))
+        parts = zip(flat.split(_COPY_ITEMS), tensor.view(-1).split(_COPY_ITEMS), strict=True)
+        with _thread_per_core() as pool:
+            list(pool.map(lambda part: part[0].copy_(part[1]), parts))
+        out.append(flat.view(tensor.shape))
         first += size
     return tuple(out) if device.register(out[0].data_ptr(), sum(sizes)) is None else None
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import mmap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -241,11 +242,12 @@ class HostExperts:
 
     Attributes:
         layers: as an engine takes them.
-        how: the kind of each layer's memory: "registered", "pinned" or "pageable".
+        how: the kind of each layer's memory: "registered", "pinned" or "pageable". pin_s: seconds to register it.
     """
 
     layers: list[LayerWeights] = field(default_factory=list)
     how: list[str] = field(default_factory=list)
+    pin_s: list[float] = field(default_factory=list)
     _replicas: dict[tuple[int, int], ReplicaWeights] = field(default_factory=dict)  # by bits and group
     _memory: list[tuple[Any, int | None]] = field(default_factory=list)
 
@@ -256,7 +258,9 @@ class HostExperts:
             ConfigError: this machine has not enough memory.
         """
         elements = shape.num_experts * shape.elements()
+        begin_s = time.perf_counter()
         flat, how, memory = _allocate(elements, dtype, device)
+        self.pin_s.append(time.perf_counter() - begin_s)
         _fill(flat, device, seed)
         size = shape.num_experts * shape.intermediate * shape.gates * shape.hidden
         gate_up = flat[:size].view(shape.num_experts, *shape.gate_up)

@@ -25,7 +25,8 @@ _SHOWN = {
     ),
     "trace": ("hit_rates", "hit_rates_here", "fitted", "recalls"),
     "reference": ("case", "tpot_ms"),
-    "load": ("shape", "expert", "batch", "memory", "gbps", "gbps_minimum", "gbps_maximum", "share"),
+    "load": ("shape", "expert", "batch", "memory", "gbps", "gbps_minimum", "gbps_maximum", "share",
+             "pin_s_per_gib"),
 }  # fmt: skip
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +19,8 @@ import torch
 from .....actors.engine.cache.allocate import make_cache
 from .....actors.engine.cache.device import make_device
 from .....actors.engine.cache.slots import LayerWeights
-from .....actors.settings import EngineSettings, LinkSettings
+from .....actors.engine.cache.sources import host_tensor
+from .....actors.settings import CopySettings, EngineSettings, LinkSettings
 from ....config import load_policy
 from ....host import cpu, usable_cores
 from ..metrics import Spread
@@ -28,6 +32,7 @@ _TOY_BYTES = 8 << 20
 _REPEATS = 7
 
 LOAD_REPEATS, LOAD_WARM = 9, 2
+_FILE_S = 12.0  # to write a layer of 2.8 GB and to load from it
 # shape, experts of a batch, least share of the link's peak; None: not judged
 LOADS = (
     ("mixtral", 1, 0.9), ("mixtral", 2, 0.9),
@@ -126,8 +131,12 @@ def loads(context: Context, record: Record) -> None:
     """Measure expert loads through the cache's own copy queue, against the link's peak in this run.
 
     Random experts of a pinned layer are loaded in batches, as a layer's misses are, into empty slots; the time ends
-    when every copy has arrived. Staged: from memory that is not registered. Mixtral's memory is freed before Qwen's is
-    taken.
+    when every copy has arrived. Mixtral's memory is freed before Qwen's is taken. By memory:
+
+        huge pages      anonymous memory of this process
+        mapped file     pages of the page cache, mapped read-only and shared, as the product maps a store
+        copied          the same file's experts, copied to huge pages (`copies.pin: copy`)
+        staged          memory that is not registered
     """
     peak = record_peaks(context, record).h2d
     for name in dict.fromkeys(case[0] for case in LOADS):
@@ -142,12 +151,14 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
     device = make_device(context.device.type, LinkSettings(gbps=None))
     host = HostExperts()
 
-    def measured(layers: list[LayerWeights], size: int, memory: str) -> float:
+    def measured(layers: Sequence[LayerWeights], size: int, memory: str, pin_s: float | None = None) -> float:
         rate = spread_of(_rates(expert, layers, size, device, context))
         share = rate["median"] / peak_gbps
+        nbytes = sum(tensor.nbytes for tensor in layers[0].tensors)
         record.row(
             "load", shape=shape.name, expert=label, batch=size, memory=memory, share=share, gbps=rate["median"],
-            gbps_minimum=rate["minimum"], gbps_maximum=rate["maximum"],
+            gbps_minimum=rate["minimum"], gbps_maximum=rate["maximum"], pin_s_per_gib=None if pin_s is None
+            else pin_s * (1 << 30) / nbytes,
         )  # fmt: skip
         return share
 
@@ -155,15 +166,49 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
         host.add(expert, context.dtype, context.device, seed=1)
         batches = [(size, limit) for case, size, limit in LOADS if case == name]
         for size, limit in batches:
-            share = measured(host.layers, size, host.how[0])
+            share = measured(host.layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
             if limit is not None:
                 record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
+        if context.left_s > _FILE_S or context.toy:
+            _loads_of_a_file(host.layers[0], batches[-1], measured, device, record, shape.name)
+        else:
+            record.note(f"{shape.name}: no time was left for loads from a mapped file")
         # written to: pages that never were are all the same one, which the processor's caches hold
         plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
         measured(plain, batches[-1][0], "pageable (staged)")
 
 
-def _rates(expert: Any, layers: list[LayerWeights], size: int, device: Any, context: Context) -> list[float]:
+def _loads_of_a_file(
+    layer: LayerWeights, batch: tuple[int, float | None], measured: Callable[..., float], device: Any, record: Record,
+    shape: str,
+) -> None:  # fmt: skip
+    """From a file's pages, pinned where they are mapped and copied to huge pages, as the two values of `copies.pin`."""
+    size, limit = batch
+    with TemporaryFile(dir=Path(__file__).resolve().parents[4]) as file:
+        for tensor in layer.tensors:
+            file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        file.flush()
+        mapped, first = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), 0
+        tensors = list[torch.Tensor]()
+        for tensor in layer.tensors:
+            array = np.frombuffer(mapped, np.uint8, tensor.nbytes, first)
+            tensors.append(host_tensor(array, tensor.dtype).view(tensor.shape))
+            first += tensor.nbytes
+        ways: tuple[Literal["copy", "mapped"], ...] = ("copy", "mapped")  # the second leaves the file registered
+        for pin in ways:
+            begin_s = time.perf_counter()
+            layers, report = device.pin([LayerWeights(tuple(tensors))], CopySettings(pin=pin))
+            pin_s = time.perf_counter() - begin_s
+            name = "mapped file" if pin == "mapped" else "copied"
+            if report is not None and report.staged:
+                name, limit = f"{name}: not pinned ({report.problem})", None
+            share = measured(layers, size, name, pin_s)
+            if limit is not None:
+                what = f"expert loads over the link's peak, {shape}, {size} at a time, {name}"
+                (record.check if pin == "mapped" else record.goal)(what, share, ">=", limit)
+
+
+def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, context: Context) -> list[float]:
     """1e9 bytes per second of batches of `size` random experts of one layer."""
     size = min(size, expert.num_experts)
     nbytes = expert.nbytes(context.dtype.itemsize)
