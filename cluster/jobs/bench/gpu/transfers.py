@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
@@ -19,12 +18,11 @@ import torch
 from .....actors.engine.cache.allocate import make_cache
 from .....actors.engine.cache.device import make_device
 from .....actors.engine.cache.slots import LayerWeights
-from .....actors.engine.cache.sources import host_tensor
 from .....actors.settings import CopySettings, EngineSettings, LinkSettings
 from ....config import load_policy
 from ....host import cpu, usable_cores
 from ..metrics import Spread
-from .job import Context, Record
+from .job import ROOT, Context, Record
 from .models import REAL, TOY, HostExperts
 
 _PEAK_BYTES = 1 << 30
@@ -184,15 +182,15 @@ def _loads_of_a_file(
 ) -> None:  # fmt: skip
     """From a file's pages, pinned where they are mapped and copied to huge pages, as the two values of `copies.pin`."""
     size, limit = batch
-    with TemporaryFile(dir=Path(__file__).resolve().parents[4]) as file:
+    with TemporaryFile(dir=ROOT) as file:
         for tensor in layer.tensors:
             file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
         file.flush()
         mapped, first = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), 0
         tensors = list[torch.Tensor]()
         for tensor in layer.tensors:
-            array = np.frombuffer(mapped, np.uint8, tensor.nbytes, first)
-            tensors.append(host_tensor(array, tensor.dtype).view(tensor.shape))
+            flat = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=first)
+            tensors.append(flat.view(tensor.shape))
             first += tensor.nbytes
         ways: tuple[Literal["copy", "mapped"], ...] = ("copy", "mapped")  # the second leaves the file registered
         for pin in ways:
