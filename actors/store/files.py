@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import StoreError
-from .format import DATA_ALIGNMENT, MANIFEST_NAME, REBUILD, STAMP_NAME, FileRecord, Manifest, read_header, read_manifest
+from .format import (
+    DATA_ALIGNMENT,
+    MANIFEST_NAME,
+    REBUILD,
+    STAMP_NAME,
+    FileRecord,
+    LayerFile,
+    Manifest,
+    SourceFile,
+    read_header,
+    read_manifest,
+)
+from .published import (
+    MAP_SUFFIX,
+    FormArrays,
+    LayerMap,
+    head_digest,
+    map_layer,
+    mapped_files,
+    stacked_layer,
+    stacked_tensors,
+)
 
 # bfloat16 has no NumPy type: its bits travel as uint16, and the reader views them again.
 NUMPY_TYPES: Mapping[str, Any] = {
@@ -78,17 +99,21 @@ class FileView:
         Raises:
             StoreError: the file changed since it was verified, or cannot be mapped (with `remedy`).
         """
-        try:
-            with open(self.path, "rb") as file:
-                if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
-                    raise self._changed()
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
+        pages = self.pages(remedy)
         return {
             name: np.frombuffer(pages, NUMPY_TYPES[a.dtype], math.prod(a.shape), a.offset).reshape(a.shape)
             for name, a in self.arrays.items()
         }
+
+    def pages(self, remedy: str) -> mmap.mmap:
+        """Map the whole file read-only. Raises as `mapped`."""
+        try:
+            with open(self.path, "rb") as file:
+                if FileStamp.of(os.fstat(file.fileno())) != self.stamp:
+                    raise self._changed()
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
 
     def check_unchanged(self, remedy: str) -> None:
         """Compare the file's stamp; reads no data. Raises StoreError: the file is gone or changed."""
@@ -105,10 +130,14 @@ class FileView:
 
 @dataclass(frozen=True)
 class LayerView(FileView):
-    """One layer file; its arrays are `gate_up`, `down` and the biases."""
+    """One layer file; its arrays are `gate_up`, `down` and the biases, or the parts of the layer's form.
+
+    where: the runs of the experts in the checkpoint's files; None: the arrays are in the layer file.
+    """
 
     index: int
     module: str
+    where: LayerMap | None = None
 
 
 @dataclass(frozen=True)
@@ -116,12 +145,14 @@ class StoreView:
     """What another process needs to map the store: picklable, without arrays.
 
     manifest: of the whole store. layers: of this node, ascending; may be empty. dense: file of the dense weights.
+    checkpoint: the checkpoint's files that the layers map, by their index in the manifest.
     """
 
     path: str
     manifest: Manifest
     layers: tuple[LayerView, ...]
     dense: FileView
+    checkpoint: Mapping[int, FileView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,7 +275,8 @@ class ExpertStore:
     """A verified store folder.
 
     Opening checks the manifest (format, checksum), each file's length and SHA-256, and the header of each tensor file
-    (names, types, shapes, alignment).
+    (names, types, shapes, alignment). Of the checkpoint's files that it maps, it checks length, modification time and
+    the header's digest.
 
     Args:
         verify: "full" hashes every file; "stamp" skips files whose stamp a full verification recorded in the folder.
@@ -267,7 +299,7 @@ class ExpertStore:
         self._records: tuple[FileRecord, ...] = (*chosen, manifest.dense, *manifest.extras)
         files = VerifiedFiles(self._path, "store", MANIFEST_NAME, STAMP_NAME, REBUILD)
         stamps = {record.file: files.stamp(record) for record in self._records}
-        views = [files.view(layer, manifest.expert_tensors()) for layer in chosen]
+        views = [_layer_view(files, manifest, layer) for layer in chosen]
         read_header(self._path / manifest.dense.file, files.error)
         recorded = files.read_stamps()
         known = recorded if verify == "stamp" else {}
@@ -275,11 +307,12 @@ class ExpertStore:
         self._view = StoreView(
             str(self._path),
             manifest,
-            tuple(LayerView(v.path, v.stamp, v.arrays, f.index, f.module) for v, f in zip(views, chosen, strict=True)),
+            tuple(views),
             FileView(str(self._path / manifest.dense.file), stamps[manifest.dense.file], {}),
+            _checkpoint_files(manifest, views),
         )
         # mapped now: a file that was replaced after its hashing is refused here
-        self._layers: tuple[LayerArrays, ...] | None = tuple(open_views(self._view))
+        self._layers: tuple[LayerArrays | FormArrays, ...] | None = tuple(open_views(self._view))
         self._view.dense.check_unchanged(REBUILD)
         if (all_known := recorded | stamps) != recorded:  # stamps of other layers stay
             files.write_stamps(all_known)
@@ -291,7 +324,19 @@ class ExpertStore:
 
     @property
     def layers(self) -> tuple[LayerArrays, ...]:
-        """The mapped experts, in the order of `describe().layers`. Raises StoreError: the store was closed."""
+        """The mapped neuron-major experts, in the order of `describe().layers`.
+
+        Raises:
+            StoreError: the store was closed, or its experts are in their published form.
+        """
+        found = tuple(layer for layer in self.mapped if isinstance(layer, LayerArrays))
+        if len(found) < len(self.mapped):
+            raise published_refused(f"store {self._path}")
+        return found
+
+    @property
+    def mapped(self) -> tuple[LayerArrays | FormArrays, ...]:
+        """The mapped experts in either layout, in the order of `describe().layers`. Raises StoreError: closed."""
         if self._layers is None:
             raise StoreError(f"store {self._path} was closed", "open it again")
         return self._layers
@@ -308,7 +353,7 @@ class ExpertStore:
     def problem(self) -> str | None:
         """How a tensor file changed since it was verified, or None. Reads no data."""
         try:
-            for file in (*self._view.layers, self._view.dense):
+            for file in (*self._view.layers, self._view.dense, *self._view.checkpoint.values()):
                 file.check_unchanged(REBUILD)
         except StoreError as error:
             return error.what
@@ -330,10 +375,65 @@ def _slice_of(manifest: Manifest, layers: Sequence[int] | None) -> list[int]:
     return sorted(set(layers))
 
 
-def open_views(view: StoreView) -> list[LayerArrays]:
-    """Map the layer files of a store read-only. Raises StoreError: a file is gone or changed since verified."""
+def open_views(view: StoreView) -> list[LayerArrays | FormArrays]:
+    """Map the layers of a store read-only. Raises StoreError: a file is gone or changed since verified."""
     absent = {"gate_up_bias": None, "down_bias": None}
-    return [
-        LayerArrays(layer.index, layer.module, view.manifest.dtype, **(absent | layer.mapped(REBUILD)))  # type: ignore[arg-type]
-        for layer in view.layers
-    ]
+    pages = {index: file.pages(REBUILD) for index, file in view.checkpoint.items()}
+    out: list[LayerArrays | FormArrays] = []
+    for layer in view.layers:
+        if (published := view.manifest.published) is None:
+            arrays = absent | layer.mapped(REBUILD)
+            out.append(LayerArrays(layer.index, layer.module, view.manifest.dtype, **arrays))  # type: ignore[arg-type]
+        elif layer.where is None:
+            out.append(stacked_layer(layer.index, layer.module, published.of(layer.index), layer.mapped(REBUILD)))
+        else:
+            layer.check_unchanged(REBUILD)
+            out.append(map_layer(layer.index, layer.module, published.of(layer.index), layer.where, pages))
+    return out
+
+
+def published_refused(what: str) -> StoreError:
+    """The error of a task that needs neuron-major experts."""
+    return StoreError(
+        f"{what} keeps its experts in the quantized form in which their checkpoint publishes them, without neurons of "
+        "full precision",
+        "use the unquantized checkpoint of the model for this",
+    )
+
+
+def _layer_view(files: VerifiedFiles, manifest: Manifest, layer: LayerFile) -> LayerView:
+    published, stamp, path = manifest.published, files.stamp(layer), files.folder / layer.file
+    if published is None:
+        arrays = files.arrays(layer.file, manifest.expert_tensors())
+    elif layer.file.endswith(MAP_SUFFIX):
+        where = LayerMap.read(path, published.of(layer.index), manifest.experts.num_experts, manifest.source)
+        return LayerView(str(path), stamp, {}, layer.index, layer.module, where)
+    else:
+        tensors = stacked_tensors(published.of(layer.index), manifest.experts.num_experts)
+        arrays = files.arrays(layer.file, tensors)
+    return LayerView(str(path), stamp, arrays, layer.index, layer.module)
+
+
+def _checkpoint_files(manifest: Manifest, layers: Sequence[LayerView]) -> dict[int, FileView]:
+    """The checkpoint's files that these layers map. Raises StoreError: one is gone or changed."""
+    found: dict[int, FileView] = {}
+    for index in mapped_files([layer.where for layer in layers if layer.where is not None]):
+        if manifest.published is None or manifest.published.checkpoint is None:
+            raise StoreError("the manifest does not say where the mapped checkpoint is", REBUILD)
+        path = Path(manifest.published.checkpoint) / manifest.source[index].file
+        found[index] = FileView(str(path), _unchanged(path, manifest.source[index]), {})
+    return found
+
+
+def _unchanged(path: Path, source: SourceFile) -> FileStamp:
+    """The stamp of a checkpoint's file that is still as it was prepared. Raises StoreError: it is not."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise StoreError(
+            f"{path}, which the store maps, is gone ({error.strerror})", f"put the checkpoint back, or {REBUILD}"
+        ) from error
+    same = (status.st_size, status.st_mtime_ns) == (source.nbytes, source.mtime_ns)
+    if not same or head_digest(path) != source.sha256:
+        raise StoreError(f"{path}, which the store maps, changed since the store was made", REBUILD)
+    return FileStamp.of(status)

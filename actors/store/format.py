@@ -29,7 +29,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...errors import StoreError, TierMoeError
+from ...errors import FormError, StoreError, TierMoeError
+from ...kernels.forms import ExpertForm
 
 
 class Record(BaseModel):
@@ -79,7 +80,7 @@ class ChecksummedManifest(Record):
         body.pop("checksum", None)
         try:
             manifest = cls.model_validate_json(json.dumps(body))
-        except (ValidationError, ValueError) as error:
+        except (ValidationError, ValueError, FormError) as error:
             raise StoreError(f"{where} is malformed ({first_problem(error)})", cls.remedy) from error
         if manifest.encode() != data:
             raise StoreError(f"{where} does not match its checksum", cls.remedy)
@@ -366,6 +367,39 @@ class NeuronOrder(Record):
     tokens: Count
 
 
+class Published(Record):
+    """The forms of experts that a store keeps as their checkpoint publishes them (`store.published`).
+
+    Attributes:
+        forms: the different ones. layers: of each MoE layer, the index of its form.
+        checkpoint: absolute path of the folder with the mapped files; None: no layer is mapped.
+    """
+
+    forms: Annotated[tuple[ExpertForm, ...], Field(min_length=1)]
+    layers: tuple[Annotated[int, Field(ge=0)], ...]
+    checkpoint: str | None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Published:
+        if set(self.layers) != set(range(len(self.forms))):
+            raise ValueError("layers name other forms than there are")
+        return self
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds an expert of any layer."""
+        return max(form.nbytes() for form in self.forms)
+
+    def of(self, layer: int) -> ExpertForm:
+        """The form of a layer's experts."""
+        return self.forms[self.layers[layer]]
+
+    def label(self) -> str:
+        """For people, such as "q4_k, q6_k"."""
+        kinds = [f"{m.kind}{m.bits or ''}" for form in self.forms for m in form.matrices.values()]
+        return ", ".join(dict.fromkeys(kinds))
+
+
 class Manifest(ChecksummedManifest):
     """The content of a store. Written last: a folder without a manifest is not a store.
 
@@ -376,7 +410,9 @@ class Manifest(ChecksummedManifest):
         transformers_version: of the conversion that gave the tensor names.
         extras: configuration and tokenizer files.
         source: the checkpoint's files, to detect a changed checkpoint.
-        neuron_order: None: the checkpoint's. None is not written, so older stores have the same digest.
+        neuron_order: None: the checkpoint's.
+        published: None: experts are neuron-major. Where these two are None, they are not written, so older stores have
+            the same digest.
     """
 
     file_name = MANIFEST_NAME
@@ -394,12 +430,14 @@ class Manifest(ChecksummedManifest):
     extras: tuple[FileRecord, ...]
     source: tuple[SourceFile, ...]
     neuron_order: NeuronOrder | None = None
+    published: Published | None = None
 
     @model_serializer(mode="wrap")
     def _plain(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         body: dict[str, Any] = dump(self)
-        if self.neuron_order is None:
-            body.pop("neuron_order", None)
+        for name in ("neuron_order", "published"):
+            if body.get(name) is None:
+                body.pop(name, None)
         return body
 
     @model_validator(mode="after")
@@ -411,6 +449,12 @@ class Manifest(ChecksummedManifest):
             raise ValueError("two files have one name")
         if len({layer.module for layer in self.layers}) != len(self.layers):
             raise ValueError("two layers have one module")
+        if self.published is not None:
+            shape, forms = self.experts, self.published.forms
+            if len(self.published.layers) != len(self.layers):
+                raise ValueError("not every layer has a form")
+            if any((form.hidden, form.intermediate) != (shape.hidden, shape.intermediate) for form in forms):
+                raise ValueError("a form has another shape than the experts")
         return self
 
     def files(self) -> tuple[FileRecord, ...]:
@@ -418,7 +462,9 @@ class Manifest(ChecksummedManifest):
         return (*self.layers, self.dense, *self.extras)
 
     def expert_nbytes(self) -> int:
-        """Bytes of one expert as stored."""
+        """Bytes of one expert as stored; of the largest, where layers differ."""
+        if self.published is not None:
+            return self.published.slot_bytes
         return self.experts.nbytes(ITEM_BYTES[DTYPE_CODES[self.dtype]])
 
     def expert_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
