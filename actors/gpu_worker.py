@@ -12,7 +12,7 @@ from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Stream
 from .requests import GenerationRequest, TokenEvent
-from .settings import EngineSettings, KvSettings, check_combination
+from .settings import EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
 from .store.files import StoreView
@@ -79,6 +79,7 @@ class GpuWorker:
 
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
+        check_published(settings.policy, manifest.expert_form)
         torch.set_num_threads(settings.threads)
         device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)
@@ -103,7 +104,7 @@ class GpuWorker:
         top_k = experts_per_token(self._model.config)
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
-            self._matcher_link(), predictors, artifacts, low_bit,
+            self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)

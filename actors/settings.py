@@ -262,6 +262,38 @@ def check_combination(settings: EngineSettings) -> None:
             raise ConfigError(what, remedy)
 
 
+def check_published(policy: PolicySettings, form: str | None) -> None:
+    """Refuse a policy that cannot use experts in the form in which their checkpoint publishes them.
+
+    Args:
+        form: such as "fp8_block"; None: the store has neurons in full precision, which all policies can use.
+
+    Raises:
+        ConfigError: the policy splits experts, or needs replicas of lower precision, which are made of full precision.
+    """
+    if form is None:
+        return
+    if policy.split.kind != "off":
+        raise ConfigError(
+            f"policy '{policy.name}' splits experts by neurons, and this checkpoint publishes them as {form}, whole",
+            "choose a policy without split, such as next-gate, or use the unquantized checkpoint",
+        )
+    if policy.evict_writeback:
+        raise ConfigError(
+            f"policy '{policy.name}' copies evicted experts back, which is for comparisons in full precision only; "
+            f"this checkpoint publishes its experts as {form}",
+            "leave evict_writeback out, or use the unquantized checkpoint",
+        )
+    if policy.replica_widths:
+        widths = ", ".join(map(str, policy.replica_widths))
+        raise ConfigError(
+            f"policy '{policy.name}' needs replicas of {widths} bits beside the experts, and this checkpoint publishes "
+            f"them as {form} already",
+            "choose a policy that computes the experts as they are, such as next-gate or context-ndp-full, or use the "
+            "unquantized checkpoint",
+        )
+
+
 def budget_bytes(budget: float | int, slot_bytes: int, experts: int) -> int:
     """The budget in bytes; a share never loses a whole slot to rounding.
 

@@ -20,7 +20,7 @@ from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, 
 from ..proto.options import ServerOptions
 from ..proto.peers import Directory, StoreLink, shard_name
 from ..proto.server import ChannelServer
-from .settings import EngineSettings, check_combination
+from .settings import EngineSettings, check_combination, check_published
 from .store.dense import view_here
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class ShardWorker:
         from .engine.peers.shards import terms
 
         view = view_here(store, verify, layers, stores, settings.store)
+        check_published(settings.policy, view.manifest.expert_form)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
         self.engine = open_shard(settings, index, view, gpu, stores)
@@ -115,7 +116,7 @@ class ShardWorker:
             "state": "serving",
             "address": self.address,
             "pid": os.getpid(),
-            "device": str(engine.cache.pool.gate_up.device),
+            "device": str(engine.cache.pool.device),
             "activations": engine.activations.label,
             "batches": engine.batches,
             "pairs": engine.pairs,

@@ -16,10 +16,11 @@ from ..policies.routing import Rerouting
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, check_combination
 from ..store.artifacts import PolicyArtifacts
-from ..store.format import ExpertShape
+from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables
-from .cache.allocate import make_cache
+from .cache.allocate import make_cache, slot_nbytes
 from .cache.device import Device, activations_of
+from .cache.form_slots import kernels_of
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .cache.virtual_link import SteppedKernel, VirtualClock
@@ -35,7 +36,6 @@ from .make_policies import (
     tell_link_speed,
     unasked_layers,
 )
-from .model.kernels import Kernels
 from .model.model import MoeBlock, attach, detach
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
@@ -69,6 +69,7 @@ class ExpertEngine:
         predictors: of later layers; needed if the policy prefetches by them.
         artifacts: further results of `tiermoe prepare` for the policy.
         replicas: needed if the policy loads experts in low precision.
+        published: forms in which the slots hold the experts; None: neurons in `dtype`.
 
     Raises:
         BudgetError: no slot fits. ConfigError: the policy needs something that the model, store or budget lacks.
@@ -91,19 +92,22 @@ class ExpertEngine:
         predictors: Sequence[Predictor] | None = None,
         artifacts: PolicyArtifacts | None = None,
         replicas: ReplicaWeights | None = None,
+        published: Published | None = None,
     ) -> None:
         layers, policy = len(weights), settings.policy
         artifacts = PolicyArtifacts() if artifacts is None else artifacts
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, top_k, device
-        self.slot_bytes = shape.nbytes(dtype.itemsize)
+        self.slot_bytes = slot_nbytes(shape, dtype, published)
         self.notes: list[str] = []  # facts about the policy's execution, for the user
         if policy.low_bit is not None:
             replicas = self._checked(policy, settings, replicas)
         self._clock = VirtualClock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
         self.activations, self._fetch = activations_of(device.torch_device), fetch_from(device.torch_device)
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas)
+        self.cache = make_cache(
+            settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas, published
+        )
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
         self.layers: list[MoeLayer] = []
         self._handles: list[int] = []
@@ -118,7 +122,7 @@ class ExpertEngine:
         self._at_begin: list[Callable[[Sequence[SequenceRows]], None]] = []
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
-            self.kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)  # before anything is loaded
+            self.kernels = kernels_of(self.cache.pool, settings, blocks)  # before anything is loaded
             self._placer = self._make_placer(settings, shape, blocks, shards, ndp, tables)
             if self.shards is not None:
                 self.shards.start()
@@ -243,7 +247,7 @@ class ExpertEngine:
         if part is not None and low is not None:
             pool = cast(ReplicaPool, part.pool)
             self.packed_kernel = make_packed_kernel(
-                settings.policy, pool, shape, blocks, cache.pool.gate_up.dtype, settings.threads, self.notes
+                settings.policy, pool, shape, blocks, cache.pool.dtype, settings.threads, self.notes
             )
             rules.append(LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), cache, self.experts))
         hooks = Hooks(

@@ -48,7 +48,6 @@ from .published import (
     map_layer,
     mapped_files,
     stacked_layer,
-    stacked_tensors,
 )
 
 # bfloat16 has no NumPy type: its bits travel as uint16, and the reader views them again.
@@ -409,8 +408,7 @@ def _layer_view(files: VerifiedFiles, manifest: Manifest, layer: LayerFile) -> L
         where = LayerMap.read(path, published.of(layer.index), manifest.experts.num_experts, manifest.source)
         return LayerView(str(path), stamp, {}, layer.index, layer.module, where)
     else:
-        tensors = stacked_tensors(published.of(layer.index), manifest.experts.num_experts)
-        arrays = files.arrays(layer.file, tensors)
+        arrays = files.arrays(layer.file, manifest.expert_tensors(layer.index))
     return LayerView(str(path), stamp, arrays, layer.index, layer.module)
 
 

@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from ...errors import FormError, StoreError, TierMoeError
-from ...kernels.forms import ExpertForm
+from ...kernels.forms import ExpertForm, layout_bytes
 
 
 class Record(BaseModel):
@@ -367,6 +367,11 @@ class NeuronOrder(Record):
     tokens: Count
 
 
+def part_bytes(form: ExpertForm) -> dict[str, int]:
+    """Bytes of each part of one expert in a published form, in the order of slots."""
+    return {name: layout_bytes({name: what}) for name, what in form.parts().items()}
+
+
 class Published(Record):
     """The forms of experts that a store keeps as their checkpoint publishes them (`store.published`).
 
@@ -393,6 +398,10 @@ class Published(Record):
     def of(self, layer: int) -> ExpertForm:
         """The form of a layer's experts."""
         return self.forms[self.layers[layer]]
+
+    def part_tensors(self, layer: int, experts: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The parts of a layer's experts, stacked: bytes [E, n]."""
+        return {name: ("U8", (experts, nbytes)) for name, nbytes in part_bytes(self.of(layer)).items()}
 
     def label(self) -> str:
         """For people, such as "q4_k, q6_k"."""
@@ -461,14 +470,21 @@ class Manifest(ChecksummedManifest):
         """Every file of the store but the manifest."""
         return (*self.layers, self.dense, *self.extras)
 
+    @property
+    def expert_form(self) -> str | None:
+        """The published form of the experts, such as "fp8_block"; None: neuron-major in `dtype`."""
+        return None if self.published is None else self.published.label()
+
     def expert_nbytes(self) -> int:
         """Bytes of one expert as stored; of the largest, where layers differ."""
         if self.published is not None:
             return self.published.slot_bytes
         return self.experts.nbytes(ITEM_BYTES[DTYPE_CODES[self.dtype]])
 
-    def expert_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type code and shape of each tensor of a layer file."""
+    def expert_tensors(self, layer: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type code and shape of each tensor of a layer's experts, stacked; published forms may differ by layer."""
+        if self.published is not None:
+            return self.published.part_tensors(layer, self.experts.num_experts)
         code = DTYPE_CODES[self.dtype]
         return {name: (code, shape) for name, shape in self.experts.stacked().items()}
 

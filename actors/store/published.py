@@ -4,7 +4,7 @@ A store whose manifest has `published` keeps each expert in an `ExpertForm` of `
 one of two:
 
     layer-NNN.json          the layer is mapped: for each part of the form, runs of experts in the checkpoint's files
-    layer-NNN.safetensors   the parts, stacked by expert [E, bytes], where slots want another order than the checkpoint's
+    layer-NNN.safetensors   the parts, stacked by expert [E, bytes], where slots want another order
 
 Mapped bytes are the checkpoint's: they are checked by length, modification time and a digest of each file's header.
 NumPy without torch.
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from ...errors import StoreError
-from ...kernels.forms import DTYPES, ExpertForm, layout_bytes
-from .format import REBUILD, Bytes, Count, Record, SourceFile, first_problem, read_header
+from ...kernels.forms import DTYPES, ExpertForm
+from .format import REBUILD, Bytes, Count, Record, SourceFile, first_problem, part_bytes, read_header
 
 MAP_SUFFIX = ".json"
 _GGUF_HEAD_BYTES = 16 << 20  # of a GGUF file: its header and tensor names, without parsing them
@@ -90,11 +90,6 @@ class LayerMap(Record):
         for run in self.runs[name]:
             for i in range(run.count):
                 yield run.file, run.offset + i * run.stride
-
-
-def part_bytes(form: ExpertForm) -> dict[str, int]:
-    """Bytes of each part of one expert, in the order of slots."""
-    return {name: layout_bytes({name: what}) for name, what in form.parts().items()}
 
 
 def runs_of(places: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
@@ -175,11 +170,6 @@ def map_layer(
 def stacked_layer(index: int, module: str, form: ExpertForm, arrays: Mapping[str, NDArray[np.uint8]]) -> FormArrays:
     """The experts of a layer file. arrays: [E, bytes] by part."""
     return FormArrays(index, module, form, {name: list(arrays[name]) for name in form.parts()})
-
-
-def stacked_tensors(form: ExpertForm, experts: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type code and shape of each tensor of a layer file in this form."""
-    return {name: ("U8", (experts, nbytes)) for name, nbytes in part_bytes(form).items()}
 
 
 def mapped_files(maps: Sequence[LayerMap]) -> list[int]:

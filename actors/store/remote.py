@@ -74,6 +74,8 @@ class ChannelReader:
         neurons, ids = self._manifest.experts.intermediate, np.array(experts, np.int32)
         per_neuron = max(1, self._manifest.expert_nbytes() * len(experts) // neurons)
         part = max(1, PART_BYTES // per_neuron)
+        if self._manifest.published is not None:  # bytes of whole experts
+            part = neurons
         parts = [
             (first, last, self._channel.submit(StoreRequest(layer, ids, first, last - first), deadline_s))
             for first, last in ((first, min(first + part, neurons)) for first in range(0, neurons, part))
@@ -109,9 +111,13 @@ class ChannelReader:
             or not np.array_equal(reply.experts, ids)
         ):
             raise _foreign("other experts than those asked for")
+        whole = last - first == self._manifest.experts.intermediate
         wanted = {
-            name: (NUMPY_TYPES[code], (len(ids), *(dims[1:] if name == "down_bias" else (last - first, *dims[2:]))))
-            for name, (code, dims) in self._manifest.expert_tensors().items()
+            name: (
+                NUMPY_TYPES[code],
+                (len(ids), *(dims[1:] if whole or name == "down_bias" else (last - first, *dims[2:]))),
+            )
+            for name, (code, dims) in self._manifest.expert_tensors(layer).items()
         }
         found = {name: (array.dtype.type, array.shape) for name, array in reply.tensors.items()}
         if found != wanted:
@@ -147,7 +153,7 @@ class RefReader:
 
         def checked() -> list[Expert]:
             found = self._get(self._get(asked, deadline_s), deadline_s)
-            wanted = [(NUMPY_TYPES[code], dims[1:]) for code, dims in self._manifest.expert_tensors().values()]
+            wanted = [(NUMPY_TYPES[code], dims[1:]) for code, dims in self._manifest.expert_tensors(layer).values()]
             if len(found) != len(experts) or any([(a.dtype.type, a.shape) for a in e] != wanted for e in found):
                 raise _foreign("arrays of other shapes or types than the manifest's")
             return [tuple(expert) for expert in found]

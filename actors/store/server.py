@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,9 @@ from ...proto.messages import FileReply, FileRequest, HealthReport, HealthReques
 from ...proto.options import ServerOptions, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
-from .files import ExpertStore, LayerArrays, StoreView
+from .files import ExpertStore, FormArrays, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
+from .published import mapped_files
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
 
@@ -63,7 +64,7 @@ class StoreWorker:
         self._store = ExpertStore(path, verify, layers)
         self._view, self._name = self._store.describe(), store_name(index)
         self._layers = {
-            view.index: (view, arrays) for view, arrays in zip(self._view.layers, self._store.layers, strict=True)
+            view.index: (view, arrays) for view, arrays in zip(self._view.layers, self._store.mapped, strict=True)
         }
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
@@ -154,9 +155,11 @@ class StoreWorker:
                 "use the lead's store",
             )
         if last - request.first < shape.intermediate:
+            if self._view.manifest.published is not None:
+                raise StoreError("experts in a published form are sent whole", "use the same version on all nodes")
             part = slice(request.first, last)
-            tensors = {name: a if name == "down_bias" else a[:, part] for name, a in tensors.items()}
-        nbytes = sum(a[:1].nbytes for a in tensors.values()) * len(request.experts)
+            tensors = {n: a if n == "down_bias" else a[:, part] for n, a in tensors.items()}  # type: ignore[call-overload]
+        nbytes = sum(a[0].nbytes for a in tensors.values()) * len(request.experts)
         if nbytes > self._most:  # before anything is copied
             raise too_large(nbytes, self._most)
         self._count(len(request.experts), nbytes)
@@ -164,8 +167,8 @@ class StoreWorker:
             request.layer, request.experts, {n: _rows(a, request.experts) for n, a in tensors.items()}, request.first
         )
 
-    def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays:
-        """The arrays of a layer that has all these experts, and whose file is unchanged."""
+    def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays | FormArrays:
+        """The arrays of a layer that has all these experts, and whose files are unchanged."""
         found = self._layers.get(layer)
         if found is None:
             layers = ", ".join(map(str, self._layers)) or "none"
@@ -176,6 +179,9 @@ class StoreWorker:
             raise StoreError(f"experts {ids[:8]} are none, named twice, or not among {count}", "use the lead's store")
         view, arrays = found
         view.check_unchanged(REBUILD)  # a few microseconds; altered data is not sent
+        if view.where is not None:
+            for file in mapped_files([view.where]):
+                self._view.checkpoint[file].check_unchanged(REBUILD)
         return arrays
 
     def _file(self, request: FileRequest) -> FileReply:
@@ -200,7 +206,12 @@ class StoreWorker:
             self._bytes_sent += nbytes
 
 
-def _by_name(layer: LayerArrays) -> dict[str, NDArray[Any]]:
+Stacked = NDArray[Any] | Sequence[NDArray[Any]]  # by expert
+
+
+def _by_name(layer: LayerArrays | FormArrays) -> Mapping[str, Stacked]:
+    if isinstance(layer, FormArrays):
+        return layer.parts
     kinds = {
         "gate_up": layer.gate_up, "down": layer.down,
         "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias,
@@ -208,8 +219,10 @@ def _by_name(layer: LayerArrays) -> dict[str, NDArray[Any]]:
     return {name: array for name, array in kinds.items() if array is not None}
 
 
-def _rows(array: NDArray[Any], experts: NDArray[np.int32]) -> NDArray[Any]:
-    """array[experts]; a view when the experts are consecutive."""
+def _rows(array: Stacked, experts: NDArray[np.int32]) -> NDArray[Any]:
+    """array[experts]; a view when the experts are consecutive in one array."""
+    if not isinstance(array, np.ndarray):
+        return np.stack([array[e] for e in experts.tolist()])
     first, last = int(experts[0]), int(experts[-1]) + 1
     if last - first == len(experts) and np.array_equal(experts, np.arange(first, last)):
         return array[first:last]

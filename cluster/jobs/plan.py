@@ -16,7 +16,6 @@ from ...errors import CheckpointError, ConfigError
 from ..config import RunConfig, default_model_dir, engine_settings, load_run_config
 from ..host import usable_cores
 from ..hub import located
-from ..prompt import read_json_object
 from ..report.runtime import topology_tables
 from ..topology.estimate import make_plan
 from ..topology.inputs import (
@@ -30,7 +29,7 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
-from .prepare.checkpoint import refuse_quantized
+from .prepare.checkpoint import refuse_unsupported
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -47,7 +46,7 @@ def model_facts(config: RunConfig) -> ModelFacts:
             else "pass --model a checkpoint's directory; its config.json is enough to plan"
         )
         raise CheckpointError(f"no config.json in '{model_dir}'", remedy)
-    refuse_quantized(read_json_object(model_dir / "config.json"))
+    refuse_unsupported(model_dir)
     store = Path(config.store).expanduser() if config.store is not None else None
     if store is not None and store.is_dir():
         return facts_of_store(store, model_dir)

@@ -363,7 +363,7 @@ def test_bad_tensors_are_refused(tmp_path: Path, changes: dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\), but none"),
         ({"model_type": "no-such-model"}, "not usable"),
         ({"model_type": "vit"}, "cannot build|not usable|no routed experts"),
         ({"num_hidden_layers": 10**6}, "layers"),

@@ -17,10 +17,11 @@ from ...policies.prefetch import PrefetchGovernor
 from ...policies.registry import PolicyContext
 from ...policies.residency import Residency
 from ...settings import EngineSettings, budget_bytes, mixed_slots
-from ...store.format import ExpertShape
+from ...store.format import ExpertShape, Published
 from ..stats import EngineStats, LayerStats, Timeline
 from .cache import ExpertCache
 from .device import Device
+from .form_slots import FormPool
 from .link_queue import copy_queue
 from .loader import CopyQueue
 from .low_bits import ReplicaWeights, make_part
@@ -31,6 +32,7 @@ from .virtual_link import VirtualClock, VirtualLoader, copy_now
 def make_cache(
     settings: EngineSettings, shape: ExpertShape, weights: Sequence[ExpertSource], device: Device, dtype: torch.dtype,
     owned: int, top_k: int = 1, clock: VirtualClock | None = None, replicas: ReplicaWeights | None = None,
+    published: Published | None = None,
 ) -> ExpertCache:  # fmt: skip
     """A cache within the budget of one device, with counters of its own.
 
@@ -39,13 +41,14 @@ def make_cache(
         top_k: experts per token, for the buffer of split experts.
         clock: of a stepped link; None: wall-clock.
         replicas: low-bit replicas, with slots of their own within the budget.
+        published: forms of the experts, which slots hold as they are; None: slots hold neurons in `dtype`.
 
     Raises:
         BudgetError: the budget does not hold one slot of each kind, or the device's memory does not hold the budget.
         ConfigError: the policy needs all experts resident, and they do not fit; or it splits experts with biases.
     """
     policy, layers, keys = settings.policy, len(weights), len(weights) * shape.num_experts
-    slot_bytes = shape.nbytes(dtype.itemsize)
+    slot_bytes = slot_nbytes(shape, dtype, published)
     bought = _divide(settings, shape, layers, slot_bytes, owned, top_k, replicas)
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
@@ -56,7 +59,11 @@ def make_cache(
     )
     try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
-        pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
+        pool: SlotPool | FormPool
+        if published is None:
+            pool = SlotPool.allocate(shape, bought.slots, dtype, device.torch_device)
+        else:
+            pool = FormPool.allocate(published, bought.slots, dtype, device.torch_device)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"the GPU has no room for an expert cache of {bought.budget} bytes beside what is on it: "
@@ -86,6 +93,11 @@ def make_cache(
         policy.evict_writeback,
         part,
     )
+
+
+def slot_nbytes(shape: ExpertShape, dtype: torch.dtype, published: Published | None) -> int:
+    """Bytes of one slot; arguments as of `make_cache`."""
+    return shape.nbytes(dtype.itemsize) if published is None else FormPool.slot_bytes(published)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .slots import LowBitPart, SlotMap
 
 if TYPE_CHECKING:
     from .device import Device
+    from .form_slots import FormPool
     from .slots import ExpertSource, SlotPool
 
 
@@ -51,7 +52,7 @@ class ExpertCache:
     """
 
     def __init__(
-        self, pool: SlotPool, weights: Sequence[ExpertSource], device: Device, residency: Residency,
+        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, residency: Residency,
         eviction: EvictionPolicy, governor: PrefetchGovernor, stats: EngineStats, timeline: Timeline,
         loader: CopyQueue | None = None, clock: Callable[[], float] = time.perf_counter, cut: SplitLayout | None = None,
         writeback: bool = False, low_bit: LowBitPart | None = None,

@@ -30,7 +30,7 @@ from ....proto.options import Supply
 from ...settings import CopySettings, LinkSettings
 
 if TYPE_CHECKING:
-    from .slots import LayerWeights
+    from .slots import HostLayer
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -94,8 +94,8 @@ class Device(Protocol):
         ...
 
     def pin(
-        self, layers: Sequence[LayerWeights], settings: CopySettings
-    ) -> tuple[Sequence[LayerWeights], PinReport | None]:
+        self, layers: Sequence[HostLayer], settings: CopySettings
+    ) -> tuple[Sequence[HostLayer], PinReport | None]:
         """Pin host memory that experts are copied from.
 
         Returns:
@@ -142,7 +142,7 @@ class CpuDevice:
             time.sleep(left_s)
         return Copied(start_s, end_s, None, duration_s)
 
-    def pin(self, layers: Sequence[LayerWeights], settings: CopySettings) -> tuple[Sequence[LayerWeights], None]:
+    def pin(self, layers: Sequence[HostLayer], settings: CopySettings) -> tuple[Sequence[HostLayer], None]:
         return layers, None
 
     def close(self) -> None:

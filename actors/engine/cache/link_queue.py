@@ -14,6 +14,7 @@ from ....errors import RuntimeFailure
 from ....kernels import _cpu
 from ...settings import CopySettings, LinkSettings
 from .device import Copied, CpuDevice, Device, Tensors
+from .form_slots import FormPool, FormWeights
 from .loader import PREFETCH, CopyQueue, HostWaits, Loader, LoadJob
 from .slots import ExpertSource, LayerWeights, SlotPool
 
@@ -33,11 +34,12 @@ class LinkQueue(HostWaits):
         self._scratch: Tensors | None = None  # where experts that are copied back go; they are not used there
 
     @staticmethod
-    def supports(pool: SlotPool, weights: Sequence[ExpertSource]) -> bool:
+    def supports(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool:
         """Whether the experts lie in this host's memory, in the slots' dtype or as bfloat16 for float32 slots."""
         return all(
-            isinstance(layer, LayerWeights)
-            and all(_copies(target, source) for target, source in zip(pool.tensors, layer.tensors, strict=True))
+            isinstance(layer, FormWeights)
+            or (isinstance(layer, LayerWeights)
+            and all(_copies(target, source) for target, source in zip(pool.tensors, layer.tensors, strict=True)))
             for layer in weights
         )
 
@@ -146,7 +148,7 @@ class LinkDone:
 
 
 def copy_queue(
-    device: Device, pool: SlotPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None,
+    device: Device, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], settings: CopySettings | None = None,
     replicas: Sequence[LayerWeights] = (),
 ) -> CopyQueue:  # fmt: skip
     """The queue for a device: a GPU's streams, the stand-in's link thread, or a Python thread for other sources.
@@ -163,8 +165,10 @@ def copy_queue(
     if not isinstance(device, CudaDevice):
         return Loader(device)
     settings = CopySettings() if settings is None else settings
-    mapped = [layer.tensors if isinstance(layer, LayerWeights) else None for layer in weights]
-    casts = any(s.dtype != d.dtype for t in mapped if t is not None for s, d in zip(t, pool.tensors, strict=True))
+    mapped = [layer.tensors if isinstance(layer, LayerWeights | FormWeights) else None for layer in weights]
+    casts = isinstance(pool, SlotPool) and any(
+        s.dtype != d.dtype for t in mapped if t is not None for s, d in zip(t, pool.tensors, strict=True)
+    )
     pinned = [tensors is not None and device.is_pinned(tensors) for tensors in mapped]
     if replicas:
         pinned = [all_in and device.is_pinned(r.tensors) for all_in, r in zip(pinned, replicas, strict=True)]

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from ...policies.moepic.split import Segments, SplitLayout
 from ...policies.residency import Residency, State
-from ...store.format import ExpertShape
+from ...store.format import ExpertShape, Published
 
 if TYPE_CHECKING:
     import torch
 
     from .device import Tensors
+    from .form_slots import FormPool
 
 
 @runtime_checkable
@@ -124,6 +125,19 @@ class SlotPool:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
+    def device(self) -> torch.device:
+        return self.gate_up.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up.dtype
+
+    @property
+    def hidden(self) -> int:
+        """Width of rows: H."""
+        return self.gate_up.shape[-1]
+
+    @property
     def neurons(self) -> int:
         """Of one slot: I."""
         return self.gate_up.shape[1]
@@ -133,8 +147,8 @@ class SlotPool:
         """Of all slots: S*I."""
         return self.gate_up.shape[0] * self.gate_up.shape[1]
 
-    def slot(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of one slot, in the order of `tensors`."""
+    def slot(self, index: int, layer: int = 0) -> tuple[torch.Tensor, ...]:
+        """The tensors of one slot, in the order of `tensors`; alike for all layers."""
         return tuple(map(itemgetter(index), self.tensors))
 
     def neuron_range(self, first: int, count: int) -> tuple[torch.Tensor, ...]:
@@ -151,6 +165,18 @@ class ExpertSource(Protocol):
         ...
 
 
+class HostLayer(Protocol):
+    """One MoE layer's experts in host memory; `tensors` are all of them, for pinning."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
+    def expert(self, index: int) -> tuple[torch.Tensor, ...]: ...
+
+    def moved(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The same experts in other memory, given as `tensors` are."""
+        ...
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One MoE layer's experts in host memory, read-only, in the checkpoint's dtype; shapes [E, ...] as in
@@ -162,6 +188,10 @@ class LayerWeights:
     def expert(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one expert, in the order of `SlotPool.tensors`."""
         return tuple(map(itemgetter(index), self.tensors))
+
+    def moved(self, tensors: tuple[torch.Tensor, ...]) -> LayerWeights:
+        """The same experts in other memory."""
+        return LayerWeights(tensors)
 
 
 class ReplicaSlots(Protocol):
@@ -198,11 +228,12 @@ class SlotMap:
     `divide` lays out `residency` anew; as given it has one slot class, for whole experts.
     """
 
-    def __init__(self, pool: SlotPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
+    def __init__(self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], residency: Residency) -> None:
         self.pool, self._weights, self._residency = pool, weights, residency
         self.keys, self.experts = residency.keys, residency.keys // len(weights)
         self._expert_bytes = residency.slot_bytes
         self._neurons = pool.neurons
+        self._forms: Published | None = getattr(pool, "published", None)  # of a `FormPool`: layers may differ
         self._segments: Segments | None = None
         self.shown: Sequence[int] | None = None  # the segment that stands for each expert; None: each for itself
         self._low_bit: LowBitPart | None = None
@@ -210,6 +241,8 @@ class SlotMap:
         layers = [key // self.experts for key in range(self.keys)]
         self.layer_of = (layers * 2).__getitem__  # of a segment
         self._bytes = [self._expert_bytes] * self.keys
+        if self._forms is not None:
+            self._bytes = [self._forms.of(key // self.experts).nbytes() for key in range(self.keys)]
         self.bytes_of = self._bytes.__getitem__  # that a load of a segment copies
         self.sources: dict[int, Tensors] = {}  # found before: of each segment
         self.targets: dict[tuple[int, int], Tensors] = {}  # found before: of each slot and number of bytes
@@ -314,7 +347,9 @@ class SlotMap:
         if self._low_bit is not None and segment >= self.keys:
             found = self._low_bit.pool.slot(slot - self.whole_slots)
         elif self._segments is None:
-            found = self.pool.slot(slot)
+            found = self.pool.slot(slot, segment % self.keys // self.experts)
+            if self._forms is not None and len(self._forms.forms) > 1:
+                return found  # a slot's target depends on the form, too
         else:
             found = self.pool.neuron_range(self._segments.first[slot], self._segments.neurons[segment])
         self.targets[slot, self._bytes[segment]] = found

@@ -39,12 +39,13 @@ from numpy.typing import NDArray
 from ....errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
 from ....proto.peers import Reconnecting, StoreLink
 from ...settings import CopySettings, StoreSettings
-from ...store.files import LayerArrays, StoreView, open_views
+from ...store.files import FormArrays, LayerArrays, StoreView, open_views
 from ...store.format import Manifest
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
 from ..model.model import DTYPES
 from .device import Device, PinReport, Tensors
-from .slots import ExpertSource, LayerWeights
+from .form_slots import FormWeights, form_weights
+from .slots import ExpertSource, HostLayer, LayerWeights
 
 _UNDER_WAY = 2  # requests
 _START_S = 30.0  # seconds to reach a store of each layer, which are started before the lead
@@ -55,6 +56,11 @@ def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     with warnings.catch_warnings():  # torch has no read-only tensors: nothing writes to these
         warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
         return torch.frombuffer(array.data.cast("B"), dtype=dtype).view(array.shape)
+
+
+def host_layers(arrays: Sequence[LayerArrays | FormArrays]) -> list[LayerWeights | FormWeights]:
+    """Mapped experts of either layout as torch tensors, without a copy."""
+    return [form_weights(a) if isinstance(a, FormArrays) else host_weights([a])[0] for a in arrays]
 
 
 def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
@@ -133,7 +139,7 @@ class RemoteStores:
                 f"no store holds MoE {_named(missing)}", "give a store these layers, or copy their files to this node"
             )
         self._settings = settings
-        self._dtype = DTYPES[manifest.dtype]
+        self._dtype = DTYPES[manifest.dtype] if manifest.published is None else torch.uint8
         self._per_request = max(1, PART_BYTES // manifest.expert_nbytes())
         self._under_way: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self._changed, self._closed = threading.Condition(), False
@@ -302,7 +308,7 @@ class Sources:
         remote: None where all layers are mapped.
     """
 
-    def __init__(self, weights: list[ExpertSource], mapped: list[LayerWeights], remote: RemoteStores | None) -> None:
+    def __init__(self, weights: list[ExpertSource], mapped: list[HostLayer], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
 
     def pin(self, device: Device, settings: CopySettings) -> PinReport | None:
@@ -338,7 +344,7 @@ def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSe
         StoreError: a file changed, a layer is nowhere, or none of its stores was reached.
     """
     manifest = view.manifest
-    mapped = dict(zip((layer.index for layer in view.layers), host_weights(open_views(view)), strict=True))
+    mapped = dict(zip((layer.index for layer in view.layers), host_layers(open_views(view)), strict=True))
     absent = [layer.index for layer in manifest.layers if layer.index not in mapped]
     if not absent:
         return Sources([mapped[layer.index] for layer in manifest.layers], list(mapped.values()), None)

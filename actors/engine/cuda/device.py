@@ -16,7 +16,7 @@ import torch
 
 from ...settings import CopySettings
 from ..cache.device import Copied, PinReport, Tensors
-from ..cache.slots import LayerWeights
+from ..cache.slots import HostLayer
 from .lane import Staging
 from .runtime import GpuRuntime
 
@@ -38,8 +38,8 @@ class Registrar(Protocol):
 
 
 def pin_layers(
-    device: Registrar, layers: Sequence[LayerWeights], settings: CopySettings
-) -> tuple[list[LayerWeights], PinReport]:
+    device: Registrar, layers: Sequence[HostLayer], settings: CopySettings
+) -> tuple[list[HostLayer], PinReport]:
     """Pin these layers as far as the settings and the driver allow, layer by layer.
 
     A file's mapping is registered as read-only memory, which some drivers and file systems refuse; the setting
@@ -52,7 +52,7 @@ def pin_layers(
     """
     limit = None if settings.pinned_gib is None else int(settings.pinned_gib * (1 << 30))
     total, said_s, began_s = sum(_nbytes(layer.tensors) for layer in layers), time.monotonic(), time.monotonic()
-    out, problem = list[LayerWeights](), None
+    out, problem = list[HostLayer](), None
     registered = copied = staged = 0
     for layer in layers:
         nbytes, pinned = _nbytes(layer.tensors), layer
@@ -70,7 +70,7 @@ def pin_layers(
             problem = problem or refusal
             copy = _pinned_copy(device, layer.tensors) if settings.unpinned == "copy" else None
             if copy is not None:
-                pinned = LayerWeights(copy)
+                pinned = layer.moved(copy)
                 copied += nbytes
             else:
                 staged += nbytes
@@ -197,8 +197,8 @@ class CudaDevice:
         return Copied(start_s, end_s, None, end_s - start_s)
 
     def pin(
-        self, layers: Sequence[LayerWeights], settings: CopySettings
-    ) -> tuple[Sequence[LayerWeights], PinReport | None]:
+        self, layers: Sequence[HostLayer], settings: CopySettings
+    ) -> tuple[Sequence[HostLayer], PinReport | None]:
         return pin_layers(self, layers, settings)
 
     def register(self, address: int, nbytes: int) -> str | None:

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from ...policies.cost import Link, load_s
 from ...settings import ExpertKernelName, LinkSettings
 from ..cache.slots import SlotPool
 from .model import MoeBlock
+
+if TYPE_CHECKING:
+    from ..cache.form_slots import FormPool
 
 _COLD_BYTES = 256 << 20  # of slots that calls go through in turn: several times a GPU's L2
 _REPEATS = 10
@@ -142,9 +145,9 @@ _ROWS = 16
 _COPY_GBPS = 10.0  # of an emulated link without throttle: what a copy within memory takes
 
 
-def expert_seconds(kernel: ExpertKernel, pool: SlotPool) -> tuple[float, float]:
+def expert_seconds(kernel: ExpertKernel, pool: SlotPool | FormPool) -> tuple[float, float]:
     """Median seconds of one expert at one row, and of each further row; zeroes slot 0, so call it on an empty pool."""
-    for tensor in pool.slot(0):
+    for tensor in pool.slot(0, 0):
         tensor.zero_()
     one, many = _seconds(kernel, pool, 1), _seconds(kernel, pool, _ROWS)
     return one, max(0.0, (many - one) / (_ROWS - 1))
@@ -157,17 +160,16 @@ def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbp
     return load_s(slot_bytes, Link(link.gbps or _COPY_GBPS, link.latency_us))
 
 
-def _seconds(kernel: ExpertKernel, pool: SlotPool, rows: int) -> float:
-    gate_up = pool.gate_up
-    hidden = torch.zeros((rows, gate_up.shape[-1]), dtype=gate_up.dtype, device=gate_up.device)
-    pairs = torch.arange(rows, device=gate_up.device)
+def _seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int) -> float:
+    hidden = torch.zeros((rows, pool.hidden), dtype=pool.dtype, device=pool.device)
+    pairs = torch.arange(rows, device=pool.device)
     y = torch.empty_like(hidden)
     times = []
     for _ in range(_MEASURED + 1):
         start_s = time.perf_counter()
-        kernel.run(hidden, pairs, [(0, rows, 0, gate_up.shape[1], False)], 1, y)
-        if gate_up.is_cuda:
-            torch.cuda.synchronize(gate_up.device)  # before serving: the forward path never waits so
+        kernel.run(hidden, pairs, [(0, rows, 0, pool.neurons, False)], 1, y)
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)  # before serving: the forward path never waits so
         times.append(time.perf_counter() - start_s)
     return statistics.median(times[1:])
 

@@ -21,15 +21,15 @@ from ...policies.plan import LayerPlan
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
-from ...store.format import ExpertShape
+from ...store.format import ExpertShape, Published
 from ..cache.allocate import make_cache
 from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, activations_of, make_device
+from ..cache.form_slots import kernels_of
 from ..cache.sources import Sources, open_sources
 from ..dispatch import ExpertRunner, RemoteTask, Spans
 from ..host_view import Routing
 from ..layer import MoeLayer, Placer
-from ..model.kernels import Kernels
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
@@ -63,6 +63,7 @@ class ShardEngine:
         blocks: Sequence[MoeBlock],
         device: Device,
         dtype: torch.dtype,
+        published: Published | None = None,
     ) -> None:
         self.sources, weights = sources, sources.weights
         mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
@@ -70,7 +71,7 @@ class ShardEngine:
         self._experts, self._hidden = shape.num_experts, shape.hidden
         self._reports_residency = settings.policy.on_miss.kind != "load"  # the lead's rule reads it
         self.activations: Activations = activations_of(device.torch_device)
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine))
+        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), published=published)
         self._placer = Placer(self.cache)  # `place` sets its `keep`
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
@@ -78,7 +79,7 @@ class ShardEngine:
         self.batches = self.pairs = 0
         self.late_commands = self.resting_commands = 0
         try:
-            kernels = Kernels(self.cache.pool, settings.expert_kernel, blocks)
+            kernels = kernels_of(self.cache.pool, settings, blocks)
             backend = _BatchBackend(self.cache, self.activations, dtype)
             self._layers += [
                 MoeLayer(
@@ -222,7 +223,7 @@ class _BatchBackend:
     """Runs the lead's batches on this shard's device (`layer.Backend`): weighted sums in float32."""
 
     def __init__(self, cache: ExpertCache, activations: Activations, dtype: torch.dtype) -> None:
-        self._device, self._activations, self._dtype = cache.pool.gate_up.device, activations, dtype
+        self._device, self._activations, self._dtype = cache.pool.device, activations, dtype
         self._runner = ExpertRunner(cache)
 
     def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
@@ -269,7 +270,8 @@ def open_shard(
         sources.pin(device, settings.copies)
         with dense_folder(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
-        return ShardEngine(settings, index, view.manifest.experts, sources, blocks, device, dtype)
+        manifest = view.manifest
+        return ShardEngine(settings, index, manifest.experts, sources, blocks, device, dtype, manifest.published)
     except BaseException:
         sources.close()
         device.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from ....actors.store.format import (
     read_header,
 )
 from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
-from ....errors import CheckpointError, UnsupportedModelError
+from ....errors import CheckpointError
 from ...hub import name_of
+from .quantization import HF_QUANT_CONFIG, Quantization, read_quantization
 from .writer import JOURNAL_NAME
 
 SINGLE_NAME = "model.safetensors"
@@ -52,12 +54,17 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint folder. config: the parsed `config.json`. source: its files, equal while unchanged."""
+    """An opened checkpoint folder.
+
+    config: the parsed `config.json`. tensors: as the files have them. source: its files, equal while unchanged.
+    quantization: of its weights; None: they are plain numbers.
+    """
 
     path: Path
     config: dict[str, Any] = field(repr=False)
     tensors: dict[str, TensorEntry] = field(repr=False)
     source: tuple[SourceFile, ...]
+    quantization: Quantization | None = None
 
     @property
     def name(self) -> str:
@@ -74,11 +81,13 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the folder or a file is missing, truncated or malformed, or two files hold one tensor.
+        UnsupportedModelError: the weights are quantized in an unsupported way; refused before they are looked at.
     """
     path = model_dir.resolve()
     if not path.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder", "pass the folder of a downloaded checkpoint")
     config = _read_json(path / CONFIG_NAME)
+    quantization = read_quantization(config, _optional_json(path / HF_QUANT_CONFIG))
     tensors: dict[str, TensorEntry] = {}
     source = [_small_file(path / CONFIG_NAME)]
     for shard in _shards(path, source):
@@ -92,20 +101,34 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
                 raise CheckpointError(f"{first} and {shard.name} both hold tensor {spec.name!r}", REFETCH)
             tensors[spec.name] = TensorEntry(shard, spec)
     _check_index(path, tensors)
-    return Checkpoint(path=path, config=config, tensors=tensors, source=tuple(source))
+    return Checkpoint(path, config, tensors, tuple(source), quantization)
 
 
-def refuse_quantized(config: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError where a configuration names a quantization; no weight is looked at."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key) is not None:
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else part[key]
-                raise UnsupportedModelError(
-                    f"the checkpoint is quantized ({method})",
-                    "pass the unquantized checkpoint (bfloat16, float16 or float32)",
-                )
+def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
+    """Some bytes of a tensor, in memory of their own. Raises CheckpointError: unreadable or truncated."""
+    if not nbytes:
+        return b""
+    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
+    pages = mmap.mmap(-1, nbytes)
+    buffer = memoryview(pages)
+    done = 0
+    try:
+        with open(entry.path, "rb", buffering=0) as file:
+            file.seek(entry.spec.offset + offset)
+            while done < len(buffer):
+                count = file.readinto(buffer[done:])
+                if not count:
+                    raise CheckpointError(f"{entry.path} was truncated while it was read", REFETCH)
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{entry.path} cannot be read ({error.strerror})", REFETCH) from error
+    return pages
+
+
+def refuse_unsupported(model_dir: Path) -> None:
+    """Raise UnsupportedModelError where the configuration names an unsupported quantization; no weight is looked at."""
+    if (model_dir / CONFIG_NAME).is_file():
+        read_quantization(_read_json(model_dir / CONFIG_NAME), _optional_json(model_dir / HF_QUANT_CONFIG))
 
 
 def read_source(model_dir: Path) -> tuple[SourceFile, ...]:
@@ -152,6 +175,10 @@ def _weight_map(index: Path) -> dict[str, Any]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} has no weight_map", REFETCH)
     return weight_map
+
+
+def _optional_json(path: Path) -> dict[str, Any] | None:
+    return _read_json(path) if path.is_file() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -17,13 +19,18 @@ from ....actors.store.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     DenseFile,
+    FileRecord,
     LayerFile,
     Manifest,
+    Published,
     TiedWeight,
     layer_name,
+    part_bytes,
 )
+from ....actors.store.published import map_name
 from ....errors import CheckpointError
-from .checkpoint import REFETCH, Checkpoint, read_source
+from .checkpoint import CONFIG_NAME, REFETCH, Checkpoint, read_source
+from .expert_forms import LayerExperts, is_published, layer_experts
 from .plan import (
     ExpertsModule,
     Plan,
@@ -36,6 +43,7 @@ from .plan import (
     raw_bytes,
     type_code,
 )
+from .quantization import quantization_dict, without_quantization
 from .writer import Journal, write_file, write_tensors
 
 Advance = Callable[[int], None]  # called with newly written bytes
@@ -45,7 +53,8 @@ Advance = Callable[[int], None]  # called with newly written bytes
 class Conversion:
     """A planned conversion, checked as far as possible without weights.
 
-    dtype: of the experts. dense: parameters of the dense file, in file order. tied: parameters that share storage.
+    dtype: of the experts; with `published`, of the dequantized model. dense: parameters of the dense file, in file
+    order. tied: parameters that share storage. published: the experts of each layer, where they keep their form.
     """
 
     checkpoint: Checkpoint
@@ -55,14 +64,22 @@ class Conversion:
     plan: Plan
     dense: list[str]
     tied: tuple[TiedWeight, ...]
+    published: tuple[LayerExperts, ...] | None = None
 
     def total_bytes(self) -> int:
-        """Bytes of all tensors of the store."""
-        return len(self.experts) * self.layer_bytes() + self.dense_bytes()
+        """Bytes of tensors to be read and checked, or written."""
+        return sum(self.layer_bytes(i) for i in range(len(self.experts))) + self.dense_bytes()
 
-    def layer_bytes(self) -> int:
-        """Bytes of the tensors of one layer file."""
-        shape = self.experts[0].shape
+    def written_bytes(self) -> int:
+        """Bytes of the store's tensors: mapped experts stay in the checkpoint."""
+        mapped = [] if self.published is None else [layer.nbytes for layer in self.published if layer.mapped]
+        return self.total_bytes() - sum(mapped)
+
+    def layer_bytes(self, index: int) -> int:
+        """Bytes of the experts of one layer."""
+        if self.published is not None:
+            return self.published[index].nbytes
+        shape = self.experts[index].shape
         return shape.num_experts * shape.nbytes(getattr(torch, self.dtype).itemsize)
 
     def dense_bytes(self) -> int:
@@ -74,7 +91,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     """Plan the conversion of a checkpoint.
 
     Raises:
-        UnsupportedModelError: quantized, unknown, or without routed experts of one shape.
+        UnsupportedModelError: unknown, without routed experts of one shape, or quantized in an unsupported layout.
         CheckpointError: tensors are missing or mis-shaped, or experts are surplus.
     """
     model = build_model(checkpoint)
@@ -91,7 +108,10 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     for name in expert_params:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
             raise CheckpointError(f"parameter {name} does not come out as {dtype}", REFETCH)
-    return Conversion(checkpoint, model, experts, dtype, plan, dense, tied)
+    published = None
+    if is_published(plan, experts):
+        published = tuple(layer_experts(plan, module) for module in experts)
+    return Conversion(checkpoint, model, experts, dtype, plan, dense, tied, published)
 
 
 def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
@@ -105,7 +125,7 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
     journal = Journal(folder, checkpoint.source, transformers.__version__)
     layers = [_write_layer(conversion, i, folder, journal, advance) for i in range(len(conversion.experts))]
     dense = _write_dense(conversion, folder, journal, advance)
-    extras = [write_file(folder / path.name, path.read_bytes()) for path in checkpoint.extras()]
+    extras = [write_file(folder / path.name, _extra(path)) for path in checkpoint.extras()]
     if read_source(checkpoint.path) != checkpoint.source:
         raise CheckpointError(f"{checkpoint.path} changed while it was read", "run the same command again")
     manifest = Manifest(
@@ -119,15 +139,75 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
         dense=dense,
         extras=tuple(extras),
         source=checkpoint.source,
+        published=_published(conversion),
     )
     journal.remove()
     write_file(folder / MANIFEST_NAME, manifest.encode())
 
 
+def _extra(path: Path) -> bytes:
+    """A small file of the checkpoint; of `config.json`, what the dequantized model needs."""
+    data = path.read_bytes()
+    if path.name == CONFIG_NAME and quantization_dict(config := json.loads(data)) is not None:
+        return json.dumps(without_quantization(config), indent=1).encode()
+    return data
+
+
+def _published(conversion: Conversion) -> Published | None:
+    layers = conversion.published
+    if layers is None:
+        return None
+    forms = list(dict.fromkeys(layer.form for layer in layers))
+    mapped = any(layer.mapped for layer in layers)
+    return Published(
+        forms=tuple(forms), layers=tuple(forms.index(layer.form) for layer in layers),
+        checkpoint=str(conversion.checkpoint.path) if mapped else None,
+    )  # fmt: skip
+
+
+def _write_published(
+    layer: LayerExperts, index: int, checkpoint: Checkpoint, folder: Path, journal: Journal, advance: Advance
+) -> FileRecord:
+    """Check a layer's experts and write where they lie, or their parts where slots want another order."""
+    name = map_name(index) if layer.mapped else layer_name(index)
+    if journal.finished(name) is not None:
+        advance(layer.nbytes)
+
+    def make() -> FileRecord:
+        if not layer.mapped:
+            header = {part: ("U8", (layer.experts, nbytes)) for part, nbytes in part_bytes(layer.form).items()}
+            return write_tensors(folder / name, header, _parts(layer, advance))
+        for _ in _parts(layer, advance):
+            pass
+        files = {checkpoint.path / file.file: number for number, file in enumerate(checkpoint.source)}
+        return write_file(folder / name, layer.places(files).encode())
+
+    return journal.once(name, make)
+
+
+def _parts(layer: LayerExperts, advance: Advance) -> Iterator[memoryview]:
+    """The checked parts of a layer in order, one matrix of all experts at a time."""
+    for matrix in layer.form.matrices:
+        held: dict[str, list[memoryview]] = {}
+        for parts in layer.read(matrix):
+            for part, array in parts.items():
+                piece = memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+                if layer.mapped:
+                    advance(len(piece))
+                else:
+                    held.setdefault(part, []).append(piece)
+        for pieces in held.values():
+            yield from _counted(iter(pieces), advance)
+
+
 def _write_layer(conversion: Conversion, index: int, folder: Path, journal: Journal, advance: Advance) -> LayerFile:
     module, name, code = conversion.experts[index], layer_name(index), DTYPE_CODES[conversion.dtype]
+    if conversion.published is not None:
+        layer = conversion.published[index]
+        record = _write_published(layer, index, conversion.checkpoint, folder, journal, advance)
+        return LayerFile(index=index, module=module.path, **record.model_dump())
     if journal.finished(name) is not None:
-        advance(conversion.layer_bytes())
+        advance(conversion.layer_bytes(index))
     header = {stored: (code, shape) for stored, shape in module.shape.stacked().items()}
     data = _counted(_layer_data(conversion, module), advance)
     record = journal.once(name, lambda: write_tensors(folder / name, header, data))

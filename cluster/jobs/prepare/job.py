@@ -11,9 +11,8 @@ from rich.console import Console
 from ....actors.store.format import DENSE_NAME, MANIFEST_NAME, SourceFile, layer_name, read_manifest
 from ....errors import StoreError
 from ...hub import complete
-from ...prompt import read_json_object
 from ...report.tables import byte_progress
-from .checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint, refuse_quantized
+from .checkpoint import Checkpoint, open_checkpoint, refuse_unsupported
 from .writer import beside, discard, disk_errors, locked, require_space, sync_folder
 
 _PARTIAL = ".partial"
@@ -77,8 +76,7 @@ def is_store(path: Path) -> bool:
 
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
     """The checkpoint, whose weights are downloaded where they are a hub's and not here, unless they are of no use."""
-    if (model_dir / CONFIG_NAME).is_file():
-        refuse_quantized(read_json_object(model_dir / CONFIG_NAME))
+    refuse_unsupported(model_dir)
     complete(model_dir, progress=progress)
     return open_checkpoint(model_dir)
 
@@ -105,11 +103,14 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     partial, old = beside(out, _PARTIAL), beside(out, _OLD)
     with console.status(f"checking {checkpoint.name}"):
         conversion = plan_store(checkpoint)
-    needed = conversion.total_bytes()
+    needed, total = conversion.written_bytes(), conversion.total_bytes()
+    if needed < total:
+        stay = f"{(total - needed) / 1e9:.2f} GB of experts stay in the checkpoint"
+        console.print(f"{stay}; {needed / 1e9:.2f} GB are written")
     remedy = "free some space, or name a folder on another disk as OUT"
     require_space(partial, needed, f"the store needs {needed / 1e9:.1f} GB", partial.parent, remedy)
     with byte_progress(console) as bar:
-        task = bar.add_task(f"preparing {checkpoint.name}", total=needed)
+        task = bar.add_task(f"preparing {checkpoint.name}", total=total)
         write_store(conversion, partial, lambda nbytes: bar.advance(task, nbytes))
     with disk_errors(out):
         discard(old)
@@ -137,7 +138,7 @@ def _refuse_foreign(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     first = layer_name(0).removesuffix(".safetensors")  # a store with ordered neurons adds to the name
-    marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME)) + any(out.glob(f"{first}*.safetensors"))
+    marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME)) + any(out.glob(f"{first}*"))
     if marks < 2:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -35,9 +35,12 @@ from transformers.core_model_loading import (
 from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
-from .checkpoint import REFETCH, Checkpoint, TensorEntry, refuse_quantized
+from .checkpoint import REFETCH, Checkpoint, read_bytes
+from .published import Entry, QuantizedEntry, join
+from .quantization import KEYS
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
+_ROWS = 128  # of quantized matrices: those of a block of FP8
 
 _TORCH_TYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -68,33 +71,25 @@ def type_code(dtype: torch.dtype) -> str:
     return _TYPE_CODES[dtype]
 
 
-def read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-    """Entries start..stop-1 of a tensor's first dimension. Raises CheckpointError: unreadable or truncated."""
+def read_rows(entry: Entry, start: int, stop: int) -> torch.Tensor:
+    """Entries start..stop-1 of a tensor's first dimension, dequantized to float32 where it is quantized.
+
+    Raises:
+        CheckpointError: unreadable, truncated, or not of the form that the configuration says.
+    """
+    if isinstance(entry, QuantizedEntry):
+        return torch.from_numpy(np.ascontiguousarray(entry.dequantized(start, stop)))
     shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
     dtype = _TORCH_TYPES[entry.spec.dtype]
-    nbytes = (stop - start) * entry.row_nbytes
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
-    pages = mmap.mmap(-1, nbytes)
-    buffer = memoryview(pages)
-    done = 0
-    try:
-        with open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.spec.offset + start * entry.row_nbytes)
-            while done < len(buffer):
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise CheckpointError(f"{entry.path} was truncated while it was read", REFETCH)
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"{entry.path} cannot be read ({error.strerror})", REFETCH) from error
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    data = read_bytes(entry, start * entry.row_nbytes, (stop - start) * entry.row_nbytes)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
-def read_blocks(entry: TensorEntry) -> Iterator[torch.Tensor]:
-    """A tensor in runs of rows of at most `BLOCK_BYTES` (or one row), in order. Raises as `read_rows`."""
+def read_blocks(entry: Entry) -> Iterator[torch.Tensor]:
+    """A tensor in runs of rows of about `BLOCK_BYTES` at most (or `_ROWS` rows), in order. Raises as `read_rows`."""
     step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
+    if isinstance(entry, QuantizedEntry):
+        step = entry.rows if entry.repack is not None else max(1, step // _ROWS) * _ROWS
     for start in range(0, entry.rows, step):
         yield read_rows(entry, start, min(start + step, entry.rows))
 
@@ -161,10 +156,9 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model on the meta device, in the checkpoint's type.
 
     Raises:
-        UnsupportedModelError: quantized, or of an architecture that transformers does not have.
+        UnsupportedModelError: of an architecture that transformers does not have.
         CheckpointError: the configuration is malformed.
     """
-    refuse_quantized(checkpoint.config)
     config, dtype = _load_config(checkpoint)
     try:
         with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # no weight is used
@@ -251,6 +245,9 @@ def _expert_shape(module: Any, params: dict[str, Any]) -> ExpertShape:
 def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]:
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        for part in (config, config.get_text_config()):  # the model of the dequantized weights
+            for key in KEYS:
+                part.__dict__.pop(key, None)
         depth = getattr(config.get_text_config(), "num_hidden_layers", 1)
         # more layers than tensors are wrong, and would take long to build
         if not isinstance(depth, int) or not 1 <= depth <= len(checkpoint.tensors):
@@ -271,8 +268,9 @@ def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch
     if dtype is None:
         nbytes: Counter[str] = Counter()
         for entry in checkpoint.tensors.values():
-            nbytes[entry.spec.dtype] += entry.spec.nbytes
-        code = nbytes.most_common(1)[0][0]
+            if checkpoint.quantization is None or entry.spec.dtype in DTYPE_CODES.values():
+                nbytes[entry.spec.dtype] += entry.spec.nbytes
+        code = next(iter(nbytes.most_common(1)), ("", 0))[0]
         name = next((name for name, known in DTYPE_CODES.items() if known == code), None)
         dtype = getattr(torch, name) if name else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -295,11 +293,11 @@ class Group:
     key: str
     converter: WeightConverter | None
     dtype: torch.dtype
-    sources: list[tuple[str, str, TensorEntry]]
+    sources: list[tuple[str, str, Entry]]
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def convert(
-        self, model: PreTrainedModel, read: Callable[[TensorEntry], torch.Tensor]
+        self, model: PreTrainedModel, read: Callable[[Entry], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Make the parameters; tensors are read on use. Raises CheckpointError: unreadable, or not convertible."""
         if self.converter is None:
@@ -351,7 +349,7 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
         CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
     """
     slots = dict(model.state_dict())
-    groups, unexpected = _group(model, checkpoint, slots)
+    groups, unexpected = _group(model, dequantized_tensors(model, checkpoint), slots)
     makers: dict[str, Group] = {}
     problems: list[str] = []
     for group in groups:
@@ -373,6 +371,13 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     return Plan(groups, makers)
 
 
+def dequantized_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Entry]:
+    """The checkpoint's tensors, quantized matrices as one tensor each. Raises CheckpointError as `join`."""
+    if checkpoint.quantization is None:
+        return dict(checkpoint.tensors)
+    return join(checkpoint.tensors, checkpoint.quantization, type_code(model.dtype))
+
+
 def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
     """Check that the checkpoint has every parameter and persistent buffer but `satisfied`, which share another's.
 
@@ -390,7 +395,7 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
 
 
 def _group(
-    model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]
+    model: PreTrainedModel, tensors: Mapping[str, Entry], slots: dict[str, torch.Tensor]
 ) -> tuple[list[Group], list[str]]:
     """The groups of the checkpoint's tensors, and the names that the model does not have."""
     mapping = get_model_conversion_mapping(model)
@@ -400,7 +405,7 @@ def _group(
     groups: dict[str, Group] = {}
     unexpected: list[str] = []
     # one pass in this order: some renamings depend on the names before
-    for name in sorted(checkpoint.tensors, key=dot_natural_key):
+    for name in sorted(tensors, key=dot_natural_key):
         try:
             key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, slots)
         except ValueError as error:  # a renaming expects a number
@@ -410,7 +415,7 @@ def _group(
         if key not in slots:
             unexpected.append(key)
             continue
-        entry = checkpoint.tensors[name]
+        entry = tensors[name]
         group = groups.get(key)
         if group is None:
             converter = deepcopy(by_pattern[pattern]) if pattern is not None else None
@@ -451,7 +456,7 @@ def _check_numbering(group: Group) -> None:
             raise CheckpointError(f"the tensors of {group.key} are not numbered 0..n-1: {_some(shown)}", REFETCH)
 
 
-def _meta(entry: TensorEntry) -> torch.Tensor:
+def _meta(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.spec.shape, dtype=_TORCH_TYPES[entry.spec.dtype], device="meta")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -141,8 +141,6 @@ def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry |
             }
         )  # fmt: skip
         raw[name] = TensorEntry(part.path, spec)
-    from dataclasses import replace
-
     spec = entry.spec.model_copy(update={"shape": (count, *entry.spec.shape[1:])})
     return replace(entry, spec=spec, form=replace(form, outputs=count), raw=raw)
 
@@ -170,6 +168,11 @@ def join(tensors: Mapping[str, TensorEntry], quantization: Quantization, dtype: 
         raw = _companions(module, scheme, tensors, used)
         target = module if scheme.layout == "gpt-oss" else f"{module}.weight"
         out[target] = _entry(target, scheme, raw, dtype)
+    if not out:
+        raise CheckpointError(
+            f"config.json says that weights are quantized ({quantization.method}), but none is in that form",
+            f"{REFETCH}, with the config.json that belongs to its weights",
+        )
     for name, entry in tensors.items():
         if name not in used and not name.endswith(_DROPPED):
             if name in out:

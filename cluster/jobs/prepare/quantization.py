@@ -241,13 +241,16 @@ def _targets(targets: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{t[3:]})" if t.startswith("re:") else f"^{re.escape(t)}$" for t in targets))
 
 
+_PLAIN = ("float-quantized", "int-quantized", "naive-quantized")  # a code fills its type: nothing is packed
+
+
 def _compressed_scheme(layout: str, weights: _Weights) -> Scheme:
     bits, group = weights.num_bits, max(0, weights.group_size or 0)
     what = f"compressed-tensors {layout} of {bits} bits, type {weights.type}, strategy {weights.strategy}"
     block = weights.block_structure if weights.strategy == "block" else None
-    if weights.type == "float" and bits == 8 and layout in ("float-quantized", "naive-quantized"):
-        if weights.strategy in ("channel", "tensor", "block", None) and (weights.strategy != "block" or block):
-            return Scheme("scaled", block=block)
+    shared = ("channel", "tensor", None) if block is None else ("block",)
+    if weights.type == "float" and bits == 8 and weights.strategy in shared and layout in _PLAIN:
+        return Scheme("scaled", block=block)
     if weights.type == "float" and bits == 4:
         if layout == "nvfp4-pack-quantized" and group in (0, 16):
             return Scheme("nvfp4", group=16)
@@ -257,7 +260,7 @@ def _compressed_scheme(layout: str, weights: _Weights) -> Scheme:
         if layout == "pack-quantized" and bits in (4, 8):
             order = weights.actorder in ("group", "dynamic")
             return Scheme("packed", bits=bits, group=group, zeros=not weights.symmetric, order=order)
-        if layout in ("int-quantized", "naive-quantized") and bits == 8:
+        if layout in _PLAIN and bits == 8:
             return Scheme("int8", bits=8, group=group, zeros=not weights.symmetric)
     raise _refused(what)
 

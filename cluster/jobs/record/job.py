@@ -262,7 +262,7 @@ def record_with(
         hidden=embedding.weight.shape[1],
         distances=distances,
         slot_bytes=engine.slot_bytes,
-        expert_dtype=str(engine.cache.pool.gate_up.dtype).removeprefix("torch."),
+        expert_dtype=str(engine.cache.pool.dtype).removeprefix("torch."),
     )
     writer = TraceWriter(out, header, embed, chunk_bytes)
     capture = Capture(model, engine.layers, routers, engine.top_k, writer)
