@@ -54,7 +54,8 @@ class Release:
 
 def write(release: Release, folder: Path) -> tuple[Path, Path]:
     """The checkpoint as published, and the plain one of its dequantized values: experts float32, the rest rounded."""
-    plain = save_tiny_checkpoint(release.model_type, folder / "plain", **{**SIZES, **release.sizes})
+    head = {} if release.model_type.startswith("deepseek") else {"head_dim": 64}
+    plain = save_tiny_checkpoint(release.model_type, folder / "plain", **{**SIZES, **head, **release.sizes})
     tensors = {name: t.to(release.dtype) for name, t in load_file(plain / "model.safetensors").items()}
     published: Tensors = {}
     oracle: Tensors = {}
