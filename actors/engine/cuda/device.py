@@ -62,7 +62,7 @@ def pin_layers(
             staged += nbytes
             problem = problem or "the limit that copies.pinned_gib sets is reached"
         elif settings.pin == "copy" and (first := _pinned_copy(device, layer.tensors)) is not None:
-            pinned = LayerWeights(first)
+            pinned = layer.moved(first)
             copied += nbytes
         elif (refusal := _register(device, layer.tensors)) is None:
             registered += nbytes
