@@ -305,7 +305,7 @@ def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     ("name", "executor", "bars", "measures"),
     [
         ("prefetch", "emulated", 1, {"blocked_io_s", "hit_rate"}),
-        ("overhead", "emulated", 2, {"tpot_s", "host_us_per_layer"}),
+        ("overhead --against transformers", "emulated", 2, {"tpot_s", "host_us_per_layer"}),
         pytest.param(
             "channel", "real", 3, {"p50_us", "p99_us"},
             marks=pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux only"),
@@ -313,10 +313,10 @@ def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )  # fmt: skip
 def test_a_micro_benchmark_prints_one_json_object(name: str, executor: str, bars: int, measures: set[str]) -> None:
-    done = bench(name, "--repeats", "1", "--json")
+    done = bench(*name.split(), "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["name"], report["executor"], len(report["bars"])) == (name, executor, bars)
+    assert (report["name"], report["executor"], len(report["bars"])) == (name.split()[0], executor, bars)
     assert all(row["median"] >= 0 for row in report["rows"])
     measured = {row["measure"] for row in report["rows"]}
     assert measured >= measures
@@ -325,6 +325,19 @@ def test_a_micro_benchmark_prints_one_json_object(name: str, executor: str, bars
         assert {row["case"] for row in report["rows"]} == ways
         assert measured == measures
         assert all(row["median"] > 0 for row in report["rows"])
+
+
+def test_a_request_through_ray_is_measured(tmp_path: Path) -> None:
+    done = bench("host", "--preset", "next-gate", "--batch", 1, "--repeats", 1, "--check", "--out", tmp_path)
+    report = json.loads((tmp_path / "host.json").read_text())
+    assert done.returncode == (0 if all(bar["ok"] for bar in report["bars"]) else 1)
+    service = {(row["per"], row["part"]): row["all-resident"] for row in report["rows"] if row["all-resident"] != ""}
+    assert set(service) == {
+        ("request", "actor call"), ("request", "Ray, call to first piece"), ("token, client", "Ray, piece of a stream"),
+        ("token, client", "detokenize, run"), ("token, client", "detokenize, API"),
+    }  # fmt: skip
+    assert service["request", "actor call"] > 0
+    assert 0 < service["token, client", "detokenize, run"] < service["token, client", "detokenize, API"]
 
 
 def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None:

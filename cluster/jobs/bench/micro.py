@@ -7,11 +7,12 @@ options of `tiermoe bench NAME`, its docstring is the help. A new case is both, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....actors.policies.sharding import Ownership
@@ -40,13 +41,29 @@ class Options(BaseModel):
         return self.model_dump(mode="json", exclude={"model"}) | fixed
 
 
-class Overhead(Options):
-    """Decode time with everything resident, against transformers' continuous batching."""
+class Against(StrEnum):
+    """What `overhead` compares with."""
 
-    measure = "micro_serving.overhead"
+    TRANSFORMERS = "transformers"
+    LLAMA_CPP = "llama.cpp"
+    LAYERS = "qwen3-30b-layers"
+
+
+class Overhead(Options):
+    """Decode time against transformers' continuous batching and llama.cpp, and what prefetch adds to it."""
+
+    measure = "micro_overhead.overhead"
     own_keys = ("policy", "budget", "link")
     model: Model = None
     repeats: Repeats = 7
+    against: tuple[Against, ...] = Field(
+        tuple(Against),
+        description="What to compare with; repeat it. The last: llama.cpp on random layers of Qwen3-30B-A3B's shape.",
+    )
+    pairs: int = Field(8, ge=1, description="Counted rounds against llama.cpp.")
+    budget: str = Field("0.25", description="Device memory for experts, of the policies that load them.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of these, 1e9 bytes per second.")
+    layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
     config: Config = None
 
 
@@ -57,7 +74,7 @@ class Host(Options):
     own_keys = ("policy", "budget", "link")
     model: Model = None
     repeats: Repeats = 5
-    preset: tuple[Annotated[str, MinLen(1)], ...] = Field(
+    preset: tuple[str, ...] = Field(
         ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict"), description="Policy; repeat it."
     )
     batch: tuple[Annotated[int, Ge(1)], ...] = Field((1, 8), description="Prompts in flight together; repeat it.")
@@ -187,7 +204,9 @@ def _option(field: FieldInfo) -> tuple[Any, Any]:
 
     kind, limits, default = field.annotation, field.metadata, field.default
     if get_origin(kind) is tuple:  # an option that may be repeated
-        kind, *limits = get_args(get_args(kind)[0])
+        kind, limits = get_args(kind)[0], []
+        if get_origin(kind) is Annotated:
+            kind, *limits = get_args(kind)
         kind, default = list[kind], list(default)  # type: ignore[valid-type]
     least: Any = next((limit.ge for limit in limits if isinstance(limit, Ge)), None)
     most: Any = next((limit.le for limit in limits if isinstance(limit, Le)), None)

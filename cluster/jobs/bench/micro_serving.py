@@ -1,4 +1,4 @@
-"""Micro-benchmarks that serve requests in this process: `overhead`, `prefetch` and `scale`.
+"""Micro-benchmarks that serve requests in this process: `prefetch` and `scale`.
 
 All cases of a benchmark answer the same prompts, and must give the same tokens.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from rich.progress import Progress
@@ -20,12 +19,9 @@ from ....errors import BudgetError, RuntimeFailure
 from ...config import RunConfig, engine_settings, parse_budget
 from ...host import usable_cores
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
-from .micro import Overhead, Prefetch, Scale
-from .serving import Submit, heldout_prompts, run_config, serve, start_reference, start_worker
+from .micro import Prefetch, Scale
+from .serving import heldout_prompts, run_config, serve, start_worker
 
-OURS = "tiermoe all-resident"
-REFERENCES = ("grouped_mm", "batched_mm", "eager")  # transformers' experts implementations that run on a CPU
-BATCHES = (1, 8)  # of `overhead`
 POLICIES = ("on-demand", "next-gate")  # of `prefetch`
 PREFETCH_PROMPTS = 6
 LATENCY_US = 10.0
@@ -35,7 +31,7 @@ Prompt = tuple[int, ...]
 Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
 
 
-class _SameTokens:
+class SameTokens:
     """The tokens of each group of prompts, by the case that ran it first."""
 
     def __init__(self, first: str) -> None:
@@ -45,78 +41,6 @@ class _SameTokens:
     def check(self, case: str, group: int, tokens: list[list[int]]) -> None:
         if self._tokens.setdefault(group, tokens) != tokens:
             raise RuntimeFailure(f"{case} gives other tokens than {self._first}", "report this as a bug")
-
-
-def overhead(options: Overhead, progress: Progress | None) -> Report:
-    """Decode time per token with all experts resident, against transformers' continuous batching.
-
-    The reference is the unmodified model under the same manager, with its fastest experts implementation in this run.
-
-    Bars: ratio of medians <= 1.0 at batch 1 and at batch 8.
-
-    Raises:
-        RuntimeFailure: the tokens differ.
-    """
-    prompt_tokens, max_tokens = 32, 48
-    link = {"gbps": None, "latency_us": 0.0}
-    config = run_config(options.model, options.config, policy="all-resident", budget="1.0", link=link)
-    prompts = heldout_prompts(config.model_dir, max(BATCHES), prompt_tokens)
-    settings = options.settings(prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1)
-
-    def case(name: str, submit: Submit, batch: int, same: _SameTokens) -> Case:
-        def run() -> Measures:
-            measures, tokens = serve(submit, prompts[:batch], max_tokens)
-            same.check(name, 0, tokens)
-            return measures
-
-        return Case(name, run)
-
-    with ExitStack() as stack:  # an open worker keeps the process alive
-        worker = stack.enter_context(closing(start_worker(config)))
-        submits: dict[str, Submit] = {OURS: worker.submit}
-        for name in REFERENCES:
-            submits[name] = stack.enter_context(closing(start_reference(config, name))).submit
-        report = Report("overhead", worker.stats().executor, settings=settings)
-        for batch in BATCHES:
-            same = _SameTokens(OURS)
-            cases = [case(name, submit, batch, same) for name, submit in submits.items()]
-            results = interleaved(cases, options.repeats, 1, progress)
-            report.rows += rows_of(results, batch=batch)
-            medians = {name: measures["tpot_s"].median for name, measures in results.items()}
-            fastest = min(REFERENCES, key=lambda name: medians[name])
-            value = ratio(medians[OURS], medians[fastest])
-            report.bars.append(Bar(f"tpot over transformers {fastest}, batch {batch}", value, "<=", 1.0))
-        for batch in BATCHES:
-            run = partial(serve, worker.submit, prompts[:batch], max_tokens)
-            rows = rows_of({OURS: host_measures(worker.engine, run, batch)}, batch=batch)
-            report.rows += [row | {"values": ()} for row in rows]  # thousands of passes: the range suffices
-    return report
-
-
-def host_measures(engine: Any, run: Callable[[], object], tokens: int) -> dict[str, Spread]:
-    """A layer's decode pass of `tokens` tokens on the host: microseconds in all and by part, calls on a GPU by kind.
-
-    `run` sends requests and waits for them; once for the total, once for the parts, whose timing slows it.
-    """
-    from ....actors.engine.model.profile import KERNEL_PARTS, PARTS, device_calls, host_passes
-
-    with host_passes(engine, KERNEL_PARTS) as whole_passes:
-        run()
-    whole = [p for p in whole_passes if p.tokens == tokens]
-    with host_passes(engine) as passes:
-        run()
-    decode = [p for p in passes if p.tokens == tokens]
-    found = {f"host_{part}_us": Spread.of([p.parts[part] * 1e6 for p in decode]) for part in PARTS}
-    found["host_outside_us"] = Spread.of([p.outside_s * 1e6 for p in decode])
-    measures = {
-        "host_us_per_layer": Spread.of([(p.total_s - p.kernel_s) * 1e6 for p in whole]),
-        "kernel_us_per_layer": Spread.of([p.kernel_s * 1e6 for p in whole]),
-    } | {name: spread for name, spread in found.items() if spread.median > 0}
-    if engine.device.executor == "real":
-        calls = device_calls(engine, run, tokens)
-        for where, counts in (("experts", calls.experts), ("dense", calls.dense)):
-            measures |= {f"{where}_{kind}_per_layer": Spread.of([n]) for kind, n in vars(counts).items()}
-    return measures
 
 
 def prefetch(options: Prefetch, progress: Progress | None) -> Report:
@@ -139,7 +63,7 @@ def prefetch(options: Prefetch, progress: Progress | None) -> Report:
     settings = options.settings(
         latency_us=LATENCY_US, prompts=PREFETCH_PROMPTS, threads=1, prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )
-    same = _SameTokens(POLICIES[0])
+    same = SameTokens(POLICIES[0])
 
     def case(name: str, worker: Any) -> Case:
         def run() -> Measures:
@@ -235,7 +159,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         prompt_tokens=prompt_tokens, max_tokens=max_tokens, threads=1, cores=usable_cores(),
     )  # fmt: skip
 
-    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: _SameTokens) -> Case:
+    def case(variant: Variant, worker: Any, prompts: Sequence[list[Prompt]], same: SameTokens) -> Case:
         done = 0
 
         def run() -> Measures:
@@ -254,7 +178,7 @@ def scale(options: Scale, progress: Progress | None) -> Report:
         workers = {v: stack.enter_context(closing(start_worker(config))) for v, config in configs.items()}
         report = Report("scale", workers[VARIANTS[0]].stats().executor, settings=settings, shown=_SHOWN)
         for batch, rounds_of_batch in groups.items():
-            same = _SameTokens(VARIANTS[0].name)
+            same = SameTokens(VARIANTS[0].name)
             cases = [case(*item, rounds_of_batch, same) for item in workers.items()]
             found = interleaved(cases, rounds(options, batch), 1, progress, f"batch {batch}")
             report.rows += [scale_row(batch, v, found) for v in VARIANTS]

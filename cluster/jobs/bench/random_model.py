@@ -33,3 +33,21 @@ def save_random_model(shape: MoeShape, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
+
+
+def save_qwen3_layers(layers: int, folder: Path, seed: int = 0) -> Path:
+    """Write some layers of Qwen3-30B-A3B's shape, with a vocabulary of 4,096, in bfloat16; the folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers, num_experts=128,
+        num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=4096,
+        max_position_embeddings=4096, tie_word_embeddings=True, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():  # else the mean over the context dominates, and all tokens take the same experts
+        model.get_input_embeddings().weight.normal_()
+    model.save_pretrained(folder)
+    return folder
