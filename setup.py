@@ -22,13 +22,15 @@ setup(
             depends=[
                 "kernels/cpu/bindings.hpp",
                 "kernels/cpu/expert_ffn.hpp",
+                "kernels/cpu/fit.hpp",
+                "kernels/cpu/fit_body.hpp",
                 "kernels/cpu/link.hpp",
                 "kernels/cpu/neuron_body.hpp",
                 "kernels/cpu/neuron_ffn.hpp",
                 "kernels/cpu/threads.hpp",
             ],
             include_dirs=["kernels/cpu"],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread"],
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"],
             language="c++",
         ),
         Extension(

@@ -83,6 +83,24 @@ def full_ffn(
 ) -> None:
     """Raises ValueError: an array of another shape, type or layout; a number out of range."""
 
+def fit(
+    threads: Pool,
+    set_number: int,
+    hidden: int,
+    neurons: int,
+    experts: int,
+    element: int,
+    group: int,
+    gate_up: int,
+    down: int,
+    powers: int,
+    widths: list[tuple[int, int, int, int, int, int]],
+    /,
+) -> None:
+    """widths: bits, and the addresses of gate_up, gate_up_scales, down, down_scales, errors.
+
+    Raises ValueError: a number out of range."""
+
 def read_bytes(address: int, size: int, /) -> int:
     """Reads a buffer once, as fast as one thread can."""
 

@@ -29,7 +29,7 @@ OUTPUTS, INPUTS = 16, 32  # of a tile
 NEURONS = 32  # of a block of gate and up: two tiles of each, which share one read of the inputs
 _VECTOR = 64  # bytes of four inputs of a tile's outputs
 
-_DTYPES: dict[str, type[np.generic]] = {"U8": np.uint8, "F16": np.float16}
+DTYPES: dict[str, type[np.generic]] = {"U8": np.uint8, "F16": np.float16}
 
 
 class PackError(ValueError):
@@ -124,7 +124,7 @@ class PackedShape:
 
     def nbytes(self) -> int:
         """Bytes of one packed expert, scales and padding included."""
-        return sum(int(np.prod(shape)) * np.dtype(_DTYPES[code]).itemsize for code, shape in self.tensors().values())
+        return sum(int(np.prod(shape)) * np.dtype(DTYPES[code]).itemsize for code, shape in self.tensors().values())
 
     def check(self, arrays: Mapping[str, NDArray[Any]], *, leading: int = 0) -> None:
         """Raise PackError unless `arrays` are exactly `tensors()`, after `leading` common axes."""
@@ -134,9 +134,9 @@ class PackedShape:
         front = next(iter(arrays.values())).shape[:leading]
         for name, (code, shape) in expected.items():
             array = arrays[name]
-            if array.dtype != _DTYPES[code] or array.shape != (*front, *shape):
+            if array.dtype != DTYPES[code] or array.shape != (*front, *shape):
                 raise PackError(
-                    f"{name} must be {np.dtype(_DTYPES[code])} {(*front, *shape)}, not {array.dtype} {array.shape}"
+                    f"{name} must be {np.dtype(DTYPES[code])} {(*front, *shape)}, not {array.dtype} {array.shape}"
                 )
 
 

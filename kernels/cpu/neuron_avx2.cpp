@@ -1,10 +1,12 @@
 // AVX2: half a tile's vector against four inputs of a row is one vpmaddubsw, whose 16-bit sums hold a whole tile.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -153,9 +155,12 @@ inline void dots(const std::uint8_t* codes, int tile_bytes, int unit_bytes, int 
         }
 }
 
+constexpr int kVectorBytes = 32;
+
 }  // namespace
 }  // namespace tiermoe
 
+#include "fit_body.hpp"
 #include "neuron_body.hpp"
 
 namespace tiermoe {

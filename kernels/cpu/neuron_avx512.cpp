@@ -1,10 +1,12 @@
 // AVX-512 with VNNI: a tile's vector of 64 codes against four inputs of a row, broadcast, is one vpdpbusd.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -211,9 +213,12 @@ inline void dots(const std::uint8_t* codes, int tile_bytes, int unit_bytes, int 
     }
 }
 
+constexpr int kVectorBytes = 64;
+
 }  // namespace
 }  // namespace tiermoe
 
+#include "fit_body.hpp"
 #include "neuron_body.hpp"
 
 namespace tiermoe {

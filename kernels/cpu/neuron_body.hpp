@@ -335,7 +335,8 @@ constexpr Kernels table(const char* name) {
             {nullptr, packed<1>, packed<2>, packed<3>, packed<4>, nullptr, nullptr, nullptr, packed<8>},
             {full<float>, full<Half>, full<Bfloat>},
             quantize,
-            add};
+            add,
+            fit};
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <functional>
 #include <mutex>
 
+#include "fit.hpp"
+
 namespace tiermoe {
 namespace {
 
@@ -186,6 +188,15 @@ void full_ffn(Threads& threads, int set, const FullLayer& layer, Activation acti
                                        layer.hidden, end - begin, activation, item.rows, x, out};
                   kernels.full[static_cast<int>(layer.element)](job);
               });
+}
+
+void fit_layer(Threads& threads, int set, const FitLayer& layer) {
+    const Kernels& kernels = *all_kernels()[static_cast<std::size_t>(set)];
+    const FullLayer& full = layer.full;
+    const std::int64_t each = ceil_div(full.neurons, kBlockNeurons) + ceil_div(full.neurons, layer.group);
+    const std::lock_guard<std::mutex> lock(threads.busy());
+    const Threads::Bound bound(threads);
+    threads.run(full.experts * each, [&](std::int64_t job, int) { kernels.fit(layer, job); });
 }
 
 }  // namespace tiermoe

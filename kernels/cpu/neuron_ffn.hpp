@@ -27,6 +27,8 @@ struct PackedLayer {
     const std::uint16_t* down_scales;    // [E, ceil(I / group), ceil(H / 16), 2, 16] float16
 };
 
+struct FitLayer;
+
 enum class Element : int { f32 = 0, f16 = 1, bf16 = 2 };
 
 // Full-precision experts as the expert store has them.
@@ -58,6 +60,9 @@ std::vector<std::string> instruction_sets();
 // std::bad_alloc.
 void packed_ffn(Threads& threads, int set, const PackedLayer& layer, Activation activation, const Batch& batch);
 void full_ffn(Threads& threads, int set, const FullLayer& layer, Activation activation, const Batch& batch);
+
+// Quantizes a layer's experts without data; see fit.hpp. Sizes and addresses were checked by the caller.
+void fit_layer(Threads& threads, int set, const FitLayer& layer);
 
 // --- what the instruction sets implement -------------------------------------------------------------------
 
@@ -100,6 +105,7 @@ struct Kernels {
     void (*quantize)(const float* x, std::int64_t size, int group, std::int8_t* q, float* affine);
     // out[i] += weight * (sum over chunks of part[chunk * stride + i]), for `size` columns
     void (*add)(const float* part, std::int64_t stride, int chunks, float weight, std::int64_t size, float* out);
+    void (*fit)(const FitLayer&, std::int64_t job);  // fit.hpp
 };
 
 const Kernels& portable_kernels();

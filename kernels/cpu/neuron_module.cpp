@@ -3,9 +3,11 @@
 // which are checked here, and so is every number against the others, before a kernel runs.
 #include <new>
 #include <system_error>
+#include <tuple>
 #include <vector>
 
 #include "bindings.hpp"
+#include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 namespace tiermoe::bindings {
@@ -233,6 +235,57 @@ PyObject* full(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return released([&] { full_ffn(*common.threads, common.set, layer, common.activation, batch); });
 }
 
+// fit(threads, set, hidden, neurons, experts, element, group, gate_up, down, powers,
+//     [(bits, gate_up, gate_up_scales, down, down_scales, errors), ..])
+PyObject* fit(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 11)) return nullptr;
+    auto* threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
+    if (!threads) return nullptr;
+    long long number[6];
+    for (int i = 0; i < 6; ++i) number[i] = PyLong_AsLongLong(args[i + 1]);
+    FitLayer layer = {};
+    layer.full.gate_up = address<const void>(args[7]);
+    layer.full.down = address<const void>(args[8]);
+    layer.powers = address<float>(args[9]);
+    if (PyErr_Occurred()) return nullptr;
+    const auto [set, hidden, neurons, experts, element, group] =
+        std::tuple(number[0], number[1], number[2], number[3], number[4], number[5]);
+    const bool known = 0 <= set && set < static_cast<long long>(instruction_sets().size()) && 0 <= element &&
+                       element <= static_cast<int>(Element::bf16) && (group == 32 || group == 64 || group == 128);
+    const bool sized = 1 <= hidden && hidden < kSizeMax && 1 <= neurons && neurons < kSizeMax && 1 <= experts &&
+                       experts < kSizeMax;
+    if (!known || !sized || !PyList_Check(args[10]) || PyList_GET_SIZE(args[10]) > kMostWidths) {
+        PyErr_SetString(PyExc_ValueError, "an argument is out of range");
+        return nullptr;
+    }
+    layer.full.hidden = hidden;
+    layer.full.neurons = neurons;
+    layer.full.experts = experts;
+    layer.full.element = static_cast<Element>(element);
+    layer.group = static_cast<int>(group);
+    FitWidth widths[kMostWidths];
+    layer.widths = widths;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[10]); ++i) {
+        PyObject* item = PyList_GET_ITEM(args[10], i);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 6) {
+            PyErr_SetString(PyExc_TypeError, "a width must be a tuple of 6");
+            return nullptr;
+        }
+        const long long bits = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0));
+        widths[layer.count++] = {static_cast<int>(bits), address<std::uint8_t>(PyTuple_GET_ITEM(item, 1)),
+                                 address<std::uint16_t>(PyTuple_GET_ITEM(item, 2)),
+                                 address<std::uint8_t>(PyTuple_GET_ITEM(item, 3)),
+                                 address<std::uint16_t>(PyTuple_GET_ITEM(item, 4)),
+                                 address<float>(PyTuple_GET_ITEM(item, 5))};
+        if (PyErr_Occurred()) return nullptr;
+        if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) {
+            refuse("there is no such width", bits);
+            return nullptr;
+        }
+    }
+    return released([&] { fit_layer(*threads, static_cast<int>(set), layer); });
+}
+
 PyObject* sets(PyObject*, PyObject*) {
     const std::vector<std::string> names = instruction_sets();
     PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
@@ -250,6 +303,7 @@ PyMethodDef neuron_methods[] = {
     {"threads", fast(threads), METH_FASTCALL, "A pool of threads; see threads.hpp."},
     {"packed_ffn", fast(packed), METH_FASTCALL, "Experts in packed weights; see neuron_ffn.hpp."},
     {"full_ffn", fast(full), METH_FASTCALL, "Experts in full precision; see neuron_ffn.hpp."},
+    {"fit", fast(fit), METH_FASTCALL, "Data-free quantization of a layer; see fit.hpp."},
     {"instruction_sets", sets, METH_NOARGS, "Names of what this processor can run, best first."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,10 +1,12 @@
 // Plain C++: for processors without AVX2, and the arithmetic that the others are checked against.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 namespace tiermoe {
@@ -125,9 +127,12 @@ inline void dots(const std::uint8_t* codes, int tile_bytes, int unit_bytes, int 
     }
 }
 
+constexpr int kVectorBytes = 16;
+
 }  // namespace
 }  // namespace tiermoe
 
+#include "fit_body.hpp"
 #include "neuron_body.hpp"
 
 namespace tiermoe {

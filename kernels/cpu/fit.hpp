@@ -1,0 +1,39 @@
+// Data-free quantization of a layer's experts: each group's scale and offset with the least squared error of its
+// weights, its codes, and their packed layout (kernels/pack.py), in one pass over the full-precision weights.
+//
+// Rule for a group of n weights w of one output, at b bits: from a few clipped ranges around the mean, turns of nearest
+// codes c and the least squares line w ~= scale * c + offset; the best line wins, in float16. At 1 bit that is Lloyd's
+// 2-means. At 8 bits the range itself. kernels/quantize.py has the same rule in torch (`fit_group`), for GPTQ.
+//
+// A block of 32 neurons of gate and up, or a group of neurons of down, is one job. Results do not depend on the number
+// of threads. Cost: 9 to 25 turns of about 8 instructions for 16 weights.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "neuron_ffn.hpp"
+
+namespace tiermoe {
+
+constexpr int kMostWidths = 5;
+
+// Where the replicas of one width go: the arrays of PackedShape.tensors(), [E, ...] each.
+struct FitWidth {
+    int bits;
+    std::uint8_t* gate_up;
+    std::uint16_t* gate_up_scales;
+    std::uint8_t* down;
+    std::uint16_t* down_scales;
+    float* errors;  // [E, I, 3] squared error of each neuron's gate, up and down
+};
+
+struct FitLayer {
+    FullLayer full;
+    int group;
+    const FitWidth* widths;
+    int count;      // of widths
+    float* powers;  // [E, I, 3] sum of squares of each neuron's gate, up and down
+};
+
+}  // namespace tiermoe
