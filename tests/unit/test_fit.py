@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tiermoe.cluster.jobs.prepare.quantize import Matrices, output_losses, expert_outputs
+from tiermoe.cluster.jobs.prepare.quantize import Matrices, expert_outputs, output_losses
 from tiermoe.kernels.fit import FittedLayer, expected_losses, fit_layer
 from tiermoe.kernels.pack import PackedShape, PackError, unpack_expert
 from tiermoe.kernels.packed_ffn import Threads, instruction_sets
