@@ -103,10 +103,15 @@ class PolicySettings(Settings):
 
     @property
     def replica_widths(self) -> tuple[int, ...]:
-        """Widths of the replicas that the store must have; they also come with the popularity of experts."""
+        """Widths of the replicas that the store must have; calibrated ones come with the popularity of experts."""
         if self.low_bit is not None:
             return (self.low_bit.bits,)
         return self.precision.widths or ((4,) if self.placement.kind == "static" else ())
+
+    @property
+    def needs_popularity(self) -> bool:
+        """Whether the store must know which experts a calibration text uses most, as calibrated replicas do."""
+        return bool(self.placement.kind == "static")
 
     @property
     def cache_order(self) -> CacheOrder | None:

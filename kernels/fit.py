@@ -1,8 +1,8 @@
-"""Data-free quantization of a layer's experts into packed replicas, in C++ (`kernels/cpu/fit.hpp`). NumPy without torch.
+"""Data-free quantization of a layer's experts into packed replicas, in C++ (`kernels/cpu/fit.hpp`).
 
-`fit_layer` gives each group the scale and offset with the least squared error of its weights. `expected_losses` says
-what that does to the experts' outputs, for inputs of unit variance: with vg = |gate_i|^2, vu = |up_i|^2, vd = |down_i|^2
-of neuron i, eg, eu, ed the squared errors of the three, and independent errors,
+NumPy without torch. `fit_layer` gives each group the scale and offset with the least squared error of its weights.
+`expected_losses` says what that does to the experts' outputs, for inputs of unit variance. With vg = |gate_i|^2,
+vu = |up_i|^2 and vd = |down_i|^2 of neuron i, eg, eu, ed the squared errors of the three, and independent errors,
 
     loss = 1/H sum_i  vd (D(vg) eg vu + S(vg) eu) + ed S(vg) vu      S(v) = E act(z)^2, D(v) = E act'(z)^2, z ~ N(0, v)
 

@@ -25,11 +25,11 @@ from ...kernels.pack import PackedShape
 from .files import FileView, VerifiedFiles
 from .format import MANIFEST_NAME, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, read_manifest
 
-REPLICA_VERSION: Literal[1] = 1
+REPLICA_VERSION: Literal[2] = 2
 REPLICAS_NAME = "replicas.json"
 REPLICA_STAMP_NAME = "replicas-verified.json"
 
-REQUANTIZE = "make them again with `tiermoe prepare MODEL OUT --bits WIDTHS --calibration FILE`"
+REQUANTIZE = "make them again with `tiermoe prepare MODEL OUT --bits WIDTHS`"
 
 Width = Literal[1, 2, 3, 4, 8]
 Group = Literal[32, 64, 128]
@@ -66,7 +66,9 @@ class ReplicaManifest(ChecksummedManifest):
         store_sha256: of the store's `manifest.json` when they were made.
         group: consecutive inputs that share a scale and an offset.
         widths: bits a weight, ascending.
+        method: "data-free", each group fitted to its weights (`kernels/fit.py`); "gptq", each expert to its inputs.
         act_order: GPTQ took the inputs in the order of their Hessian diagonal.
+        calibration: the text of GPTQ's inputs.
         files: by width, then by layer.
         losses: the file of `ReplicaTables`.
     """
@@ -75,12 +77,13 @@ class ReplicaManifest(ChecksummedManifest):
     version_field, version, version_name = "replica_version", REPLICA_VERSION, "replica version"
     remedy = REQUANTIZE
 
-    replica_version: Literal[1]
+    replica_version: Literal[2]
     store_sha256: Sha256
     group: Group
     widths: Annotated[tuple[Width, ...], Field(min_length=1)]
+    method: Literal["data-free", "gptq"]
     act_order: bool
-    calibration: Calibration
+    calibration: Calibration | None
     files: tuple[ReplicaFile, ...]
     losses: FileRecord
 
@@ -88,6 +91,8 @@ class ReplicaManifest(ChecksummedManifest):
     def _consistent(self) -> ReplicaManifest:
         if list(self.widths) != sorted(set(self.widths)):
             raise ValueError("widths are not ascending")
+        if (self.calibration is None) != (self.method == "data-free") or (self.act_order and self.calibration is None):
+            raise ValueError("the method and the calibration do not fit together")
         layers = len(self.files) // len(self.widths)
         expected = [(bits, layer) for bits in self.widths for layer in range(layers)]
         if not layers or [(file.bits, file.layer) for file in self.files] != expected:
@@ -166,16 +171,17 @@ class ReplicaView:
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """Calibration results of L MoE layers, E experts and B widths; read-only arrays.
+    """What is known of the replicas of L MoE layers, E experts and B widths; read-only arrays.
 
     Attributes:
         widths: bits a weight, ascending: the last axis of the losses.
         losses: float32 [L, E, B], mean squared error of the expert's output against full precision, over its
-            calibration rows and the hidden size (all rows of the layer for an expert without any).
-        rtn_losses: float32 [L, E, B], the same for round-to-nearest.
+            calibration rows and the hidden size (all rows of the layer for an expert without any). Data-free:
+            expected for inputs of unit variance (`kernels/fit.py`).
+        rtn_losses: float32 [L, E, B], the same for round-to-nearest; data-free: `losses` again.
         fallback: bool [L, E, B], the replica is rounded to nearest: too few rows for GPTQ.
-        counts: int64 [L, E], calibration rows routed to the expert (P).
-        scores: float64 [L, E], sum of their routing weights (W).
+        counts: int64 [L, E], calibration rows routed to the expert (P); zero if data-free.
+        scores: float64 [L, E], sum of their routing weights (W); zero if data-free.
     """
 
     widths: tuple[int, ...]

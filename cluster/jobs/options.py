@@ -188,7 +188,8 @@ def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) ->
     store = ensure_prepared(config.model_dir, out_dir, progress=progress)
     check_budget(settings, store)
     if widths := settings.policy.replica_widths:
-        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=progress)
+        known = settings.policy.needs_popularity
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=progress)
     return store
 
 

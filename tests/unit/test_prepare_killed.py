@@ -35,9 +35,12 @@ main()
 """
 _TIMEOUT_S = 120
 # A random one among the changes of a whole run: 24 in the unfinished store, 40 in the unfinished replicas until all are
-# in the store.
+# in the store, 20 without calibration.
 _RANDOM = random.Random(7)
-_KILLS = ((".partial", _RANDOM.randint(1, 24)), (".replicas", _RANDOM.randint(1, 40)))
+_KILLS = {
+    calibrated: ((".partial", _RANDOM.randint(1, 24)), (".replicas", _RANDOM.randint(1, most)))
+    for calibrated, most in ((True, 40), (False, 20))
+}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -46,16 +49,19 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
-def test_a_killed_preparation_with_replicas_finishes(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_killed_preparation_with_replicas_finishes(
+    checkpoint: Path, calibration: Path, tmp_path: Path, calibrated: bool
+) -> None:
     out = tmp_path / "made" / "store"
 
     def run(start: str, changes: int) -> int:
         command = [sys.executable, "-c", _PROGRAM, f"{out}{start}", str(changes), "prepare", str(checkpoint), str(out)]
-        options = ["--bits", "2", "--group-size", "32", "--calibration", str(calibration)]
+        options = ["--bits", "2", "--group-size", "32", *(("--calibration", str(calibration)) if calibrated else ())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run([*command, *options], timeout=_TIMEOUT_S, env=environment, capture_output=True).returncode
 
-    for start, changes in _KILLS:
+    for start, changes in _KILLS[calibrated]:
         assert run(start, changes) == -signal.SIGKILL, (start, changes)
         assert out.with_name(f"store{start}").exists()
         assert out.exists() == (start == ".replicas")
@@ -68,4 +74,5 @@ def test_a_killed_preparation_with_replicas_finishes(checkpoint: Path, calibrati
     assert view is not None
     assert view.widths == (2,)
     whole = prepare(checkpoint, tmp_path / "whole", progress=False)
-    assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), calibration, progress=False))
+    text = calibration if calibrated else None
+    assert files(out) == files(add_replicas(whole, checkpoint, ReplicaOptions((2,), 32), text, progress=False))

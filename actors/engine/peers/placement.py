@@ -349,6 +349,11 @@ def make_placer(
         hot_set = HotSet(hot_slots, placement.alpha)
         return ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated)
     counts = _tables(tables, policy.name, "the popularity of experts").counts
+    if not counts.any():
+        raise ConfigError(
+            f"policy {policy.name} needs the popularity of experts, and the store's replicas are data-free",
+            "run `tiermoe prepare MODEL OUT --bits 4 --calibrated`, or give a text with --calibration FILE",
+        )
     hot = static_hot(counts, hot_slots)
     keys = [layer * experts + e for layer in range(hot_slots.layers) for e in sorted(hot[layer])]
     cold = []
@@ -401,7 +406,7 @@ def _tables(tables: ReplicaTables | None, name: str, what: str) -> ReplicaTables
     if tables is None:
         raise ConfigError(
             f"policy {name} needs {what}, which the store lacks",
-            "run `tiermoe prepare MODEL OUT --bits 1,2,3,4 --calibration FILE`",
+            "run `tiermoe prepare MODEL OUT --bits 1,2,3,4`",
         )
     return tables
 

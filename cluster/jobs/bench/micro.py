@@ -115,10 +115,13 @@ class Scale(Options):
 
 
 class Quantize(Options):
-    """Error of quantized experts on held-out inputs: GPTQ against round-to-nearest, torchao and HQQ."""
+    """Error of quantized experts on held-out inputs, and speed: data-free, GPTQ, round-to-nearest, torchao and HQQ."""
 
     measure = "micro_quantize.quantize"
     model: Model = None
+    repeats: Repeats = 5
+    heldout_tokens: int = Field(16384, ge=64, description="Tokens of held-out text, at most.")
+    calibration_tokens: int = Field(16384, ge=64, description="Tokens of calibration text, at most.")
 
 
 class Channel(Options):

@@ -72,7 +72,8 @@ def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
     store = ensure_prepared(config.model_dir, wanted, progress=False)
     if widths := settings.policy.replica_widths:
-        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, progress=False)
+        known = settings.policy.needs_popularity
+        ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=False)
     return store
 
 

@@ -17,7 +17,7 @@ from ....errors import CheckpointError, ConfigError
 from ...prompt import load_model_config, load_tokenizer
 
 WINDOW_TOKENS = 512
-MAX_TOKENS = 1 << 16  # more are not used: the expert inputs of every token and layer are written to disk
+MAX_TOKENS = 1 << 16  # unless the caller says other; the expert inputs of every token and layer are written to disk
 LEAST_TOKENS = 64
 _FOLDER = "calibration"  # in the folder of a model that ships text
 _REMEDY = "give UTF-8 text: a .txt file, a .jsonl file with a \"text\" in each line, or a folder of such"
@@ -48,11 +48,11 @@ def shipped_calibration(model_dir: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
+def read_windows(path: Path, model_dir: Path, console: Console, most: int = MAX_TOKENS) -> Windows:
     """The windows of a calibration text for a model's tokenizer.
 
-    Texts are tokenised one by one with special tokens, joined and split; a rest shorter than a window is dropped. The
-    console tells when tokens beyond `MAX_TOKENS` are dropped.
+    Texts are tokenised one by one with special tokens, joined and split; a rest shorter than a window is dropped. Of
+    more than `most` tokens, whole windows evenly spaced over the text are taken, and the console tells.
 
     Raises:
         ConfigError: no such file, not text, or less than `LEAST_TOKENS` tokens.
@@ -65,9 +65,6 @@ def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
             f"calibration text '{path}' has {len(stream)} tokens",
             f"give at least {LEAST_TOKENS}; some ten thousand are sensible",
         )
-    if len(stream) > MAX_TOKENS:
-        console.print(f"calibration uses the first {MAX_TOKENS} of {len(stream)} tokens of {path}")
-        stream = stream[:MAX_TOKENS]
     config = load_model_config(model_dir)
     vocabulary = config.get("vocab_size")
     if isinstance(vocabulary, int) and max(stream) >= vocabulary:
@@ -78,7 +75,11 @@ def read_windows(path: Path, model_dir: Path, console: Console) -> Windows:
     longest = config.get("max_position_embeddings")
     window = min(WINDOW_TOKENS, len(stream), longest if isinstance(longest, int) else WINDOW_TOKENS)
     count = len(stream) // window
-    return Windows(np.array(stream[: count * window], dtype=np.int64).reshape(count, window))
+    windows = np.array(stream[: count * window], dtype=np.int64).reshape(count, window)
+    if (taken := max(1, most // window)) < count:
+        console.print(f"calibration uses {taken * window} of {len(stream)} tokens of {path}")
+        windows = windows[np.linspace(0, count - 1, taken).astype(np.int64)]
+    return Windows(windows)
 
 
 def read_texts(path: Path) -> list[str]:

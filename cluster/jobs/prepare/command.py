@@ -13,7 +13,7 @@ from ...hub import locate
 from ..profile.command import profile_request
 from .calibration import read_texts, shipped_calibration
 from .job import default_store_dir, is_store, prepare
-from .replicas import ReplicaOptions, add_replicas, parse_bits
+from .replicas import CALIBRATION_TOKENS, ReplicaOptions, add_replicas, parse_bits
 
 _STRIDE = 3  # default layers ahead of predictors
 
@@ -28,13 +28,20 @@ def prepare_command(
     cache_dir: Annotated[Path | None, typer.Option(help="Where stores go when OUT is not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Make the store anew even if it is there.")] = False,
     bits: Annotated[
-        str | None, typer.Option(help="Add quantized replicas of these widths, such as 1,2,3,4.")
+        str | None, typer.Option(help="Add quantized replicas of these widths, such as 1,2,3,4: seconds a gigabyte.")
     ] = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Fit replicas to a text by GPTQ: less error, minutes a gigabyte.")
+    ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(help="Text to fit replicas to: .txt, .jsonl or a folder; default: the model's own.")
+        Path | None,
+        typer.Option(help="The text, and --calibrated: .txt, .jsonl or a folder; without it the model's own."),
+    ] = None,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of the text, at most. ({CALIBRATION_TOKENS})")
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128. (64)")] = None,
-    act_order: Annotated[bool, typer.Option("--act-order", help="Quantize the strongest inputs first.")] = False,
+    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ takes the strongest inputs first.")] = False,
     neuron_order: Annotated[
         Path | None,
         typer.Option(
@@ -80,9 +87,10 @@ def prepare_command(
     profiling = profile_request(
         profile, profile_trace, profile_figures, profile_outputs, profile_warmup, profile_warmup_weight
     )
-    options = replica_options(bits, group_size, act_order, calibration)
+    calibrated = calibrated or calibration is not None
+    options = replica_options(bits, group_size, act_order, calibrated, calibration_tokens)
     model = locate(checkpoint)
-    text = None if options is None else calibration_text(model, calibration)
+    text = calibration_text(model, calibration) if calibrated else None
     for measured in (neuron_order, gates, sensitivity):
         if measured is not None:
             read_texts(measured)
@@ -92,7 +100,7 @@ def prepare_command(
             from .neuron_order import order_neurons  # torch takes seconds: imported after the options are checked
 
             yield lambda store: order_neurons(store, model, neuron_order)
-        if options is not None and text is not None:
+        if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
         if predictors is not None or gates is not None or sensitivity is not None:
             from .measures import add_gates, add_predictors, add_sensitivity
@@ -121,20 +129,24 @@ def prepare_command(
 
 
 def replica_options(
-    bits: str | None, group_size: int | None, act_order: bool, calibration: Path | None
+    bits: str | None, group_size: int | None, act_order: bool, calibrated: bool, tokens: int | None
 ) -> ReplicaOptions | None:
-    """The replicas of the command line. Raises ConfigError: unknown width or group, or options without --bits."""
-    if bits is not None:
-        return ReplicaOptions(parse_bits(bits), 64 if group_size is None else group_size, act_order)
-    given = {"--group-size": group_size is not None, "--act-order": act_order, "--calibration": calibration is not None}
+    """The replicas of the command line. Raises ConfigError: unknown width or group, or options without their base."""
+    of_gptq = {"--act-order": act_order, "--calibration-tokens": tokens is not None}
+    given = {"--group-size": group_size is not None, "--calibrated (or --calibration)": calibrated, **of_gptq}
     for name, is_given in given.items():
-        if is_given:
+        if is_given and bits is None:
             raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
-    return None
+        if is_given and name in of_gptq and not calibrated:
+            raise ConfigError(f"{name} is given without --calibrated", "add --calibrated, or leave it out")
+    if bits is None:
+        return None
+    group = 64 if group_size is None else group_size
+    return ReplicaOptions(parse_bits(bits), group, act_order, CALIBRATION_TOKENS if tokens is None else tokens)
 
 
 def calibration_text(model: Path, given: Path | None) -> Path:
-    """The text for replicas. Raises ConfigError: none is given and the model ships none, or it is unreadable."""
+    """The text for GPTQ. Raises ConfigError: none is given and the model ships none, or it is unreadable."""
     text = given if given is not None else shipped_calibration(model)
     if text is None:
         raise ConfigError(f"{model} ships no calibration text", "give some with --calibration FILE")

@@ -1,4 +1,4 @@
-"""Quantizes the experts of a store to their calibration inputs, and measures their losses.
+"""Quantizes experts to their calibration inputs with GPTQ, and measures their losses.
 
 Gate and up share the Hessian of the expert's input rows, all rows alike: the loss table is about the expert's output,
 not about the router's weights. Down is then fitted to the activations of the *quantized* gate and up, with weights that
@@ -8,19 +8,15 @@ projection D,
     D* = D + (A^T A + damping)^-1 A^T (A* - A) D        the least squares fit of A D* to A* D
 
 On held-out text this is better at every width than the Hessian of A* alone (docs/store-format.md).
-
-`ReplicaJob` is one run over all layers, under the store's lock; `replicas.py` decides what it makes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,31 +26,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import functional
 
 from ....actors.engine.cache.sources import host_weights
-from ....actors.store.files import ExpertStore
-from ....actors.store.format import MANIFEST_NAME, FileRecord
-from ....actors.store.replicas import (
-    REPLICA_VERSION,
-    REPLICAS_NAME,
-    Group,
-    ReplicaFile,
-    ReplicaManifest,
-    ReplicaTables,
-    Width,
-    describe_replicas,
-    losses_name,
-    read_tables,
-    replica_name,
-    store_digest,
-    table_tensors,
-)
-from ....errors import StoreError
+from ....actors.store.files import ExpertStore, LayerArrays
+from ....actors.store.replicas import Calibration, ReplicaTables
 from ....kernels.pack import PackedShape, pack_expert, unpack_expert
 from ....kernels.quantize import QuantizedBatch, damped, damping_for, gptq, round_to_nearest
+from ...host import usable_cores
+from ...report.tables import LineProgress
+from ...topology.inputs import facts_of_store
 from .calibration import Windows
 from .capture import LayerInputs, capture, inputs_name, load_model, open_inputs
-from .job import REPLICA_WORK
-from .replicas import ReplicaOptions
-from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
+from .replica_job import Made, ReplicaJob
+from .writer import Journal
 
 MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/store-format.md has the figures)
 LEAST_CAP = 4096  # at least so many rows of an expert are used; more with larger matrices
@@ -108,6 +90,15 @@ class WidthResult:
     losses: np.ndarray
     rtn_losses: np.ndarray
     fallback: np.ndarray
+
+    def packed(self) -> list[dict[str, NDArray[Any]]]:
+        """Each expert in the kernels' layout."""
+        gate_up, down = self.experts.gate_up, self.experts.down
+        size = down.codes.shape[2]
+        gate, up = slice(0, size), slice(size, 2 * size)
+        return [
+            pack_expert(gate_up.matrix(i, gate), gate_up.matrix(i, up), down.matrix(i)) for i in range(len(self.losses))
+        ]
 
 
 @dataclass(frozen=True)
@@ -241,184 +232,110 @@ def widths_of(
             yield quantize_chunk(chunk, bits, group, act_order, activation)
 
 
-_ALGORITHM = "1"  # changed when the same inputs give other replicas: an unfinished run then starts over
-_ACTIVATIONS = "activations.json"
-_REPLICA_FILE = re.compile(r"(replicas-b\d+-g\d+-\d+|losses-b\d+-g\d+)\.safetensors")
-_TYPES = {"I64": np.int64, "F64": np.float64, "F32": np.float32, "U8": np.uint8}
-
-
 @dataclass(frozen=True)
-class ReplicaJob:
-    """One run. windows: the calibration text. widths: to make now, ascending. present: replicas that stay."""
+class Calibrated(ReplicaJob):
+    """Replicas by GPTQ. windows: the calibration text; work is counted in 1e9 multiplications."""
 
-    store: Path
-    options: ReplicaOptions
     windows: Windows
-    widths: tuple[int, ...]
-    present: ReplicaManifest | None
 
-    def make(self, console: Console) -> None:
-        """Capture, quantize, publish. Raises UnsupportedModelError: unusual gating; StoreError: as `add_replicas`."""
-        opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
-        options = hashlib.sha256(json.dumps([self.options.group, self.options.act_order]).encode()).hexdigest()
-        calibration = self.windows.record().sha256
-        inputs = {MANIFEST_NAME: store_digest(self.store), "calibration": calibration, "options": options}
-        journal = Journal(folder, inputs, _ALGORITHM)
-        layers = range(len(opened.layers))
+    method = "gptq"
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.windows.record()
+
+    def _progress(self, console: Console) -> Progress:
+        if not console.is_terminal:
+            return LineProgress(console)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            self._capture(opened, journal, bar)
-            title = f"quantizing to {', '.join(map(str, self.widths))} bits"
-            task = bar.add_task(title, total=len(layers) * len(self.widths))
-            for layer in layers:
-                self._layer(opened, layer, journal)
-                bar.advance(task, len(self.widths))
-        files = []
-        for bits in self.widths:
-            for layer in layers:
-                record = journal.finished(self._name(bits, layer))
-                assert record is not None  # recorded by `_layer`
-                files.append(ReplicaFile(bits=cast(Width, bits), layer=layer, **record.model_dump()))
-        tables = self._tables(opened, folder)
-        _report_fallbacks(tables, self.widths, console)
-        self._publish(folder, files, tables)
+        return Progress(*columns, TimeRemainingColumn(), console=console)
 
-    def _name(self, bits: int, layer: int) -> str:
-        return replica_name(bits, self.options.group, layer)
+    def _work(self, opened: ExpertStore) -> tuple[str, float]:
+        capturing, quantizing = self._costs()
+        total = len(opened.layers) * (capturing + opened.manifest.experts.num_experts * quantizing)
+        return f"calibrating and quantizing to {', '.join(map(str, self.widths))} bits", round(total, 3)
 
-    def _shape(self, opened: ExpertStore, bits: int) -> PackedShape:
-        experts = opened.manifest.experts
-        return PackedShape(experts.hidden, experts.intermediate, bits, self.options.group)
+    def _costs(self) -> tuple[float, float]:
+        """1e9 multiplications of a layer's calibration text, and of an expert at all widths; estimates."""
+        facts = facts_of_store(self.store, self.store)
+        tokens, h, i = self.windows.tokens, facts.hidden, facts.intermediate
+        rows = min(tokens * facts.top_k / facts.experts, max(LEAST_CAP, 2 * max(h, i)))
+        dense = facts.dense_elements / facts.layers
+        sweeps = 5 * (2 * i * h * h + h * i * i)  # the sweep, and the last fit of scales
+        return (
+            tokens * (facts.top_k * 3 * h * i + dense) / 1e9,
+            len(self.widths) * (sweeps + rows * (12 * h * i + h * h + i * i)) / 1e9,
+        )
 
-    def _capture(self, opened: ExpertStore, journal: Journal, bar: Progress) -> None:
-        """The inputs of every layer's experts, unless an earlier run finished them all."""
-        names = [*(inputs_name(layer) for layer in range(len(opened.layers))), _ACTIVATIONS]
-        if all(journal.finished(name) for name in names):
-            return
-        task, folder = bar.add_task("running the calibration text", total=self.windows.tokens), journal.folder
-        model, blocks = load_model(self.store, opened.manifest)
+    def _left_bytes(self, opened: ExpertStore) -> int:
         shape = opened.manifest.experts
-        packed = sum(self._shape(opened, bits).nbytes() for bits in self.widths) * shape.num_experts
-        needed = len(opened.layers) * (packed + 4 * self.windows.tokens * (shape.hidden + 32))
-        remedy = "free some space, or give a shorter calibration text"
-        what = f"making replicas needs {needed / 1e9:.1f} GB"
-        require_space(folder, needed, what, folder.parent, remedy, resumed=False)
-        for record in capture(model, blocks, opened.layers, self.windows, folder, lambda n: bar.advance(task, n)):
-            journal.add(record)
-        journal.add(write_file(folder / _ACTIVATIONS, json.dumps([b.activation for b in blocks]).encode()))
+        return len(opened.layers) * 4 * self.windows.tokens * (shape.hidden + 32)
 
-    def _layer(self, opened: ExpertStore, layer: int, journal: Journal) -> None:
-        """The missing widths of one layer: for each a file of packed experts and one of losses."""
-        left = tuple(
-            bits
-            for bits in self.widths
-            if not (journal.finished(self._name(bits, layer)) and journal.finished(_figures_name(bits, layer)))
-        )
-        if not left:
+    def _prepare(
+        self, opened: ExpertStore, journal: Journal, advance: Callable[[float], None], console: Console
+    ) -> None:
+        """The inputs of every layer's experts, unless an earlier run finished them all."""
+        torch.set_num_threads(usable_cores())
+        rate = _multiplications_per_s()
+        left = _duration(self._work(opened)[1] * 1e9 / rate)
+        console.print(f"about {left}, at {rate / 1e9:.0f}e9 multiplications a second; interrupted, it resumes")
+        if all(journal.finished(inputs_name(layer)) for layer in range(len(opened.layers))):
             return
-        folder, group, act_order = journal.folder, self.options.group, self.options.act_order
-        gate_up, down = host_weights([opened.layers[layer]])[0].tensors[:2]
-        activation = json.loads((folder / _ACTIVATIONS).read_text())[layer]
-        packed: dict[int, list[dict[str, NDArray[Any]]]] = {bits: [] for bits in left}
-        figures: dict[int, list[NDArray[np.float32]]] = {bits: [] for bits in left}
-        try:
-            for result in widths_of(gate_up, down, open_inputs(folder, layer), activation, left, group, act_order):
-                packed[result.bits] += _packed(result)  # now: unpacked codes take a byte each
-                columns = (result.losses, result.rtn_losses, result.fallback.astype(np.float32))
-                figures[result.bits].append(np.stack(columns))
-        except ValueError as error:
-            raise StoreError(
-                f"layer {layer} cannot be quantized ({error})", "give another calibration text, or do without replicas"
-            ) from error
-        for bits in left:
-            tensors, experts = self._shape(opened, bits).tensors(), packed[bits]
-            header = {name: (code, (len(experts), *dims)) for name, (code, dims) in tensors.items()}
-            data = (expert[name].tobytes() for name in header for expert in experts)
-            written = write_tensors(folder / self._name(bits, layer), header, data)
-            losses = _write_figures(folder / _figures_name(bits, layer), figures[bits])
-            journal.add(written)
-            journal.add(losses)
+        model, blocks = load_model(self.store, opened.manifest)
+        each = self._costs()[0] * len(opened.layers) / self.windows.tokens
+        for record in capture(
+            model, blocks, opened.layers, self.windows, journal.folder, lambda tokens: advance(each * tokens)
+        ):
+            journal.add(record)
 
-    def _tables(self, opened: ExpertStore, folder: Path) -> ReplicaTables:
-        """Tables of the new widths and of those that stay."""
-        layers, experts = len(opened.layers), opened.manifest.experts.num_experts
-        counts = np.zeros((layers, experts), dtype=np.int64)
-        scores = np.zeros((layers, experts), dtype=np.float64)
-        for layer in range(layers):
-            inputs = open_inputs(folder, layer)
-            ids = inputs.ids.reshape(-1)
-            counts[layer] = np.bincount(ids, minlength=experts)
-            scores[layer] = np.bincount(ids, weights=inputs.weights.reshape(-1), minlength=experts)
+    def _quantize(
+        self, arrays: LayerArrays, widths: Sequence[int], folder: Path, advance: Callable[[float], None]
+    ) -> dict[int, Made]:
+        gate_up, down = host_weights([arrays])[0].tensors[:2]
+        made: dict[int, Made] = {bits: Made() for bits in widths}
+        activation, inputs = self.activations[arrays.index], open_inputs(folder, arrays.index)
+        group, act_order = self.options.group, self.options.act_order
+        results = widths_of(gate_up, down, inputs, activation, tuple(widths), group, act_order)
+        each = self._costs()[1] / len(self.widths)
+        for result in results:
+            experts = result.packed()  # now: unpacked codes take a byte each
+            made[result.bits].arrays.append({name: np.stack([e[name] for e in experts]) for name in experts[0]})
+            columns = (result.losses, result.rtn_losses, result.fallback.astype(np.float32))
+            made[result.bits].figures.append(np.stack(columns))
+            advance(each * len(experts))
+        return made
 
-        def figures(bits: int, layer: int) -> np.ndarray:
-            return np.fromfile(folder / _figures_name(bits, layer), dtype=np.float32).reshape(3, experts)
+    def _popularity(self, opened: ExpertStore, folder: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        experts = opened.manifest.experts.num_experts
+        inputs = [open_inputs(folder, layer) for layer in range(len(opened.layers))]
+        counts = [np.bincount(each.ids.reshape(-1), minlength=experts) for each in inputs]
+        scores = [np.bincount(x.ids.reshape(-1), weights=x.weights.reshape(-1), minlength=experts) for x in inputs]
+        return np.stack(counts), np.stack(scores)
 
-        # [L, 3, E] of each width
-        by_width = {bits: np.stack([figures(bits, layer) for layer in range(layers)]) for bits in self.widths}
-        if self.present is not None and (view := describe_replicas(self.store, verify="stamp")) is not None:
-            old = read_tables(view)
-            for column, bits in enumerate(old.widths):
-                staying = (old.losses, old.rtn_losses, old.fallback)
-                by_width[bits] = np.stack([table[..., column].astype(np.float32) for table in staying], axis=1)
-        widths = tuple(sorted(by_width))
-        stacked = np.stack([by_width[bits] for bits in widths])  # [B, L, 3, E]
-        losses, rtn_losses, fallback = stacked.transpose(2, 1, 3, 0)
-        return ReplicaTables(widths, losses, rtn_losses, fallback.astype(np.bool_), counts, scores)
-
-    def _publish(self, folder: Path, files: Sequence[ReplicaFile], tables: ReplicaTables) -> None:
-        """Move the files into the store, `replicas.json` last, and remove what no manifest names any more."""
-        losses = _write_tables(folder / losses_name(tables.widths, self.options.group), tables)
-        staying = self.present.files if self.present is not None else ()
-        manifest = ReplicaManifest(
-            replica_version=REPLICA_VERSION,
-            store_sha256=store_digest(self.store),
-            group=cast(Group, self.options.group),
-            widths=cast(tuple[Width, ...], tables.widths),
-            act_order=self.options.act_order,
-            calibration=self.windows.record(),
-            files=tuple(sorted((*staying, *files), key=lambda file: (file.bits, file.layer))),
-            losses=losses,
+    def _report(self, tables: ReplicaTables, console: Console) -> None:
+        """Print the experts that are rounded to nearest at a new width."""
+        columns = [tables.widths.index(bits) for bits in self.widths]
+        layers, experts = np.nonzero(tables.fallback[..., columns].any(axis=2))
+        if not len(layers):
+            return
+        shown = ", ".join(f"{layer}/{expert}" for layer, expert in list(zip(layers, experts, strict=True))[:8])
+        more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
+        console.print(
+            f"{len(layers)} of {tables.counts.size} experts got fewer than {MIN_ROWS} calibration rows and are rounded "
+            f"to nearest (layer/expert): {shown}{more}"
         )
-        if self.present is None:  # new files may have the names of old ones, so no manifest may name those
-            with disk_errors(self.store):
-                (self.store / REPLICAS_NAME).unlink(missing_ok=True)
-        publish(self.store, folder, (*files, losses), manifest, manifest.records(), _REPLICA_FILE)
 
 
-def _figures_name(bits: int, layer: int) -> str:
-    return f"figures-b{bits}-{layer:03d}.f32"
+def _multiplications_per_s() -> float:
+    """Of a product of matrices of this process, the best of three."""
+    a = torch.ones(768, 768)
+    best_s = float("inf")
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        a @ a
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 768**3 / best_s
 
 
-def _packed(result: WidthResult) -> list[dict[str, NDArray[Any]]]:
-    """Each expert in the kernels' layout."""
-    gate_up, down = result.experts.gate_up, result.experts.down
-    size = down.codes.shape[2]
-    gate, up = slice(0, size), slice(size, 2 * size)
-    return [
-        pack_expert(gate_up.matrix(i, gate), gate_up.matrix(i, up), down.matrix(i)) for i in range(len(result.losses))
-    ]
-
-
-def _write_figures(path: Path, parts: Sequence[NDArray[np.float32]]) -> FileRecord:
-    """Losses, losses of round-to-nearest and fallbacks of a layer: float32 [3, E], from its chunks."""
-    return write_file(path, np.concatenate(parts, axis=1).astype(np.float32).tobytes())
-
-
-def _write_tables(path: Path, tables: ReplicaTables) -> FileRecord:
-    header = table_tensors(*tables.losses.shape)
-    data = (getattr(tables, name).astype(_TYPES[code]).tobytes() for name, (code, _) in header.items())
-    return write_tensors(path, header, data)
-
-
-def _report_fallbacks(tables: ReplicaTables, made: Sequence[int], console: Console) -> None:
-    """Print the experts that are rounded to nearest at a new width."""
-    columns = [tables.widths.index(bits) for bits in made]
-    layers, experts = np.nonzero(tables.fallback[..., columns].any(axis=2))
-    if not len(layers):
-        return
-    shown = ", ".join(f"{layer}/{expert}" for layer, expert in list(zip(layers, experts, strict=True))[:8])
-    more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
-    console.print(
-        f"{len(layers)} of {tables.counts.size} experts got fewer than {MIN_ROWS} calibration rows and are rounded to "
-        f"nearest (layer/expert): {shown}{more}"
-    )
+def _duration(value_s: float) -> str:
+    return f"{value_s:.0f} s" if value_s < 100 else f"{value_s / 60:.0f} min"

@@ -1,7 +1,8 @@
 """Adds quantized replicas and the loss table to a store, atomically.
 
-    check everything -> capture the experts' inputs -> quantize layer by layer -> put the files into the store
+    check everything -> quantize layer by layer -> put the files into the store
 
+Replicas are data-free, seconds for a gigabyte, unless a calibration text is given; then GPTQ fits them to the text.
 Unfinished files are in `OUT.replicas` with a journal, so an interrupted run resumes after the last finished layer.
 `replicas.json` is written last.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 
@@ -29,10 +30,22 @@ from ....errors import ConfigError, StoreError, UnsupportedModelError
 from .job import REPLICA_WORK, is_store
 from .writer import beside, discard, disk_errors, finished_names, locked
 
+if TYPE_CHECKING:
+    from .replica_job import ReplicaJob
+
+CALIBRATION_TOKENS = 1 << 14
+_LEAST_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Replicas to make. bits: widths, ascending. group: inputs that share a scale. act_order: GPTQ's.
+    """Replicas to make.
+
+    Attributes:
+        bits: widths, ascending.
+        group: inputs that share a scale.
+        act_order: GPTQ's.
+        tokens: of the calibration text, at most.
 
     Raises:
         ConfigError: an unknown width or group.
@@ -41,6 +54,7 @@ class ReplicaOptions:
     bits: tuple[int, ...]
     group: int = 64
     act_order: bool = False
+    tokens: int = CALIBRATION_TOKENS
 
     def __post_init__(self) -> None:
         widths, groups = get_args(Width), get_args(Group)
@@ -50,6 +64,8 @@ class ReplicaOptions:
             raise ConfigError(what, f"give --bits some of {','.join(map(str, widths))}")
         if self.group not in groups:
             raise ConfigError(f"group size {self.group} is unknown", f"give --group-size one of {groups}")
+        if self.tokens < _LEAST_TOKENS:
+            raise ConfigError(f"{self.tokens} calibration tokens are too few", f"give at least {_LEAST_TOKENS}")
         object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
 
 
@@ -62,16 +78,25 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 
 def ensure_replicas(
-    store: Path, model_dir: Path, bits: Sequence[int], group: int = 64, *, progress: bool = True
+    store: Path,
+    model_dir: Path,
+    bits: Sequence[int],
+    group: int = 64,
+    *,
+    calibrated: bool = False,
+    progress: bool = True,
 ) -> Path:
     """The store, with replicas of at least these widths in this group size; missing ones are made now.
 
+    They are made as those that are there; without any, data-free.
+
     Args:
         model_dir: the checkpoint, whose shipped calibration text is used.
+        calibrated: they must be, for the popularity of experts.
 
     Raises:
-        ConfigError: replicas are missing and the model ships no calibration text; replicas of another group size
-            exist; unknown width or group.
+        ConfigError: replicas of another group size exist; unknown width or group; calibrated ones are wanted or there,
+            and the model ships no calibration text.
         StoreError, UnsupportedModelError: as `add_replicas`.
     """
     from .calibration import shipped_calibration
@@ -79,7 +104,8 @@ def ensure_replicas(
     options = ReplicaOptions(tuple(bits), group)
     try:
         present = read_replicas(store, read_manifest(store))
-        if present is not None and present.group == group and set(options.bits) <= set(present.widths):
+        enough = present is not None and (present.method == "gptq" or not calibrated)
+        if enough and present is not None and present.group == group and set(options.bits) <= set(present.widths):
             describe_replicas(store, verify="stamp")
             return store
     except StoreError:
@@ -89,36 +115,39 @@ def ensure_replicas(
             f"the replicas of {store} are in groups of {present.group}, the run asks for {group}",
             f"set ndp.group_size: {present.group}, or make others with `tiermoe prepare --group-size {group}`",
         )
-    text = shipped_calibration(model_dir)
-    if text is None:
-        widths = ",".join(map(str, options.bits))
-        paths = f"{store}" if is_store(model_dir) else f"{model_dir} {store}"
-        raise ConfigError(
-            f"{store} has no replicas of {widths} bits in groups of {group}, and {model_dir} ships no calibration text",
-            f"run `tiermoe prepare {paths} --bits {widths} --group-size {group} --calibration FILE`",
-        )
+    text = None
+    if calibrated or (present is not None and present.method == "gptq"):
+        text = shipped_calibration(model_dir)
+        if text is None:
+            widths = ",".join(map(str, options.bits))
+            paths = f"{store}" if is_store(model_dir) else f"{model_dir} {store}"
+            raise ConfigError(
+                f"{store} has no calibrated replicas of {widths} bits in groups of {group}, and {model_dir} ships no "
+                "calibration text",
+                f"run `tiermoe prepare {paths} --bits {widths} --group-size {group} --calibration FILE`",
+            )
     if present is not None:
-        options = ReplicaOptions(tuple({*options.bits, *present.widths}), group, present.act_order)
+        tokens = present.calibration.tokens if present.calibration is not None else CALIBRATION_TOKENS
+        options = ReplicaOptions(tuple({*options.bits, *present.widths}), group, present.act_order, tokens)
     return add_replicas(store, model_dir, options, text, progress=progress)
 
 
 def add_replicas(
-    store: Path, model_dir: Path, options: ReplicaOptions, calibration: Path, *, progress: bool = True
+    store: Path, model_dir: Path, options: ReplicaOptions, calibration: Path | None = None, *, progress: bool = True
 ) -> Path:
     """Make the replicas that a store lacks.
 
-    Present widths stay if calibration, group size and activation order are equal; otherwise the new set replaces them.
+    Present widths stay if method, calibration, group size and activation order are equal; otherwise the new set
+    replaces them.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
-        calibration: text file or folder, see `read_texts`.
+        calibration: text file or folder, see `read_texts`, for GPTQ; None: data-free.
 
     Raises:
-        ConfigError: no calibration text. UnsupportedModelError: no kernel runs replicas of such experts.
+        ConfigError: the calibration text is of no use. UnsupportedModelError: no kernel runs replicas of such experts.
         StoreError: the store is damaged, or the disk is full.
     """
-    from .calibration import read_windows
-
     console = Console(stderr=True, quiet=not progress)
     manifest = read_manifest(store)
     shape = manifest.experts
@@ -128,22 +157,37 @@ def add_replicas(
     if any(record.file == REPLICAS_NAME for record in manifest.files()):
         what = f"{store} holds a file {REPLICAS_NAME} of the checkpoint's own"
         raise StoreError(what, "rename it in the checkpoint and prepare the store again")
-    windows = read_windows(calibration, model_dir, console)
+    windows = None
+    if calibration is not None:
+        from .calibration import read_windows
+
+        windows = read_windows(calibration, model_dir, console, options.tokens)
     with locked(store, console):
-        present = _present(store, windows.record(), options, console)
+        present = _present(store, None if windows is None else windows.record(), options, console)
         missing = tuple(b for b in options.bits if present is None or b not in present.widths)
         if present is not None and not missing:
             _discard_published(store, present)
             return store
-        _refuse_unusual_gating(store, manifest)
-        from .quantize import ReplicaJob  # imports torch, which takes seconds: only when needed
+        activations = _activations(store, manifest)
+        job: ReplicaJob
+        if windows is None:
+            from .replica_job import DataFree
 
-        ReplicaJob(store, options, windows, missing, present).make(console)
+            job = DataFree(store, options, activations, missing, present)
+        else:
+            from .quantize import Calibrated  # imports torch, which takes seconds: only when needed
+
+            job = Calibrated(store, options, activations, missing, present, windows)
+        try:
+            job.make(console)
+        except KeyboardInterrupt:
+            console.print("interrupted: the same command resumes after the last finished layer")
+            raise
     return store
 
 
-def _refuse_unusual_gating(store: Path, manifest: Manifest) -> None:
-    """Check, on a model without weights, that experts are act(gate) * up; UnsupportedModelError if not."""
+def _activations(store: Path, manifest: Manifest) -> list[str]:
+    """Each MoE layer's, from a model without weights. Raises UnsupportedModelError: experts are not act(gate) * up."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -151,7 +195,8 @@ def _refuse_unusual_gating(store: Path, manifest: Manifest) -> None:
 
     config = AutoConfig.from_pretrained(store, trust_remote_code=False)
     with torch.device("meta"):
-        checked_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False), manifest)
+        blocks = checked_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False), manifest)
+    return [str(block.activation) for block in blocks]  # not None: checked
 
 
 def _discard_published(store: Path, present: ReplicaManifest) -> None:
@@ -167,7 +212,7 @@ def _discard_published(store: Path, present: ReplicaManifest) -> None:
 
 
 def _present(
-    store: Path, calibration: Calibration, options: ReplicaOptions, console: Console
+    store: Path, calibration: Calibration | None, options: ReplicaOptions, console: Console
 ) -> ReplicaManifest | None:
     """The store's replicas, if new ones can be added to them."""
     try:
@@ -180,5 +225,6 @@ def _present(
     old, new = view.manifest, (calibration, options.group, options.act_order)
     if (old.calibration, old.group, old.act_order) == new:
         return old
-    console.print("the store's replicas are of another calibration, group size or activation order: replacing them")
+    what = "method, calibration, group size or activation order"
+    console.print(f"the store's replicas are of another {what}: replacing them")
     return None

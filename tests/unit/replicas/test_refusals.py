@@ -13,8 +13,7 @@ from tiny_models import VOCAB_SIZE, beside, contents, save_byte_tokenizer, save_
 from typer.testing import CliRunner
 
 from tiermoe.actors.store.replicas import describe_replicas
-from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, prepare
-from tiermoe.cluster.jobs.prepare import quantize as replica_job
+from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, prepare, quantize
 from tiermoe.cluster.jobs.prepare.calibration import read_texts, read_windows
 from tiermoe.cluster.jobs.prepare.command import prepare_command
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
@@ -24,13 +23,15 @@ from tiermoe.errors import CheckpointError, ConfigError, TierMoeError, Unsupport
 def test_ensure_replicas_names_the_command(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
     store = prepare(checkpoint, tmp_path / "store", progress=False)
     with pytest.raises(ConfigError, match=r"tiermoe prepare \S+ \S+ --bits 2,3 --group-size 64 --calibration FILE"):
-        ensure_replicas(store, checkpoint, (3, 2), progress=False)
+        ensure_replicas(store, checkpoint, (3, 2), calibrated=True, progress=False)
     ships = Path(shutil.copytree(checkpoint, tmp_path / "ships"))
     (ships / "calibration").mkdir()
     shutil.copy(calibration, ships / "calibration" / "text.txt")
-    ensure_replicas(store, ships, (2,), progress=False)
+    ensure_replicas(store, ships, (2,), calibrated=True, progress=False)
     ensure_replicas(store, ships, (3,), progress=False)  # the 2 bits stay
-    assert describe_replicas(store).widths == (2, 3)  # type: ignore[union-attr]
+    view = describe_replicas(store)
+    assert view is not None
+    assert (view.widths, view.manifest.method) == ((2, 3), "gptq")
 
 
 def test_other_groups_and_a_full_disk_are_refused_and_replace_nothing(
@@ -71,7 +72,11 @@ def test_the_command(checkpoint: Path, calibration: Path, tmp_path: Path) -> Non
         (("--bits", ""), "not a list of widths"),
         (("--bits", "1,x"), "not a list of widths"),
         (("--bits", "4", "--group-size", "48"), "group size 48"),
-        (("--bits", "4"), "ships no calibration text"),
+        (("--bits", "4", "--calibrated"), "ships no calibration text"),
+        (("--bits", "4", "--act-order"), "without --calibrated"),
+        (("--bits", "4", "--calibration-tokens", "4096"), "without --calibrated"),
+        (("--bits", "4", "--calibration", "text.txt", "--calibration-tokens", "9"), "at least 64"),
+        (("--calibrated",), "without --bits"),
         (("--bits", "4", "--calibration", "nowhere.txt"), "nowhere.txt"),
         (("--group-size", "64"), "without --bits"),
         (("--act-order",), "without --bits"),
@@ -148,7 +153,7 @@ def test_unusual_gating_is_refused_before_anything_is_written(
     def refuse(*_args: object) -> None:
         raise AssertionError("the refusal comes first")
 
-    monkeypatch.setattr(replica_job, "ReplicaJob", refuse)
+    monkeypatch.setattr(quantize, "Calibrated", refuse)
     with pytest.raises(UnsupportedModelError, match="gate in a way of their own; use it without replicas"):
         add_replicas(store, checkpoint, ReplicaOptions((3,)), calibration, progress=False)
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

@@ -19,9 +19,9 @@ from tiermoe.actors.store.dense import fetch_dense
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, read_tables
 from tiermoe.actors.store.server import StoreWorker
-from tiermoe.cluster.jobs.prepare import is_store, prepare
+from tiermoe.cluster.jobs.prepare import ensure_replicas, is_store, prepare
 from tiermoe.cluster.jobs.prepare.calibration import WINDOW_TOKENS, read_windows
-from tiermoe.cluster.jobs.prepare.quantize import unpacked
+from tiermoe.cluster.jobs.prepare.quantize import Matrices, unpacked
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 from tiermoe.errors import CheckpointError, StoreError
 from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
@@ -133,18 +133,58 @@ def test_the_benchmark_measures_on_held_out_inputs(
 
     monkeypatch.setenv("HOME", str(tmp_path))  # where the store goes
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-    with pytest.raises(CheckpointError, match="ships no held-out"):
+    with pytest.raises(CheckpointError, match="ships no heldout text"):
         measure(Quantize(model=str(model)))
+    monkeypatch.setattr("tiermoe.cluster.jobs.bench.micro_quantize.SPEED_SHAPE", (96, 64))
     for name, text in (("calibration", TEXT * 4), ("heldout", TEXT[1000:1800])):
         (model / name).mkdir()
         (model / name / "text.txt").write_text(text)
-    report = measure(Quantize(model=str(model)))
+    report = measure(Quantize(model=str(model), repeats=1))
     by = {(row["case"], row["bits"]): row for row in report.rows}
     assert report.settings["heldout_tokens"] == 800 // 256 * 256
     for bits in (1, 2, 3, 4, 8):
         assert by["gptq", bits]["experts"] == 16
-        fitted, nearest = by["gptq", bits]["relative_mean"], by["rtn", bits]["relative_mean"]
-        assert fitted < nearest <= by["rtn-minmax", bits]["relative_mean"]
+        fitted, nearest = by["gptq", bits]["relative_mean"], by["data-free", bits]["relative_mean"]
+        assert fitted < nearest <= 1.001 * by["rtn-minmax", bits]["relative_mean"]
     assert {bar.name.split(",")[0] for bar in report.bars} >= {
-        "experts with GPTQ below rtn", "experts whose error falls with every width"
+        "experts with GPTQ below data-free", "experts whose error falls with every width"
     }  # fmt: skip
+
+
+def test_replicas_without_a_text(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `run` makes by itself: every width at once; and more widths, in the same way."""
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    ensure_replicas(store, checkpoint, (4, 2), 32)
+    assert "quantizing to 2, 4 bits" in capsys.readouterr().err
+    kept = contents(store)
+    ensure_replicas(store, checkpoint, (3,), 32, progress=False)
+    view = describe_replicas(store)
+    assert view is not None
+    assert (view.widths, view.manifest.method, view.manifest.calibration) == ((2, 3, 4), "data-free", None)
+    assert all(contents(store)[name] == data for name, data in kept.items() if name.startswith("replicas-b"))
+    tables = read_tables(view)
+    assert not tables.counts.any()
+    assert tables.fallback.all()
+    assert bool((np.diff(tables.losses, axis=2) < 0).all())
+    exact = ExpertStore(store).layers[0]
+    lossy = unpacked(open_replicas(view, [0])[4][0], view.shapes[4])
+    full = Matrices.of(torch.from_numpy(exact.gate_up.copy()), torch.from_numpy(exact.down.copy()))
+    assert float((lossy.down - full.down).square().mean() / full.down.square().mean()) < 0.02
+
+
+def test_what_is_fitted_to_a_text_is_so_when_a_policy_needs_popularity(
+    checkpoint: Path, calibration: Path, tmp_path: Path
+) -> None:
+    store = prepare(checkpoint, tmp_path / "store", progress=False)
+    ensure_replicas(store, checkpoint, (2,), 32, progress=False)
+    ships = Path(shutil.copytree(checkpoint, tmp_path / "ships"))
+    (ships / "calibration").mkdir()
+    shutil.copy(calibration, ships / "calibration" / "text.txt")
+    ensure_replicas(store, ships, (4,), 32, calibrated=True, progress=False)
+    view = describe_replicas(store)
+    assert view is not None
+    assert (view.widths, view.manifest.method) == ((2, 4), "gptq")
+    assert read_tables(view).counts.any()
+    before = contents(store)
+    ensure_replicas(store, checkpoint, (4,), 32, progress=False)  # GPTQ's are as good to any policy
+    assert contents(store) == before

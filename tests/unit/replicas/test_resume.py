@@ -13,8 +13,7 @@ import pytest
 from tiny_models import TEXT, beside, contents
 
 from tiermoe.actors.store.replicas import REPLICA_STAMP_NAME, describe_replicas, read_tables, replica_name
-from tiermoe.cluster.jobs.prepare import ensure_replicas, writer
-from tiermoe.cluster.jobs.prepare import quantize as replica_job
+from tiermoe.cluster.jobs.prepare import ensure_replicas, quantize, replica_job, writer
 from tiermoe.cluster.jobs.prepare.capture import open_inputs
 from tiermoe.cluster.jobs.prepare.replicas import ReplicaOptions, add_replicas
 
@@ -96,7 +95,7 @@ def test_an_interrupted_run_resumes(
     whole = Path(shutil.copytree(out, tmp_path / "whole"))
     options = ReplicaOptions((1, 3), 32)
     calls = 0
-    module = writer if step == "write_file" else replica_job  # whose last file is the manifest
+    module = {"write_file": writer, "capture": quantize, "pack_expert": quantize}.get(step, replica_job)
     real = getattr(module, step)
     with pytest.MonkeyPatch.context() as patch:
 
