@@ -73,7 +73,7 @@ def locate(model: str | None, need: Need = "text") -> Path:
     """The folder of a model, with configuration and, for `text`, tokenizer; the weights may be missing.
 
     Args:
-        model: folder, cache folder `models--org--name`, or org/name[@revision]; None: the model of the project.
+        model: folder, GGUF file, cache folder `models--org--name`, or org/name[@revision]; None: the project's model.
 
     Raises:
         CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk.
@@ -81,8 +81,17 @@ def locate(model: str | None, need: Need = "text") -> Path:
     if model is None:
         return default_model_dir()
     path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from .jobs.prepare.job import gguf_folder
+
+        return gguf_folder(path)
     if path.is_dir():
-        return _snapshot_of(path)
+        found = _snapshot_of(path)
+        if not (found / CONFIG).is_file() and any(found.glob("*.gguf")):
+            from .jobs.prepare.job import gguf_folder
+
+            return gguf_folder(found)
+        return found
     match = _NAME.fullmatch(model)
     if match is None or ".." in model or "--" in match["repo"]:
         return path  # `check_model_dir` says what is wrong with it

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -295,3 +297,199 @@ RELEASES = (
 )  # fmt: skip
 
 
+
+
+# --- GGUF ----------------------------------------------------------------------------------------------------------
+
+BLOCK_TYPES = {"q4_k": "Q4_K", "q5_k": "Q5_K", "q6_k": "Q6_K", "mxfp4": "MXFP4", "q5_0": "Q5_0"}
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: tuple[int, ...], inputs: int, seed: int) -> np.ndarray:
+    """Blocks of random codes with small finite scales: [*rows, bytes]. The package quantizes few types itself."""
+    block, size = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (*rows, inputs // block, size), np.uint8)
+    scale = np.array([0.002], np.float16).view(np.uint8)
+    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "MXFP4": ()}[kind.name]
+    for at in places:
+        data[..., at : at + 2] = scale if kind.name != "Q5_0" else np.array([0.02], np.float16).view(np.uint8)
+    if kind.name == "MXFP4":
+        data[..., 0] = rng.integers(120, 124, data.shape[:-1])
+    return data.reshape(*rows, -1)
+
+
+def write_gguf(
+    plain: Path, folder: Path, architecture: str, kind_of: Callable[[str], str], parts: int = 1,
+    tokenizer: bool = False, split_kv: bool = False,
+) -> tuple[Path, Path]:  # fmt: skip
+    """A plain checkpoint as a GGUF file, laid out as llama.cpp's converter does; and the plain one of its values.
+
+    Args:
+        kind_of: type by GGUF's name of a matrix, such as "Q8_0".
+        split_kv: DeepSeek's kv_b_proj in two, as newer converters write it.
+    """
+    config = json.loads((plain / "config.json").read_text())
+    tensors = {name: tensor.float() for name, tensor in load_file(plain / "model.safetensors").items()}
+    names = get_tensor_name_map(next(a for a, n in MODEL_ARCH_NAMES.items() if n == architecture), 64)
+    if architecture == "gpt-oss":
+        tensors = _gate_and_up_apart(tensors)
+    stacks: dict[str, dict[int, str]] = {}
+    flat: dict[str, list[str]] = {}
+    for name in tensors:
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if match:
+            layer = re.search(r"layers\.(\d+)", name)
+            which = {"w1": "gate", "w2": "down", "w3": "up"}.get(match[3], match[3].removesuffix("_proj"))
+            stacks.setdefault(f"blk.{layer[1]}.ffn_{which}_exps.weight", {})[int(match[2])] = name
+            continue
+        if architecture == "gpt-oss" and ".experts." in name:
+            layer, which, suffix = re.fullmatch(r".*layers\.(\d+)\..*\.(\w+)_proj(_bias)?", name).groups()
+            flat[f"blk.{layer}.ffn_{which}_exps.{'bias' if suffix else 'weight'}"] = [name]
+            continue
+        base, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
+        found = names.get_name(base) or names.get_name(f"{base}.{suffix}")
+        assert found is not None, name
+        flat[f"{found}.{suffix}"] = [name]
+    sources = flat | {name: [members[i] for i in range(len(members))] for name, members in stacks.items()}
+    oracle: Tensors = dict(tensors)
+    folder.mkdir(parents=True)
+    stem = folder.name if parts == 1 else None
+    written: list[tuple[str, np.ndarray, GGMLQuantizationType]] = []
+    for seed, (name, members) in enumerate(sources.items()):
+        arrays = [_as_converted(name, tensors[m].numpy(), architecture, config) for m in members]
+        array = np.stack(arrays) if name in stacks else arrays[0]
+        kind = GGMLQuantizationType[kind_of(name)] if array.ndim > 1 else GGMLQuantizationType.F32
+        if name.endswith("bias"):
+            kind = GGMLQuantizationType.F32
+        data, values = _quantized(array, kind, seed)
+        if split_kv and "attn_kv_b" in name:
+            written += [(name.replace("kv_b", f"{one}_b"), part, kind) for one, part in _split_kv(data, config)]
+        else:
+            written.append((name, data, kind))
+        for i, member in enumerate(members):
+            back = _as_loaded(name, values[i] if name in stacks else values, architecture, config)
+            exact = torch.from_numpy(np.ascontiguousarray(back, np.float32))
+            kept = name in stacks or "_exps" in name or config.get("dtype") == "float32"
+            oracle[member] = exact if kept else exact.bfloat16().float()
+    if architecture == "gpt-oss":
+        oracle = _gate_and_up_together(oracle)
+    files = _write_parts(folder, stem or "model", architecture, config, written, parts, plain if tokenizer else None)
+    _save(plain, folder.with_name(folder.name + "-oracle"), oracle, config | {"dtype": "float32"}, None)
+    return files[0], folder.with_name(folder.name + "-oracle")
+
+
+def _split_kv(array: np.ndarray, config: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """As `DeepseekV2Model.modify_tensors` of the converter."""
+    heads, nope = config["num_key_value_heads"], config["qk_nope_head_dim"]
+    both = array.reshape(heads, -1, array.shape[-1])
+    return [("k", np.ascontiguousarray(both[:, :nope].swapaxes(1, 2))), ("v", np.ascontiguousarray(both[:, nope:]))]
+
+
+def _gate_and_up_apart(tensors: Tensors) -> Tensors:
+    """gpt-oss: [E, in, out] -> [E, out, in], and the rows of gate and up apart."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        turned = tensor.transpose(1, 2) if ".experts." in name and tensor.dim() == 3 else tensor
+        if "gate_up_proj" in name:
+            for i, which in enumerate(("gate", "up")):
+                out[name.replace("gate_up", which)] = turned[:, i::2].contiguous()
+        else:
+            out[name] = turned.contiguous()
+    return out
+
+
+def _gate_and_up_together(tensors: Tensors) -> Tensors:
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".experts.gate_proj" in name:
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            both = torch.stack([tensor, up], dim=2).flatten(1, 2)
+            name, tensor = name.replace("gate_proj", "gate_up_proj"), both
+        elif ".experts.up_proj" in name:
+            continue
+        out[name] = tensor.transpose(1, 2).contiguous() if ".experts." in name and tensor.dim() == 3 else tensor
+    return out
+
+
+def _quantized(array: np.ndarray, kind: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    if kind.name in BLOCK_TYPES.values():
+        data = random_blocks(kind, array.shape[:-1], array.shape[-1], seed)
+    else:
+        data = gguf.quantize(array, kind)
+    return data, gguf.dequantize(data, kind)
+
+
+def _as_converted(name: str, array: np.ndarray, architecture: str, config: Mapping[str, Any]) -> np.ndarray:
+    """What llama.cpp's converter does to a tensor (`LlamaModel.permute`)."""
+    heads = _permuted_heads(name, architecture, config)
+    if heads is None:
+        return array
+    return array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+
+
+def _as_loaded(name: str, array: np.ndarray, architecture: str, config: Mapping[str, Any]) -> np.ndarray:
+    heads = _permuted_heads(name, architecture, config)
+    if heads is None:
+        return array
+    return array.reshape(heads, len(array) // heads // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)
+
+
+def _permuted_heads(name: str, architecture: str, config: Mapping[str, Any]) -> int | None:
+    if architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
+        return None
+    return config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+
+
+def _write_parts(
+    folder: Path, stem: str, architecture: str, config: Mapping[str, Any],
+    tensors: list[tuple[str, np.ndarray, GGMLQuantizationType]], parts: int, tokenizer: Path | None,
+) -> list[Path]:  # fmt: skip
+    files = []
+    for part in range(parts):
+        name = f"{stem}.gguf" if parts == 1 else f"{stem}-{part + 1:05d}-of-{parts:05d}.gguf"
+        writer = gguf.GGUFWriter(folder / name, architecture)
+        if part == 0:
+            _metadata(writer, config, tokenizer)
+        for tensor, data, kind in tensors[part::parts]:
+            if kind == GGMLQuantizationType.BF16:
+                data = data.view(np.uint8)
+            plain = kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+            writer.add_tensor(tensor, data, raw_dtype=None if plain else kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        files.append(folder / name)
+    return files
+
+
+def _metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any], tokenizer: Path | None) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config.get("rope_parameters", {}).get("rope_theta", 10000.0))
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+    experts = [config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+    writer.add_expert_count(experts[0])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if tokenizer is None:
+        return
+    body = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = sorted(body["model"]["vocab"].items(), key=lambda item: item[1])
+    added = {token["id"]: token["content"] for token in body["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = {i: t for t, i in vocabulary} | added
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types([3 if i in added else 1 for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in body["model"]["merges"]])
+    for name in ("bos", "eos", "pad"):
+        if config.get(f"{name}_token_id") is not None:
+            getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])

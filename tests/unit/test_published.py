@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from published import RELEASES, Release, write
+from published import RELEASES, SIZES, Release, write, write_gguf
 from serving import greedy, serving, settings
+from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.prompt import load_tokenizer
 
 torch.set_num_threads(1)
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
@@ -50,3 +58,107 @@ def test_a_release_gives_the_tokens_of_its_dequantized_self(release: Release, tm
             loaded = sum(layer.bytes_loaded for layer in stats.layers)
             assert loaded > 0
             assert loaded % store.manifest.expert_nbytes() == 0
+
+
+MIXED = {"ffn_down_exps": "Q6_K", "ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K"}
+
+
+def q4_k_m(name: str) -> str:
+    """As in published files of the mix: some layers' down projections and values are wider than the others'."""
+    if "ffn_gate_inp" in name:
+        return "F32"
+    if "ffn_down_exps" in name or "attn_v" in name:
+        return "Q6_K" if "blk.0." in name or "blk.1." in name else "Q4_K"
+    return "Q6_K" if name.startswith("output") else "Q4_K"
+
+
+def q8_and_q6(name: str) -> str:
+    return "F32" if "ffn_gate_inp" in name else "Q6_K" if "ffn_up_exps" in name else "Q8_0"
+
+
+def all_forms(name: str) -> str:
+    """Each matrix of the experts of each layer in a form of its own."""
+    forms = {"gate": ("Q5_K", "Q4_0", "Q5_0"), "up": ("BF16", "Q8_0", "Q4_K"), "down": ("MXFP4", "F16", "Q6_K")}
+    for which, kinds in forms.items():
+        for layer, kind in enumerate(kinds):
+            if name == f"blk.{layer}.ffn_{which}_exps.weight":
+                return kind
+    return "F32" if "ffn_gate_inp" in name else "F16"
+
+
+GGUFS = [  # name, model type, architecture, types, parts, config beside, sizes
+    pytest.param("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "qwen3_moe", "qwen3moe", q4_k_m, 1, True, {}, id="Qwen3 Q4_K_M"),
+    pytest.param("Qwen/Qwen3-30B-A3B-GGUF:Q6_K", "qwen3_moe", "qwen3moe", q8_and_q6, 2, True, {}, id="Qwen3 Q8_0/Q6_K",
+                 marks=pytest.mark.slow),
+    pytest.param("bartowski/DeepSeek-V2-Lite-Chat-GGUF:Q4_K_M", "deepseek_v2", "deepseek2", q4_k_m, 1, True,
+                 {"num_hidden_layers": 3, "kv_lora_rank": 256, "q_lora_rank": 256, "v_head_dim": 64},
+                 id="DeepSeek-V2-Lite Q4_K_M"),
+    pytest.param("TheBloke/Mixtral-8x7B-v0.1-GGUF:Q8_0", "mixtral", "llama", q8_and_q6, 1, True, {}, id="Mixtral Q8_0",
+                 marks=pytest.mark.slow),
+    pytest.param("allenai/OLMoE-1B-7B-0924-GGUF", "olmoe", "olmoe", all_forms, 1, True, {"num_hidden_layers": 3},
+                 id="OLMoE, all forms"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "model_type", "architecture", "kinds", "parts", "beside", "sizes"), GGUFS)
+def test_a_gguf_gives_the_tokens_of_its_dequantized_self(
+    name: str, model_type: str, architecture: str, kinds: Callable[[str], str], parts: int, beside: bool,
+    sizes: dict[str, Any], tmp_path: Path,
+) -> None:  # fmt: skip
+    head = {} if model_type.startswith("deepseek") else {"head_dim": 64}
+    plain = save_tiny_checkpoint(model_type, tmp_path / "plain", **{**SIZES, **head, **sizes})
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    file, oracle = write_gguf(plain, tmp_path / "gguf", architecture, kinds, parts)
+    if beside:
+        shutil.copy(plain / "config.json", file.parent)
+    checkpoint = locate(str(file.parent))
+    check(prepare(checkpoint, tmp_path / "store", progress=False), oracle)
+
+
+def check(path: Path, oracle: Path) -> None:
+    """The store gives the oracle's tokens at both budgets."""
+    store = ExpertStore(path)
+    expected = reference(oracle)
+    for budget in (1.0, 0.25):
+        with serving(store, settings(budget)) as worker:
+            assert greedy(worker, PROMPTS, TOKENS) == expected
+
+
+@pytest.mark.parametrize("kind", ["BF16", pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
+def test_a_gguf_of_the_default_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_tokens: list[list[int]]
+) -> None:
+    """Configuration and tokenizer come from the file. Plain numbers give the default model's tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    kinds = (lambda name: "F32") if kind == "F32" else (lambda name: "F32" if "ffn_gate_inp" in name else kind)
+    file, oracle = write_gguf(default_model_dir(), tmp_path / "tiny-moe", "qwen3moe", kinds, tokenizer=True)
+    checkpoint = locate(str(file))
+    ours, theirs = load_tokenizer(checkpoint), load_tokenizer(default_model_dir())
+    text = "The dragon said: hello, world! 123"
+    assert ours.encode(text).ids == theirs.encode(text).ids
+    store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
+    with serving(store, settings(0.25)) as worker:
+        found = greedy(worker, PROMPTS, TOKENS)
+    assert found == (reference(oracle) if kind == "Q8_0" else default_tokens)
+
+
+@pytest.fixture(scope="module")
+def default_tokens() -> list[list[int]]:
+    return reference(default_model_dir())
+
+
+def test_the_converters_split_of_kv_b_and_fused_biases(tmp_path: Path) -> None:
+    """Tensors that llama.cpp's converter makes of others: DeepSeek's kv_b_proj in two, gpt-oss's gate and up."""
+    plain = save_tiny_checkpoint("deepseek_v2", tmp_path / "plain", **SIZES)
+    file, oracle = write_gguf(plain, tmp_path / "deepseek", "deepseek2", lambda name: "F32", split_kv=True)
+    shutil.copy(plain / "config.json", file.parent)
+    check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
+
+
+def test_gpt_oss_as_gguf(tmp_path: Path) -> None:
+    plain = save_tiny_checkpoint("gpt_oss", tmp_path / "plain", **{**SIZES, "head_dim": 64})
+    kinds = lambda name: "MXFP4" if "_exps" in name else "F16" if "attn" in name else "F32"  # noqa: E731
+    file, oracle = write_gguf(plain, tmp_path / "gpt-oss", "gpt-oss", kinds)
+    shutil.copy(plain / "config.json", file.parent)
+    check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)

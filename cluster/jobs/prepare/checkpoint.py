@@ -8,7 +8,7 @@ import math
 import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....actors.store.format import (
     ITEM_BYTES,
@@ -24,6 +24,9 @@ from ....errors import CheckpointError
 from ...hub import name_of
 from .quantization import HF_QUANT_CONFIG, Quantization, read_quantization
 from .writer import JOURNAL_NAME
+
+if TYPE_CHECKING:
+    from .published import QuantizedEntry
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -52,19 +55,24 @@ class TensorEntry:
         return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
 
 
+Entry: TypeAlias = "TensorEntry | QuantizedEntry"  # a tensor, plain or (`published`) dequantized when it is read
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint folder.
 
     config: the parsed `config.json`. tensors: as the files have them. source: its files, equal while unchanged.
-    quantization: of its weights; None: they are plain numbers.
+    quantization: of its weights; None: they are plain numbers, or GGUF's. gguf: architecture by llama.cpp's name, of
+    GGUF files; their quantized tensors are entries that dequantize.
     """
 
     path: Path
     config: dict[str, Any] = field(repr=False)
-    tensors: dict[str, TensorEntry] = field(repr=False)
+    tensors: dict[str, Entry] = field(repr=False)
     source: tuple[SourceFile, ...]
     quantization: Quantization | None = None
+    gguf: str | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +85,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Open and check a folder of safetensors files.
+    """Open and check a folder of safetensors or GGUF files.
 
     Raises:
         CheckpointError: the folder or a file is missing, truncated or malformed, or two files hold one tensor.
@@ -87,6 +95,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder", "pass the folder of a downloaded checkpoint")
     config = _read_json(path / CONFIG_NAME)
+    if not any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)) and any(path.glob("*.gguf")):
+        return _open_gguf(path, config)
     quantization = read_quantization(config, _optional_json(path / HF_QUANT_CONFIG))
     tensors: dict[str, TensorEntry] = {}
     source = [_small_file(path / CONFIG_NAME)]
@@ -102,6 +112,14 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
             tensors[spec.name] = TensorEntry(shard, spec)
     _check_index(path, tensors)
     return Checkpoint(path, config, tensors, tuple(source), quantization)
+
+
+def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
+    from .gguf_files import gguf_files, open_weights  # the package is only needed for such files
+
+    found = open_weights(gguf_files(path))
+    source = (_small_file(path / CONFIG_NAME), *found.source)
+    return Checkpoint(path, config, found.tensors, source, gguf=found.architecture)
 
 
 def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
@@ -146,7 +164,7 @@ def _shards(path: Path, source: list[SourceFile]) -> list[Path]:
         found = f"only {other[0]}" if other else "no weights"
         raise CheckpointError(
             f"{path} has {found}, neither {SINGLE_NAME} nor {INDEX_NAME}",
-            "download the safetensors form, or convert with transformers' `save_pretrained`",
+            "download the safetensors or GGUF form, or convert with transformers' `save_pretrained`",
         )
     source.append(_small_file(index))
     names = sorted({str(name) for name in _weight_map(index).values()})

@@ -97,7 +97,12 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     model = build_model(checkpoint)
     experts = find_experts(model)
     dtype = expert_dtype(model, experts)
-    plan = plan_conversion(model, checkpoint)
+    if checkpoint.gguf is None:
+        plan = plan_conversion(model, checkpoint)
+    else:
+        from .gguf_plan import plan_gguf
+
+        plan = plan_gguf(model, checkpoint, experts)
     expert_params = {path for module in experts for path in module.params.values()}
     aliases = _aliases(model, plan)
     check_missing(model, plan, satisfied=set(aliases))
@@ -109,7 +114,7 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
             raise CheckpointError(f"parameter {name} does not come out as {dtype}", REFETCH)
     published = None
-    if is_published(plan, experts):
+    if checkpoint.gguf is not None or is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
     return Conversion(checkpoint, model, experts, dtype, plan, dense, tied, published)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from ....actors.store.format import part_bytes
 from ....actors.store.published import LayerMap, runs_of
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, ExpertForm, MatrixForm
-from .checkpoint import REFETCH, TensorEntry, read_bytes
+from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
 from .plan import ExpertsModule, Group, Plan
-from .published import Entry, QuantizedEntry, plain_form
+from .published import QuantizedEntry, Raw, plain_form
 
+_REMEDY_GGUF = "use a GGUF file of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, F16 or BF16"
 _REMEDY = "pass another release of the model, such as its bfloat16 one"
 
 
@@ -53,17 +54,21 @@ class Matrices:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer in their published form. biases: stacked [E, n], of gate_up and down."""
+    """The experts of one layer in their published form.
+
+    biases: of gate_up and down, stacked [E, n]; the concatenation of several.
+    """
 
     form: ExpertForm
     experts: int
     matrices: Mapping[str, Matrices]
-    biases: Mapping[str, TensorEntry]
+    biases: Mapping[str, tuple[TensorEntry, ...]]
 
     @property
     def mapped(self) -> bool:
         """Whether all bytes lie in the checkpoint as slots want them."""
-        return not any(matrices.repacked for matrices in self.matrices.values())
+        joined = any(len(entries) > 1 for entries in self.biases.values())
+        return not joined and not any(matrices.repacked for matrices in self.matrices.values())
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +81,7 @@ class LayerExperts:
             matrix, part = name.split(".")
             for expert in range(self.experts):
                 if part == "bias":
-                    entry, index = self.biases[matrix], expert
+                    entry, index = self.biases[matrix][0], expert
                 else:
                     whole, index = self.matrices[matrix].of(expert)
                     entry = whole.raw[part] if isinstance(whole, QuantizedEntry) else whole
@@ -103,12 +108,16 @@ class LayerExperts:
         yield from in_order(one, range(self.experts))
 
     def _bias(self, matrix: str, expert: int) -> NDArray[Any]:
-        entry = self.biases[matrix]
         code, shape = self.form.parts()[f"{matrix}.bias"]
-        nbytes = entry.spec.nbytes // self.experts
-        bias = np.frombuffer(read_bytes(entry, expert * nbytes, nbytes), DTYPES[code]).reshape(shape)
+        found = []
+        for entry in self.biases[matrix]:
+            nbytes = entry.spec.nbytes // self.experts
+            found.append(np.frombuffer(read_bytes(entry, expert * nbytes, nbytes), DTYPES[code]))
+        bias, name = np.concatenate(found), self.biases[matrix][0].spec.name
+        if bias.shape != shape:
+            raise CheckpointError(f"the bias {name!r} is {bias.shape}, not {shape}", REFETCH)
         if not np.isfinite(bias if code != "BF16" else (bias.astype(np.uint32) << 16).view(np.float32)).all():
-            raise CheckpointError(f"tensor {entry.spec.name!r} holds NaN or infinity", REFETCH)
+            raise CheckpointError(f"tensor {name!r} holds NaN or infinity", REFETCH)
         return bias
 
 
@@ -150,14 +159,17 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
         for name, path in module.params.items()
         if name.endswith("_bias")
     }
-    codes = {entry.spec.dtype for entry in biases.values()}
-    if len(codes) > 1 or (biases and "gate_up" not in matrices):
-        raise UnsupportedModelError(f"{module.path} has biases of an unknown layout", _REMEDY)
+    codes = {entry.spec.dtype for entries in biases.values() for entry in entries}
+    if biases and "gate_up" not in matrices:
+        matrices = {"gate_up": _fused(matrices.pop("gate"), matrices.pop("up"), module), **matrices}
+    if len(codes) > 1:
+        raise UnsupportedModelError(f"{module.path} has biases of several types", _REMEDY)
     try:
         form = ExpertForm(
             **{name: found.form() for name, found in matrices.items()},
-            interleaved="gate_up" in matrices and not module.concatenated, bias=codes.pop() if codes else "",
-        )  # fmt: skip
+            interleaved="gate_up" in matrices and not module.concatenated and not _gguf(plan, module),
+            bias=codes.pop() if codes else "",
+        )
     except FormError as error:
         raise CheckpointError(f"{module.path}: {error.what}", error.remedy) from error
     if (form.hidden, form.intermediate) != (module.shape.hidden, module.shape.intermediate):
@@ -165,7 +177,33 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
     return LayerExperts(form, module.shape.num_experts, matrices, biases)
 
 
+_OF_GGUF = ("gate", "up", "gate_up", "down")  # source names that `gguf_plan` gives
+
+
+def _gguf(plan: Plan, module: ExpertsModule) -> bool:
+    return plan.makers[module.params["down"]].sources[0][0] in _OF_GGUF
+
+
+def _fused(gate: Matrices, up: Matrices, module: ExpertsModule) -> Matrices:
+    """Gate and up in one matrix, which experts with biases have: rows of gate, then of up."""
+    first, second, forms = gate.entries[0], up.entries[0], {gate.form(), up.form()}
+    stacked = isinstance(first, QuantizedEntry) and isinstance(second, QuantizedEntry)
+    if not stacked or len(forms) > 1 or gate.repacked or len(gate.entries) > 1:
+        raise UnsupportedModelError(f"{module.path} has biases and experts of an unknown layout", _REMEDY)
+    form = forms.pop()
+
+    def joined(fused: MatrixForm, raw: Raw) -> Raw:
+        return {"weight": np.concatenate([raw["gate"], raw["up"]])}
+
+    assert isinstance(first, QuantizedEntry)
+    assert isinstance(second, QuantizedEntry)
+    raw = {"gate": first.raw["weight"], "up": second.raw["weight"]}
+    return Matrices((replace(first, form=replace(form, outputs=2 * form.outputs), raw=raw, repack=joined),))
+
+
 def _gate_and_up(group: Group, module: ExpertsModule) -> dict[str, Matrices]:
+    if group.sources[0][0] in _OF_GGUF:
+        return {name: _counted((entry,), group, module) for name, _, entry in group.sources}
     if group.converter is None:
         return {"gate_up": _stack(group, module)}
     patterns = list(dict.fromkeys(pattern for pattern, _, _ in group.sources))
@@ -191,6 +229,8 @@ def _counted(entries: tuple[Entry, ...], group: Group, module: ExpertsModule) ->
     first = entries[0]
     stacked = first.stack == experts if isinstance(first, QuantizedEntry) else _stacked(first) == experts
     if len(entries) == 1 and stacked:
+        if group.sources[0][0] in _OF_GGUF:
+            return Matrices(entries)
         if isinstance(first, QuantizedEntry) and first.transposed == module.transposed:
             return Matrices(entries)
         if not isinstance(first, QuantizedEntry) and not module.transposed:
@@ -200,15 +240,18 @@ def _counted(entries: tuple[Entry, ...], group: Group, module: ExpertsModule) ->
     raise _unknown(group, module)
 
 
-def _bias(group: Group, module: ExpertsModule) -> TensorEntry:
-    entry = group.sources[0][2]
-    if group.converter is not None or isinstance(entry, QuantizedEntry):
+def _bias(group: Group, module: ExpertsModule) -> tuple[TensorEntry, ...]:
+    entries = tuple(entry for _, _, entry in group.sources if not isinstance(entry, QuantizedEntry))
+    if group.converter is not None or len(entries) < len(group.sources):
         raise _unknown(group, module)
-    return entry
+    return entries
 
 
 def _form(entry: Entry) -> MatrixForm:
     if isinstance(entry, QuantizedEntry):
+        if entry.repack is not None and entry.form.kind == "float32":
+            name = entry.spec.name
+            raise UnsupportedModelError(f"{name!r} has a GGUF type that is not supported for experts", _REMEDY_GGUF)
         return entry.form
     outputs, inputs = entry.spec.shape[-2:]
     return plain_form(entry, outputs, inputs)

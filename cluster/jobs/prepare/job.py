@@ -74,6 +74,17 @@ def is_store(path: Path) -> bool:
     return (path / MANIFEST_NAME).is_file() and (path / DENSE_NAME).is_file()
 
 
+def gguf_folder(path: Path) -> Path:
+    """The folder that stands for the checkpoint of a GGUF file, or of the one in a folder; in the user's cache folder.
+
+    Raises:
+        CheckpointError: the file is malformed, or its metadata is no whole configuration and none is beside it.
+    """
+    from .gguf_files import folder_for, gguf_files
+
+    return folder_for(gguf_files(path)[0] if path.is_dir() else path, _user_cache() / "gguf")
+
+
 def _opened(model_dir: Path, progress: bool = True) -> Checkpoint:
     """The checkpoint, whose weights are downloaded where they are a hub's and not here, unless they are of no use."""
     refuse_unsupported(model_dir)
@@ -147,6 +158,9 @@ def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
     text = "\n".join([str(checkpoint.path), *(file.model_dump_json() for file in checkpoint.source)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if cache_dir is None:
-        user_cache = Path("Library", "Caches") if sys.platform == "darwin" else ".cache"
-        cache_dir = Path.home() / user_cache / "tiermoe" / "stores"
+        cache_dir = _user_cache() / "stores"
     return cache_dir / f"{checkpoint.name}-{digest}"
+
+
+def _user_cache() -> Path:
+    return Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache") / "tiermoe"

@@ -35,8 +35,8 @@ from transformers.core_model_loading import (
 from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
-from .checkpoint import REFETCH, Checkpoint, read_bytes
-from .published import Entry, QuantizedEntry, join
+from .checkpoint import REFETCH, Checkpoint, Entry, read_bytes
+from .published import QuantizedEntry, join
 from .quantization import KEYS
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
@@ -278,6 +278,9 @@ def _checkpoint_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch
     return dtype
 
 
+Transform = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Group:
     """The checkpoint tensors of one conversion.
@@ -288,6 +291,7 @@ class Group:
         dtype: that the tensors are cast to first.
         sources: (source pattern, checkpoint name, tensor) in the converter's order.
         targets: shape and type of the parameters that it makes, by name.
+        transform: makes the parameter of the tensors of a GGUF file; None: it is the one tensor.
     """
 
     key: str
@@ -295,13 +299,15 @@ class Group:
     dtype: torch.dtype
     sources: list[tuple[str, str, Entry]]
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    transform: Transform | None = None
 
     def convert(
         self, model: PreTrainedModel, read: Callable[[Entry], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Make the parameters; tensors are read on use. Raises CheckpointError: unreadable, or not convertible."""
         if self.converter is None:
-            return {self.key: read(self.sources[0][2]).to(self.dtype)}
+            read_all = [read(entry).to(self.dtype) for _, _, entry in self.sources]
+            return {self.key: read_all[0] if self.transform is None else self.transform(read_all)}
         converter: WeightTransform = deepcopy(self.converter)
         for pattern, name, entry in self.sources:
             converter.add_tensor(self.key, name, pattern, lambda entry=entry: read(entry).to(self.dtype))
@@ -319,7 +325,7 @@ class Group:
 
         A renamed tensor is streamed from its file, a converted one is made as a whole first.
         """
-        if self.converter is None:
+        if self.converter is None and self.transform is None:
             for block in read_blocks(self.sources[0][2]):
                 yield block.to(self.dtype)
             return
@@ -419,7 +425,7 @@ def _group(
         group = groups.get(key)
         if group is None:
             converter = deepcopy(by_pattern[pattern]) if pattern is not None else None
-            group = groups[key] = Group(key, converter, _target_dtype(model, key, slots[key]), [])
+            group = groups[key] = Group(key, converter, target_dtype(model, key, slots[key]), [])
         elif group.converter is None:
             other = group.sources[0][1]
             raise CheckpointError(f"tensors {other!r} and {name!r} both make parameter {key}", REFETCH)
@@ -432,7 +438,7 @@ def _group(
     return list(groups.values()), unexpected
 
 
-def _target_dtype(model: PreTrainedModel, key: str, slot: torch.Tensor) -> torch.dtype:
+def target_dtype(model: PreTrainedModel, key: str, slot: torch.Tensor) -> torch.dtype:
     """The type that transformers gives a parameter: some are float32 in every model."""
     for glob, dtype in model._get_dtype_plan(model.config.dtype).items():
         if re.search(glob.replace("*", ".*"), key):

@@ -21,7 +21,7 @@ from ....actors.store.format import TensorSpec
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, MatrixForm
 from ....kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
-from .checkpoint import REFETCH, TensorEntry, read_bytes
+from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
 from .quantization import Layout, Quantization, Scheme
 
 Raw = dict[str, NDArray[Any]]
@@ -143,9 +143,6 @@ def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry |
         raw[name] = TensorEntry(part.path, spec)
     spec = entry.spec.model_copy(update={"shape": (count, *entry.spec.shape[1:])})
     return replace(entry, spec=spec, form=replace(form, outputs=count), raw=raw)
-
-
-Entry = TensorEntry | QuantizedEntry
 
 
 def join(tensors: Mapping[str, TensorEntry], quantization: Quantization, dtype: str) -> dict[str, Entry]:
