@@ -12,7 +12,7 @@ from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Stream
 from .requests import GenerationRequest, TokenEvent
-from .settings import EngineSettings, KvSettings, check_combination, check_published
+from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
 from .store.files import StoreView
@@ -110,7 +110,7 @@ class GpuWorker:
             self._engine.prefetching.watch_embeddings(self._model)
         self._dense = CompiledDense(self._model, [block.experts for block in blocks], settings.compile)
         self._engine.notes += self._dense.notes
-        self._batcher = make_batcher(self._model, settings.kv, self._engine)
+        self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
@@ -262,7 +262,7 @@ class GpuWorker:
                 part.close()
 
 
-def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:
+def make_batcher(model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto") -> Any:
     """Continuous batching if the model allows it, else one request after another.
 
     Args:
@@ -276,7 +276,7 @@ def make_batcher(model: Any, kv: KvSettings, watcher: Any = None) -> Any:
     if kv.batching == "serial":
         return SerialBatcher(model, kv, "asked for", watcher)
     try:
-        return ContinuousBatcher(model, kv, watcher)
+        return ContinuousBatcher(model, kv, watcher, attention)
     except UnsupportedModelError as error:
         if kv.batching == "continuous":
             raise

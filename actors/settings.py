@@ -17,6 +17,7 @@ from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
 CompileMode = Literal["off", "default", "graphs"]
+Attention = Literal["auto", "sdpa", "eager", "flash", "triton"]
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 
@@ -183,7 +184,11 @@ class EngineOptions(Settings):
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
     matcher: MatcherOptions = MatcherOptions()
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    attention: Attention = Field(
+        default="auto",
+        description="auto: sdpa where the model has it; flash: flash-attn; triton: our kernel (both on a GPU, and "
+        "without a copy of the KV cache in every step)",
+    )
     expert_kernel: ExpertKernelName = Field(
         default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
     )

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tiermoe.kernels.expert_ffn import RowClass
-from tiermoe.kernels.triton import expert_ffn, tables
+from tiermoe.kernels.triton import attention, expert_ffn, tables
 from tiermoe.kernels.triton.expert_ffn import PAD, Blocks, shapes_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,6 +80,13 @@ def main(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16")
         report("combine", "", compiled(expert_ffn._combine, types, {"MOST": 8, "BLOCK": 1024}, architecture, one))
         types = {"source": "*i32", "target": "*i32", "count": "i32"}
         report("fetch", "", compiled(tables._copy, types, {"BLOCK": 1024}, architecture, one))
+        arrays = dict.fromkeys(("query", "k_new", "v_new", "k_cache", "v_cache", "sinks"), x)
+        types = arrays | {"index": "*i64"} | dict.fromkeys(("starts_q", "starts_k"), "*i32")
+        types |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"scale": "fp32"}
+        types |= dict.fromkeys(("heads", "rows", "kv_heads", "window"), "i32")
+        sizes = {"GROUP": 8, "M": 16, "N": attention._KEYS, "D": 128, "WIDTH": 128, "KEYS": attention.SPLIT}
+        values = sizes | {"SINKS": False, "WIDEN": False}
+        report("attend", "", compiled(attention._attend, types, values, architecture, Blocks(1, 1, 4, 2)))
 
 
 def report(kernel: str, shape: str, built: Any) -> None:

@@ -114,7 +114,7 @@ def assert_fits(kernels: list[dict]) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= 100 << 10, kernel
         assert kernel.get("spilled", 0) == 0, kernel
-        if kernel["kernel"] in ("gate_up", "down"):
+        if kernel["kernel"] in ("gate_up", "down", "attend"):
             assert "cp.async.cg" in kernel["operations"], kernel
             assert {"mma.sync", "wgmma.mma_async"} & set(kernel["operations"]), kernel
 

@@ -24,7 +24,9 @@ from torch import nn
 
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
+from ...settings import Attention
 from ...store.format import Manifest
+from .attention import attention_for
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
 
@@ -139,7 +141,7 @@ def quiet_logger(name: str, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: Attention) -> Any:
     """The transformers model of a store: dense part on `device` in `dtype`, expert parameters on meta.
 
     Raises:
@@ -149,7 +151,7 @@ def build_model(store: Path, manifest: Manifest, dtype: torch.dtype, device: tor
     from transformers import GenerationConfig
 
     implementation = register_implementation()
-    model = _on_meta(store, dtype, attention)
+    model = _on_meta(store, dtype, attention, device)
     dense = load_file(store / manifest.dense.file)
     if left := assign_dense(model, dense, {layer.module for layer in manifest.layers}, device):
         raise StoreError(
@@ -173,7 +175,7 @@ def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: to
     """
     from safetensors import safe_open
 
-    model = _on_meta(store, dtype, "auto")
+    model = _on_meta(store, dtype, "auto", device)
     with safe_open(store / manifest.dense.file, framework="pt") as dense:
         there = set(dense.keys())
         for layer in manifest.layers:
@@ -190,25 +192,15 @@ def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: to
     return [replace(block, router=None) for block in find_blocks(model, manifest)]
 
 
-def _on_meta(store: Path, dtype: torch.dtype, attention: str) -> Any:
+def _on_meta(store: Path, dtype: torch.dtype, attention: Attention, device: torch.device) -> Any:
     """The transformers model of a store without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(store, trust_remote_code=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_for(config, attention), trust_remote_code=False
+            config, dtype=dtype, attn_implementation=attention_for(config, attention, device), trust_remote_code=False
         )
-
-
-def attention_for(config: Any, wanted: str) -> str:
-    """The attention implementation: sdpa where the model has it, else eager."""
-    from transformers import AutoModelForCausalLM
-
-    if wanted != "auto":
-        return wanted
-    cls = AutoModelForCausalLM._model_mapping[type(config)]
-    return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
 
 
 def assign_dense(

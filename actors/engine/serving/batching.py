@@ -23,11 +23,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from ....errors import RuntimeFailure, StoreError, UnsupportedModelError
 from ...requests import GenerationRequest, SamplingParams
-from ...settings import KvSettings
+from ...settings import Attention, KvSettings
+from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
 from .sampling import Pick, PromptScorer, prompt_rows, request_sampling, seed_of
 from .streams import SequenceRows, SequenceWatcher, Stream, Streams
 
+_LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
 _END_S = 30.0  # seconds for a loop that failed to end
 
 
@@ -80,6 +82,7 @@ class ContinuousBatcher:
         model: a transformers model on its device.
         kv: size of the cache and of a batch.
         watcher: told before each forward pass whose rows it carries.
+        attention: the implementation on the paged cache.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
@@ -91,14 +94,21 @@ class ContinuousBatcher:
 
     serial_because: str | None = None
 
-    def __init__(self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> None:
+    def __init__(
+        self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto"
+    ) -> None:
         self.streams = open_streams(model, kv, watcher)
         self._reviving = threading.Lock()
+        self._model, self._plain = model, plain_attention_of(model)
+        if not _LATER:
+            use_paged(model, attention, prefixed=True)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
         except (ValueError, AttributeError, NotImplementedError) as error:
             raise _unsupported(model, str(error)) from error
+        if _LATER:  # its managers are made for their own implementations only, and run any
+            use_paged(model, attention, prefixed=False)
         self._watcher = watcher
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.logit_processor = request_sampling(
@@ -209,6 +219,8 @@ class ContinuousBatcher:
             if self._manager.is_running() or self._manager._generation_thread is not None:
                 self._manager.stop(block=True, hard_stop=True)
         self._scorer.close()
+        if self._model.config._attn_implementation != self._plain:
+            self._model.set_attn_implementation(self._plain)
 
 
 def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None) -> Streams:
@@ -234,8 +246,8 @@ def _quiet_manager() -> AbstractContextManager[None]:
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
     known = inspect.signature(ContinuousBatchingConfig).parameters
-    # transformers 5.17 calls a page a block, and never switches attention by itself
-    later = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
+    # transformers 5.17 calls a page a block, and marks the attention of a paged cache (`use_paged`)
+    later = {"auto_switch_to_flash": False} if _LATER else {}
     return ContinuousBatchingConfig(
         **{"page_size" if "page_size" in known else "block_size": kv.page_size},
         num_blocks=kv.num_blocks,

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ....errors import RequestError, RuntimeFailure
+from ..model.attention import plain_attention_of
 from .streams import SequenceRows
 
-_PAGED = "paged|"  # how transformers marks the attention that the continuous batching manager switched to
 _numbers = itertools.count()
 
 
@@ -93,11 +93,6 @@ def score_continuations_with(
     _refuse_while_serving(worker)
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
     return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
-
-
-def plain_attention_of(model: Any) -> str:
-    """The attention implementation of a served model without paging."""
-    return str(model.config._attn_implementation).removeprefix(_PAGED)
 
 
 def _feed(

@@ -23,7 +23,8 @@ from torch import nn
 
 from .....actors.engine.cache.low_bits import ReplicaWeights
 from .....actors.engine.cache.slots import LayerWeights
-from .....actors.engine.model.model import MoeBlock, assign_dense, attention_for, blocks_at, register_implementation
+from .....actors.engine.model.attention import attention_for
+from .....actors.engine.model.model import MoeBlock, assign_dense, blocks_at, register_implementation
 from .....actors.store.format import ExpertShape
 from .....errors import ConfigError, UnsupportedModelError
 from .....kernels.pack import PackedShape
@@ -199,7 +200,8 @@ def build_random_model(
     config = shape.config(moe_layers)
     ours = register_implementation()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_for(config, "auto"))
+        attention = attention_for(config, "auto", device)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     names = experts_modules(model)
     if len(names) != moe_layers:
         raise UnsupportedModelError(

@@ -1,0 +1,108 @@
+"""Attention implementations by name, so that tokens do not depend on what is installed.
+
+    auto     sdpa where the model has it, else eager
+    flash    flash-attn, through transformers
+    triton   our kernel, which reads transformers' paged cache in place (`kernels.triton.attention`)
+
+sdpa gathers all keys and values of a layer in every step: at 16 sequences of 4096 tokens, 8 heads of 128 in bfloat16,
+268 MB are read and written again. `triton` reads them once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from ....errors import ConfigError
+from ...settings import Attention
+
+_OURS = "tiermoe-paged"
+_PAGED = "paged|"  # how transformers before 5.23 marks the attention of its paged cache
+
+
+def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
+    """transformers' name of an implementation for an ordinary cache.
+
+    Raises:
+        ConfigError: this machine cannot do it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import is_flash_attn_2_available
+
+    if wanted == "flash":
+        if not is_flash_attn_2_available():
+            raise ConfigError("attention: flash needs the package flash-attn and a GPU", "install it, or use triton")
+        return "flash_attention_2"
+    if wanted == "triton" and device.type == "cpu":
+        raise ConfigError("attention: triton needs a GPU", "use attention: auto")
+    if wanted in ("sdpa", "eager"):
+        return wanted
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+
+
+def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
+    """Have a model use the implementation with a paged cache.
+
+    Args:
+        prefixed: whether transformers marks such implementations in their names, and changes a name without the mark
+            to flash-attn's where that is installed.
+    """
+    name = _OURS if wanted == "triton" else plain_attention_of(model)
+    if wanted == "triton":
+        for known in (_OURS, _PAGED + _OURS):
+            AttentionInterface.register(known, paged_attention)
+    name = _PAGED + name if prefixed else name
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
+
+
+def plain_attention_of(model: Any) -> str:
+    """The attention implementation of a served model without paging."""
+    name = str(model.config._attn_implementation).removeprefix(_PAGED)
+    return "sdpa" if name == _OURS else name
+
+
+def paged_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, cache: Any = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """An attention function of transformers on its paged cache: query [1, heads, T, D] -> [1, T, heads, D].
+
+    Raises:
+        ValueError: there is no paged cache, or the scores are capped.
+    """
+    from ....kernels.triton.attention import Packed, attend
+
+    if cache is None or softcap is not None:
+        raise ValueError("attention: triton takes the paged cache of continuous batching, and no soft cap")
+    group, kind, k_cache, v_cache = _cache_of(cache, module.layer_idx)
+    starts_k, lengths = kwargs["cu_seq_lens_k"], "length" if "max_length_k" in kwargs else "seqlen"
+    most_q, most_k = (kwargs[f"max_{lengths}_{which}"] for which in "qk")
+    if isinstance(starts_k, dict):
+        starts_k = starts_k[kind]
+    if isinstance(most_k, dict):
+        most_k = most_k[kind]
+    # [1, heads, T, D] -> [T, heads, D]
+    query, key, value = (part.squeeze(0).transpose(0, 1).contiguous() for part in (query, key, value))
+    packed = Packed(kwargs["cu_seq_lens_q"], starts_k, kwargs["read_index"][group], most_q, most_k)
+    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attend(query, key, value, k_cache, v_cache, packed, scale, window, s_aux)
+    written = kwargs["write_index"][group]  # after the reading: a rolling window writes over its oldest keys
+    k_cache.index_copy_(0, written, key[: len(written)])
+    v_cache.index_copy_(0, written, value[: len(written)])
+    return out.unsqueeze(0), None
+
+
+def _cache_of(cache: Any, layer: int) -> tuple[int, str, torch.Tensor, torch.Tensor]:
+    """A layer's group of indices, its kind, and its keys and values [places, kv_heads, D]."""
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer]
+        return allocator.index, allocator.layer_type, *allocator._kv_token_views[layer]
+    group, within = cache.layer_index_to_group_indices[layer]  # transformers before 5.20
+    kind = "full_attention" if cache.sliding_windows[layer] == 1 else "sliding_attention"
+    return group, kind, cache.key_cache[within], cache.value_cache[within]
