@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....actors.store.format import TensorSpec
+from ....actors.store.format import TensorSpec, first_problem
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, MatrixForm
 from ....kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
@@ -45,6 +45,7 @@ _CODES: Mapping[Layout, tuple[str, ...]] = {
     "fp8": ("F8_E4M3",), "scaled": ("F8_E4M3",), "gpt-oss": ("U8",), "mxfp4": ("U8",), "nvfp4": ("U8",),
     "modelopt-nvfp4": ("U8",), "packed": ("I32",), "int8": ("I8",), "awq": ("I32",), "gptq": ("I32",),
 }  # fmt: skip
+_NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np.int16, "U32": np.uint32}
 # of activations and of a quantized KV cache, which this runtime does not quantize
 _DROPPED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
@@ -83,8 +84,8 @@ class QuantizedEntry:
 
     def parts(self, index: int = 0) -> Raw:
         """The form's parts of a matrix of the stack. Raises CheckpointError: unreadable, or not of the form."""
-        raw = {name: self._array(name, entry, index) for name, entry in self.raw.items()}
         try:
+            raw = {name: self._array(entry, index) for name, entry in self.raw.items()}
             if self.repack is not None:
                 return self.repack(self.form, raw)
             return {
@@ -93,6 +94,9 @@ class QuantizedEntry:
             }
         except FormError as error:
             raise FormError(f"tensor {self.spec.name!r}: {error.what}", error.remedy) from error
+        except (ValueError, IndexError, TypeError) as error:
+            what = f"the tensors of {self.spec.name!r} do not fit together ({first_problem(error)})"
+            raise CheckpointError(what, REFETCH) from error
 
     def verified(self, index: int = 0) -> Raw:
         """As `parts`, once every weight is finite. Raises CheckpointError as `parts`, or it is not finite."""
@@ -113,12 +117,11 @@ class QuantizedEntry:
             return part.dequantized(0, stop - start)
         return self.form.dequantize(self.verified())[start:stop]
 
-    def _array(self, name: str, entry: TensorEntry, index: int) -> NDArray[Any]:
+    def _array(self, entry: TensorEntry, index: int) -> NDArray[Any]:
         shape = entry.spec.shape[1:] if self.stack else entry.spec.shape
         nbytes = entry.spec.nbytes // max(1, self.stack)
         data = read_bytes(entry, index * nbytes, nbytes)
-        dtype = {"I8": np.int8, "I64": np.int64}.get(entry.spec.dtype) or DTYPES[entry.spec.dtype]
-        return np.frombuffer(data, dtype).reshape(shape)
+        return np.frombuffer(data, _NUMPY.get(entry.spec.dtype, np.uint8)).reshape(shape)
 
 
 def _row_slice(entry: QuantizedEntry, start: int, stop: int) -> QuantizedEntry | None:

@@ -1,0 +1,183 @@
+"""Damaged, truncated and mislabelled checkpoints of every published form: typed errors only."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from published import RELEASES, SIZES, Release, write, write_gguf
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_checkpoint
+
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.jobs.prepare import convert, prepare
+from tiermoe.cluster.jobs.prepare.checkpoint import open_checkpoint
+from tiermoe.errors import StoreError, TierMoeError, UnsupportedModelError
+
+torch.set_num_threads(1)
+EACH = 26  # mutations of a form
+SMALL = {"vocab_size": 64, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2}
+NAMES = (
+    "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "TheBloke/Mixtral-8x7B-v0.1-GPTQ",
+    "casperhansen/mixtral-instruct-awq", "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
+    "RedHatAI/Mixtral-8x7B-Instruct-v0.1-quantized.w4a16-asym", "RedHatAI/Mixtral-8x7B-Instruct-v0.1-quantized.w8a8",
+    "RedHatAI/Qwen3-30B-A3B-FP8-dynamic", "neuralmagic/DeepSeek-Coder-V2-Lite-Instruct-FP8",
+    "nvidia/Qwen3-30B-A3B-NVFP4", "RedHatAI/Qwen3-30B-A3B-NVFP4", "RedHatAI/Qwen3-30B-A3B-MXFP4",
+)  # fmt: skip
+
+
+def read_all(folder: Path) -> None:
+    """What a preparation does, without writing: plan, read and check every expert and dense tensor."""
+    conversion = convert.plan_store(open_checkpoint(folder))
+    for layer in conversion.published or ():
+        for matrix in layer.form.matrices:
+            for _ in layer.read(matrix):
+                pass
+    for _ in convert._dense_data(conversion):
+        pass
+
+
+def refused(folder: Path) -> bool:
+    """Whether a checkpoint is refused with a typed error; any other error is raised."""
+    try:
+        read_all(folder)
+    except TierMoeError:
+        return True
+    return False
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.randrange(len(data))])
+
+
+def damage_header(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 3000
+    for _ in range(rng.choice((1, 1, 4))):
+        data[rng.randrange(min(len(data), 8 + length))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def relabel(path: Path, rng: random.Random) -> None:
+    """Another type of the same size, or another shape of the same length, for one tensor."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    entry, alike = header[name], (("U8", "I8", "F8_E4M3", "F8_E5M2"), ("BF16", "F16", "I16"), ("F32", "I32", "U32"))
+    if rng.random() < 0.5:
+        entry["dtype"] = rng.choice(next((kinds for kinds in alike if entry["dtype"] in kinds), ("U8",)))
+    else:
+        entry["shape"] = rng.choice((entry["shape"][::-1], [int(np.prod(entry["shape"]))], [1, *entry["shape"]]))
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def drop_or_rename(path: Path, rng: random.Random) -> None:
+    tensors = load_file(path)
+    name = rng.choice([name for name in tensors if "layers" in name])
+    tensor = tensors.pop(name)
+    if rng.random() < 0.5:
+        tensors[name.replace("weight", "wieght") + "x"] = tensor
+    save_file(tensors, path)
+
+
+def poison(path: Path, rng: random.Random) -> None:
+    """Scales, zero points or indices of one matrix become anything."""
+    tensors = load_file(path)
+    name = rng.choice([n for n in tensors if not n.endswith((".qweight", "_packed", "_blocks")) and "layers" in n])
+    data = np.frombuffer(rng.randbytes(tensors[name].nbytes), np.uint8).copy()
+    if rng.random() < 0.5:
+        data[:] = 255
+    tensors[name] = torch.from_numpy(data).view(tensors[name].dtype).view(tensors[name].shape)
+    save_file(tensors, path)
+
+
+def misconfigure(path: Path, rng: random.Random) -> None:
+    path = path.with_name("config.json")
+    config = json.loads(path.read_text())
+    part: dict[str, Any] = config.get("quantization_config") or config
+    while any(isinstance(value, dict) and value for value in part.values()) and rng.random() < 0.7:
+        part = rng.choice([value for value in part.values() if isinstance(value, dict) and value])
+    part[rng.choice(list(part))] = rng.choice((None, 3, -1, "x", [], {}, 64, 16, True))
+    path.write_text(json.dumps(config))
+
+
+Mutation = Callable[[Path, random.Random], None]
+MUTATIONS: tuple[Mutation, ...] = (truncate, damage_header, relabel, drop_or_rename, poison, misconfigure)
+
+
+def mutate(whole: Path, folder: Path, seed: int, mutations: tuple[Mutation, ...]) -> bool:
+    copied = Path(shutil.copytree(whole, folder))
+    weights = next(path for path in sorted(copied.iterdir()) if path.suffix in (".safetensors", ".gguf"))
+    mutations[seed % len(mutations)](weights, random.Random(seed))
+    found = refused(copied)
+    shutil.rmtree(copied)
+    return found
+
+
+@pytest.mark.parametrize("release", [r for r in RELEASES if r.name in NAMES], ids=lambda r: r.name)
+def test_damaged_checkpoints_are_refused(release: Release, tmp_path: Path) -> None:
+    small = Release(**{**vars(release), "sizes": {**release.sizes, **SMALL, "first_k_dense_replace": 0}})
+    whole = write(small, tmp_path)[0]
+    assert not refused(whole)
+    count = sum(mutate(whole, tmp_path / "mutated", seed, MUTATIONS) for seed in range(EACH))
+    assert count >= EACH // 3  # codes may be anything, so not every mutation can be seen
+
+
+def test_damaged_ggufs_are_refused(tmp_path: Path) -> None:
+    sizes = {**SIZES, **SMALL, "head_dim": 64}
+    plain = save_tiny_checkpoint("qwen3_moe", tmp_path / "plain", **sizes)
+    kinds = lambda name: "F32" if "gate_inp" in name else "Q6_K" if "down" in name else "Q4_K"  # noqa: E731
+    file, _ = write_gguf(plain, tmp_path / "whole", "qwen3moe", kinds)
+    shutil.copy(plain / "config.json", file.parent)
+    assert not refused(file.parent)
+    mutations = (truncate, damage_header, damage_header, poison_gguf)
+    count = sum(mutate(file.parent, tmp_path / "mutated", seed, mutations) for seed in range(2 * EACH))
+    assert count >= EACH // 2
+
+
+def poison_gguf(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    first = rng.randrange(4000, len(data) - 4096)
+    data[first : first + 4096] = b"\xff" * 4096
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "aqlm", "hqq", "quark", "exl2", None, 3])
+def test_an_unsupported_quantization_is_refused_from_the_configuration(method: object, tmp_path: Path) -> None:
+    """No weight is there: the refusal comes before any is looked for."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    with pytest.raises(UnsupportedModelError, match="not supported"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["touch", "grow", "remove", "replace"])
+def test_a_store_notices_that_the_mapped_checkpoint_changed(change: str, tmp_path: Path) -> None:
+    published, _ = write(next(r for r in RELEASES if r.name == "openai/gpt-oss-20b"), tmp_path)
+    store = prepare(published, tmp_path / "store", progress=False)
+    weights = published / "model.safetensors"
+    assert sum(path.stat().st_size for path in store.glob("layer-*")) < 5000  # no expert is there twice
+    ExpertStore(store)
+    if change == "touch":
+        weights.touch()
+    elif change == "grow":
+        weights.write_bytes(weights.read_bytes() + b"x")
+    elif change == "remove":
+        weights.unlink()
+    else:
+        status = weights.stat()
+        data = weights.read_bytes()
+        weights.write_bytes(data[:20] + b"?" + data[21:])
+        os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(StoreError, match=r"model\.safetensors"):
+        ExpertStore(store, "stamp")
