@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Stream
-from .requests import GenerationRequest, TokenEvent
+from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
@@ -111,6 +111,7 @@ class GpuWorker:
         self._dense = CompiledDense(self._model, [block.experts for block in blocks], settings.compile)
         self._engine.notes += self._dense.notes
         self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention)
+        _warm_up(self._batcher, self._dense.warm_up)
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
@@ -260,6 +261,15 @@ class GpuWorker:
         for part in (self._sources, self._batcher, self._engine, self._dense, self._device):
             if part is not None:
                 part.close()
+
+
+def _warm_up(batcher: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Run prompts one after the other. Raises RuntimeFailure: one failed."""
+    for i, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        for event in batcher.submit(GenerationRequest(f"warm-{i}", tuple(prompt), sampling)):
+            if event.error is not None:
+                raise RuntimeFailure(f"a forward of {len(prompt)} rows failed: {event.error}", "use compile: off")
 
 
 def make_batcher(model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto") -> Any:

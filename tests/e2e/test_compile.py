@@ -11,8 +11,9 @@ import torch
 from serving import greedy, logits, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.model.compile import GRAPH_ROWS, CompiledDense
+from tiermoe.actors.engine.model.compile import CompiledDense
 from tiermoe.actors.engine.model.model import UNSAFE_IN_GRAPHS, find_blocks
+from tiermoe.actors.engine.model.padding import GRAPH_ROWS
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.files import ExpertStore
@@ -96,6 +97,28 @@ def test_a_plain_forward_gives_the_same_logits(store: Callable[[str, int], Exper
         dense.close()
         assert greedy(worker, PROMPTS[:1], 6) == tokens
         assert graphs.with_experts
+
+
+def test_small_forwards_are_padded_to_the_recorded_shapes(
+    store: Callable[[str, int], ExpertStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer runs on 1, 2, 4, 8 or 16 rows, its attention and its routed experts on those of the forward only."""
+    seen: dict[str, set[int]] = {"dense": set(), "experts": set()}
+    described = store("qwen2_moe", 2)
+    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16))) as worker:
+        expected = [greedy(worker, [prompt], 6) for prompt in PROMPTS]
+        dense, _ = _compiled(described, worker, "graphs")
+        mlp = type(worker.model.model.layers[0].mlp)
+        forward, ran = mlp.forward, worker.engine.layers[0].forward
+        monkeypatch.setattr(mlp, "forward", lambda m, h: (seen["dense"].add(h.shape[1]), forward(m, h))[1])
+        monkeypatch.setattr(
+            worker.engine.layers[0], "forward", lambda h, *a: (seen["experts"].add(h.shape[0]), ran(h, *a))[1]
+        )
+        assert [greedy(worker, [prompt], 6) for prompt in PROMPTS] == expected
+        for prompt in dense.warm_up:
+            greedy(worker, [prompt], 1)
+        dense.close()
+    assert seen == {"dense": {1, 2, 4, 8, 16}, "experts": {1, 2, 3, 4, 7, 8, 16}}
 
 
 def test_what_would_be_recorded_is_decode_only(store: Callable[[str, int], ExpertStore]) -> None:

@@ -46,6 +46,21 @@ def test_the_host_never_waits_on_a_forwards_way() -> None:
         rig.finish()
 
 
+def test_arrivals_that_are_complete_run_together() -> None:
+    """One call of the kernels for those whose copies have ended, not one for each."""
+    rig = Rig(4)
+    rig.gpu.idle = True
+    plan = LoadOnMiss().plan([0, 1, 2, 3], rig.residency, rig.cache.eviction)
+    rig.cache.begin(0, plan)
+    rig.cache.issue(plan.loads)
+    assert len(rig.cache.await_first(plan.run, 0)) == 1  # none has ended: the compute waits for the first
+    rig.gpu.finish()
+    assert len(rig.cache.await_first(plan.run[1:], 0)) == 3
+    assert rig.gpu.synchronized == 0
+    rig.cache.ran(plan.run)
+    rig.finish()
+
+
 def test_a_layers_misses_are_one_batch() -> None:
     """One wait for the slots' last use, copies back to back, an event for each expert and one to begin with."""
     rig = Rig(4)

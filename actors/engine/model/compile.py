@@ -7,8 +7,8 @@ in Python objects, and the experts, an operator of their own (`model.model`). Al
     graphs    in addition their launches are replayed as CUDA graphs, split at the experts, which read the routing on
               the host
 
-Graphs are recorded for each number of rows up to `GRAPH_ROWS`; larger forwards (mostly prompts) run without. Attention
-is not in them: its shapes grow with the context.
+Graphs are recorded for a few numbers of rows, to which smaller forwards are padded (`model.padding`); larger forwards
+(mostly prompts) run without. Attention is not in them: its shapes grow with the context.
 
 transformers' own compilation of continuous batching pads every batch and captures whole forwards, which the experts do
 not allow. Regions do not depend on the batching.
@@ -29,8 +29,8 @@ from torch import nn
 from ....errors import ConfigError
 from ...settings import CompileMode
 from .model import UNSAFE_IN_GRAPHS
+from .padding import GRAPH_ROWS, recorded_prompts, run_padded, unpadded
 
-GRAPH_ROWS = 16  # of forwards that are recorded; each number of them costs a recording of every layer
 _STATEFUL = frozenset(("past_key_values", "past_key_value", "cache_params", "position_embeddings"))  # arguments
 
 
@@ -46,13 +46,14 @@ class CompiledDense:
         ConfigError: this machine or this torch cannot do it.
 
     Attributes:
-        notes: for the plan.
+        notes: for the plan. warm_up: prompts to be run before serving, so that no request waits for a recording.
     """
 
     def __init__(
         self, model: Any, experts: Sequence[nn.Module], mode: CompileMode, backend: Callable[..., Any] | None = None
     ) -> None:
         self.notes: list[str] = []
+        self.warm_up: list[list[int]] = recorded_prompts() if mode == "graphs" else []
         self._overridden: list[nn.Module] = []
         if mode == "off":
             return
@@ -71,7 +72,8 @@ class CompiledDense:
                 compiled[kind] = _compile(kind.forward, mode, backend)
             for child in region.children():
                 if not _STATEFUL.isdisjoint(inspect.signature(child.forward).parameters):
-                    self._override(child, torch.compiler.disable(child.forward))
+                    own = unpadded(child.forward) if mode == "graphs" else child.forward
+                    self._override(child, torch.compiler.disable(own))
             self._override(region, _region(region, compiled[kind], mode, first=i == 0))
 
     def _override(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -102,7 +104,9 @@ def _region(
         if first:  # what graphs of the forward before left in their memory is no longer needed
             _ready_thread()
             torch.compiler.cudagraph_mark_step_begin()
-        return compiled(layer, hidden_states, *args, **kwargs)
+        if len(hidden_states) > 1:  # rows of several sequences side by side: none of our batchers
+            return compiled(layer, hidden_states, *args, **kwargs)
+        return run_padded(lambda hidden: compiled(layer, hidden, *args, **kwargs), hidden_states)
 
     return replayed
 

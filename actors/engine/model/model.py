@@ -27,6 +27,7 @@ from ....kernels.expert_ffn import Gate
 from ...settings import Attention
 from ...store.format import Manifest
 from .attention import attention_for
+from .padding import run_unpadded
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
 
@@ -50,11 +51,11 @@ _library.define("experts_at(Tensor hidden, Tensor ids, Tensor weights, Tensor ha
 
 
 def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
-    return _layers[handle].forward(hidden, ids, weights)
+    return run_unpadded(_layers[handle].forward, hidden, ids, weights)
 
 
 def _run_at(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return _layers[int(handle)].forward(hidden, ids, weights)
+    return run_unpadded(_layers[int(handle)].forward, hidden, ids, weights)
 
 
 for _device in ("CPU", "CUDA"):
