@@ -10,7 +10,8 @@
 
 namespace tiermoe {
 
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+// gpt_oss: x * sigmoid(1.702 x) * (up + 1), with x = min(gate, 7) and up within -7 .. 7; of forms.hpp alone.
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, gpt_oss = 4 };
 
 // Rows of one expert or of one segment of it: pairs[start..stop) index (token, k) pairs t * top_k + k. Its neurons are
 // `first` and those behind it. `add`: y holds the rows of the expert's other segment.

@@ -1,62 +1,15 @@
 // AVX2: half a tile's vector against four inputs of a row is one vpmaddubsw, whose 16-bit sums hold a whole tile.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
 
 #include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 
-#include <immintrin.h>
-
-#pragma GCC target("avx2,fma,f16c")
+#include "lanes_avx2.hpp"
 
 namespace tiermoe {
 namespace {
-
-struct Half {
-    std::uint16_t bits;
-};
-struct Bfloat {
-    std::uint16_t bits;
-};
-
-struct V {
-    struct F {
-        __m256 a, b;
-    };
-    struct I {
-        __m256i half[2];
-    };
-    static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-    static F set(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
-    static F load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
-    static void store(float* at, F f) {
-        _mm256_storeu_ps(at, f.a);
-        _mm256_storeu_ps(at + 8, f.b);
-    }
-    static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-    static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-    static F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-    static F to_float(I x) { return {_mm256_cvtepi32_ps(x.half[0]), _mm256_cvtepi32_ps(x.half[1])}; }
-    static F load_f16(const std::uint16_t* at) {
-        const auto* halves = reinterpret_cast<const __m128i*>(at);
-        return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
-    }
-    static F load_as(const float* at) { return load(at); }
-    static F load_as(const Half* at) { return load_f16(&at->bits); }
-    static F load_as(const Bfloat* at) { return {widen(at), widen(at + 8)}; }
-
-   private:
-    static __m256 widen(const Bfloat* at) {
-        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    }
-};
 
 constexpr int kBlock = 4;
 
@@ -167,8 +120,7 @@ namespace tiermoe {
 
 const Kernels* avx2_kernels() {
     static constexpr Kernels kernels = table("avx2");
-    const bool here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return here ? &kernels : nullptr;
+    return processor_has_it() ? &kernels : nullptr;
 }
 
 }  // namespace tiermoe

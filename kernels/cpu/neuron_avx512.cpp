@@ -1,52 +1,15 @@
 // AVX-512 with VNNI: a tile's vector of 64 codes against four inputs of a row, broadcast, is one vpdpbusd.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
 
 #include "fit.hpp"
 #include "neuron_ffn.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 
-#include <immintrin.h>
-
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // its headers make undefined vectors on purpose
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#include "lanes_avx512.hpp"
 
 namespace tiermoe {
 namespace {
-
-struct Half {
-    std::uint16_t bits;
-};
-struct Bfloat {
-    std::uint16_t bits;
-};
-
-struct V {
-    using F = __m512;
-    using I = __m512i;
-    static F zero() { return _mm512_setzero_ps(); }
-    static F set(float v) { return _mm512_set1_ps(v); }
-    static F load(const float* at) { return _mm512_loadu_ps(at); }
-    static void store(float* at, F f) { _mm512_storeu_ps(at, f); }
-    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-    static F add(F a, F b) { return _mm512_add_ps(a, b); }
-    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-    static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
-    static F load_f16(const std::uint16_t* at) {
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    }
-    static F load_as(const float* at) { return load(at); }
-    static F load_as(const Half* at) { return load_f16(&at->bits); }
-    static F load_as(const Bfloat* at) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-    }
-};
 
 constexpr int kBlock = 4;
 
@@ -225,10 +188,7 @@ namespace tiermoe {
 
 const Kernels* avx512_kernels() {
     static constexpr Kernels kernels = table("avx512");
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni");
-    return here ? &kernels : nullptr;
+    return processor_has_it() ? &kernels : nullptr;
 }
 
 }  // namespace tiermoe

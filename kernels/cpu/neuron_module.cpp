@@ -1,13 +1,16 @@
-// Python bindings of neuron_ffn.hpp. Weights are given by address: the caller (kernels/packed_ffn.py) checked once that
-// these are contiguous buffers of the sizes given, and keeps them alive. What changes from call to call comes as arrays,
+// Python bindings of neuron_ffn.hpp and forms.hpp. Weights are given by address: the caller (kernels/packed_ffn.py,
+// kernels/form_ffn.py) checked once that these are contiguous buffers of the sizes given, and keeps them alive. What changes from call to call comes as arrays,
 // which are checked here, and so is every number against the others, before a kernel runs.
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 #include <tuple>
 #include <vector>
 
 #include "bindings.hpp"
 #include "fit.hpp"
+#include "forms.hpp"
 #include "neuron_ffn.hpp"
 
 namespace tiermoe::bindings {
@@ -173,6 +176,7 @@ template <typename F>
 PyObject* released(F&& kernel) {
     bool out_of_memory = false;
     int failed = 0;
+    std::string refused;
     Py_BEGIN_ALLOW_THREADS;
     try {
         kernel();
@@ -180,9 +184,15 @@ PyObject* released(F&& kernel) {
         out_of_memory = true;
     } catch (const std::system_error& error) {
         failed = error.code().value();
+    } catch (const std::out_of_range& error) {
+        refused = error.what();
     }
     Py_END_ALLOW_THREADS;
     if (out_of_memory) return PyErr_NoMemory();
+    if (!refused.empty()) {
+        PyErr_SetString(PyExc_ValueError, refused.c_str());
+        return nullptr;
+    }
     if (failed) {
         errno = failed;
         return PyErr_SetFromErrno(PyExc_OSError);
@@ -286,6 +296,133 @@ PyObject* fit(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return released([&] { fit_layer(*threads, static_cast<int>(set), layer); });
 }
 
+// --- published forms ---------------------------------------------------------------------------------------
+
+constexpr const char* kFormLayer = "tiermoe.kernels.FormLayer";
+
+void delete_layer(PyObject* capsule) { delete static_cast<FormLayer*>(PyCapsule_GetPointer(capsule, kFormLayer)); }
+
+// A tuple of `count` integers.
+bool read_numbers(PyObject* tuple, Py_ssize_t count, long long* numbers) {
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
+        PyErr_Format(PyExc_TypeError, "a tuple of %zd numbers is expected", count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    return !PyErr_Occurred();
+}
+
+template <typename T>
+const T* at_address(long long number) {
+    return reinterpret_cast<const T*>(static_cast<std::uintptr_t>(number));
+}
+
+// kind, scale_type, divides, outputs, inputs, group, block, and the addresses of weight, scale, zero, global_scale and
+// order, 0 for none
+bool read_matrix(PyObject* tuple, FormMatrix& matrix) {
+    long long n[12];
+    if (!read_numbers(tuple, 12, n)) return false;
+    for (int i = 3; i < 7; ++i)
+        if (n[i] < 1 || n[i] >= kSizeMax) return refuse("a size is out of range", n[i]);
+    matrix = {static_cast<FormKind>(n[0]), static_cast<ScaleType>(n[1]), n[2] != 0, n[3], n[4], n[5], n[6],
+              at_address<std::uint8_t>(n[7]), at_address<std::uint8_t>(n[8]), at_address<std::uint8_t>(n[9]),
+              at_address<float>(n[10]), at_address<std::int32_t>(n[11])};
+    return matrix.fits() || refuse("the parts do not fit to a matrix of kind", n[0]);
+}
+
+// gate, up, down, (gate_first, gate_step, up_first, up_step, bias_type, gate_up_bias, down_bias)
+bool read_expert(PyObject* tuple, const FormLayer& layer, FormExpert& expert) {
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4) {
+        PyErr_SetString(PyExc_TypeError, "each expert must be a tuple (gate, up, down, numbers)");
+        return false;
+    }
+    long long n[7];
+    if (!read_matrix(PyTuple_GET_ITEM(tuple, 0), expert.gate) || !read_matrix(PyTuple_GET_ITEM(tuple, 1), expert.up) ||
+        !read_matrix(PyTuple_GET_ITEM(tuple, 2), expert.down) || !read_numbers(PyTuple_GET_ITEM(tuple, 3), 7, n))
+        return false;
+    const auto rows_fit = [&](const FormMatrix& matrix, long long first, long long step) {
+        return first >= 0 && step >= 1 && step <= 2 && first + step * (layer.neurons - 1) < matrix.outputs;
+    };
+    const bool fits = expert.gate.inputs == layer.hidden && expert.up.inputs == layer.hidden &&
+                      expert.down.inputs == layer.neurons && expert.down.outputs == layer.hidden &&
+                      rows_fit(expert.gate, n[0], n[1]) && rows_fit(expert.up, n[2], n[3]);
+    if (!fits) return refuse("the matrices are not those of an expert with neurons", layer.neurons);
+    if (n[4] < 0 || n[4] > static_cast<int>(Element::bf16)) return refuse("there is no such element type", n[4]);
+    expert.gate_first = n[0];
+    expert.gate_step = n[1];
+    expert.up_first = n[2];
+    expert.up_step = n[3];
+    expert.bias_type = static_cast<Element>(n[4]);
+    expert.gate_up_bias = at_address<void>(n[5]);
+    expert.down_bias = at_address<void>(n[6]);
+    return true;
+}
+
+// form_layer(hidden, neurons, experts: list) -> capsule
+PyObject* form_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 3)) return nullptr;
+    if (!PyList_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "experts must be a list");
+        return nullptr;
+    }
+    FormLayer layer;
+    layer.hidden = PyLong_AsLongLong(args[0]);
+    layer.neurons = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) return nullptr;
+    layer.experts.resize(static_cast<std::size_t>(PyList_GET_SIZE(args[2])));
+    for (std::size_t i = 0; i < layer.experts.size(); ++i)
+        if (!read_expert(PyList_GET_ITEM(args[2], static_cast<Py_ssize_t>(i)), layer, layer.experts[i])) return nullptr;
+    auto* made = new FormLayer(std::move(layer));
+    PyObject* capsule = PyCapsule_New(made, kFormLayer, delete_layer);
+    if (!capsule) delete made;
+    return capsule;
+}
+
+// threads, set
+bool read_pool(PyObject* const* args, Threads*& threads, int& set) {
+    threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
+    const long long number = threads ? PyLong_AsLongLong(args[1]) : 0;
+    if (PyErr_Occurred()) return false;
+    set = static_cast<int>(number);
+    return (number >= 0 && number < static_cast<long long>(instruction_sets().size())) ||
+           refuse("there is no such instruction set", number);
+}
+
+// form_ffn(threads, set, activation, layer, <batch>)
+PyObject* form(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Threads* threads;
+    int set;
+    if (!expect(count, 4 + kBatchArgs) || !read_pool(args, threads, set)) return nullptr;
+    const long long activation = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    if (activation < 0 || activation > static_cast<int>(Activation::gpt_oss)) {
+        refuse("there is no such activation", activation);
+        return nullptr;
+    }
+    const auto* layer = static_cast<const FormLayer*>(PyCapsule_GetPointer(args[3], kFormLayer));
+    if (!layer) return nullptr;
+    Arrays arrays;
+    Batch batch;
+    if (!read_batch(args + 4, static_cast<std::int64_t>(layer->experts.size()), layer->hidden, arrays, batch))
+        return nullptr;
+    return released([&] { form_ffn(*threads, set, *layer, static_cast<Activation>(activation), batch); });
+}
+
+// form_linear(threads, set, matrix, x float32 [n, inputs], out float32 [n, outputs])
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Threads* threads;
+    int set;
+    FormMatrix matrix;
+    Array x, out;
+    if (!expect(count, 5) || !read_pool(args, threads, set) || !read_matrix(args[2], matrix)) return nullptr;
+    if (!x.open(args[3], "x", 'f', 2, false) || !out.open(args[4], "out", 'f', 2, true)) return nullptr;
+    if (x.size(1) != matrix.inputs || out.size(0) != x.size(0) || out.size(1) != matrix.outputs) {
+        refuse("x and out are not those of a matrix with inputs", matrix.inputs);
+        return nullptr;
+    }
+    return released([&] { form_linear(*threads, set, matrix, x.data<const float>(), x.size(0), out.data<float>()); });
+}
+
 PyObject* sets(PyObject*, PyObject*) {
     const std::vector<std::string> names = instruction_sets();
     PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
@@ -304,6 +441,9 @@ PyMethodDef neuron_methods[] = {
     {"packed_ffn", fast(packed), METH_FASTCALL, "Experts in packed weights; see neuron_ffn.hpp."},
     {"full_ffn", fast(full), METH_FASTCALL, "Experts in full precision; see neuron_ffn.hpp."},
     {"fit", fast(fit), METH_FASTCALL, "Data-free quantization of a layer; see fit.hpp."},
+    {"form_layer", fast(form_layer), METH_FASTCALL, "Experts in published forms; see forms.hpp."},
+    {"form_ffn", fast(form), METH_FASTCALL, "Runs them; see forms.hpp."},
+    {"form_linear", fast(linear), METH_FASTCALL, "One matrix in a published form; see forms.hpp."},
     {"instruction_sets", sets, METH_NOARGS, "Names of what this processor can run, best first."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,94 +1,13 @@
 // Plain C++: for processors without AVX2, and the arithmetic that the others are checked against.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
 
 #include "fit.hpp"
 #include "neuron_ffn.hpp"
 
+#include "lanes_portable.hpp"
+
 namespace tiermoe {
 namespace {
-
-struct Half {
-    std::uint16_t bits;
-};
-struct Bfloat {
-    std::uint16_t bits;
-};
-
-inline float from_bits(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-inline float half_to_float(std::uint16_t h) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
-    const std::uint32_t rest = h & 0x7fffu;
-    if (rest >= 0x7c00u) return from_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-    if (rest >= 0x0400u) return from_bits(sign | ((rest << 13) + 0x38000000u));
-    return from_bits(sign | 0x3f800000u) * static_cast<float>(rest) * 5.9604644775390625e-8f;  // subnormal: 2^-24
-}
-
-struct V {
-    struct F {
-        float lane[16];
-    };
-    struct I {
-        std::int32_t lane[16];
-    };
-    static F zero() { return {}; }
-    static F set(float v) {
-        F f;
-        for (float& lane : f.lane) lane = v;
-        return f;
-    }
-    static F load(const float* at) {
-        F f;
-        std::memcpy(f.lane, at, sizeof(f.lane));
-        return f;
-    }
-    static void store(float* at, const F& f) { std::memcpy(at, f.lane, sizeof(f.lane)); }
-    static F mul(const F& a, const F& b) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = a.lane[i] * b.lane[i];
-        return f;
-    }
-    static F add(const F& a, const F& b) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = a.lane[i] + b.lane[i];
-        return f;
-    }
-    static F fma(const F& a, const F& b, const F& c) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = a.lane[i] * b.lane[i] + c.lane[i];
-        return f;
-    }
-    static F to_float(const I& a) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = static_cast<float>(a.lane[i]);
-        return f;
-    }
-    static F load_f16(const std::uint16_t* at) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = half_to_float(at[i]);
-        return f;
-    }
-    static F load_as(const float* at) { return load(at); }
-    static F load_as(const Half* at) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = half_to_float(at[i].bits);
-        return f;
-    }
-    static F load_as(const Bfloat* at) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = from_bits(static_cast<std::uint32_t>(at[i].bits) << 16);
-        return f;
-    }
-};
 
 constexpr int kBlock = 4;
 

@@ -1,0 +1,93 @@
+// Expert FFN on weights in their published forms (kernels/forms.py), [outputs, inputs] as an nn.Linear has them:
+//   y = down . (act(gate . x) * (up . x))
+// Every weight is decoded in registers to the float32 number that `MatrixForm.dequantize` gives, to the bit, and
+// multiplied in float32. An output is one dot product in a fixed order, so results depend neither on threads, nor on
+// the other rows and experts of a call.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "neuron_ffn.hpp"
+
+namespace tiermoe {
+
+enum class FormKind : int {
+    f32 = 0, f16 = 1, bf16 = 2, fp8 = 3, mxfp4 = 4, nvfp4 = 5, int4 = 6, int8 = 7,
+    q8_0 = 8, q4_0 = 9, mxfp4_gguf = 10, q4_k = 11, q5_k = 12, q6_k = 13
+};
+enum class ScaleType : int { none = 0, f32 = 1, f16 = 2, bf16 = 3, e8m0 = 4, e4m3 = 5 };
+
+constexpr int kUnit = 32;        // weights that are decoded together
+constexpr int kFormOutputs = 32; // of one job
+
+// A matrix and the addresses of its parts; null where the form has no such part.
+struct FormMatrix {
+    FormKind kind;
+    ScaleType scale_type;
+    bool divides;                     // the global scale divides
+    std::int64_t outputs, inputs;
+    std::int64_t group, block;        // inputs and outputs that share a scale, at least 1
+    const std::uint8_t* weight;       // [outputs, row_bytes]
+    const std::uint8_t* scale;        // [ceil(outputs / block), ceil(inputs / group)]
+    const std::uint8_t* zero;         // [outputs, ceil(inputs / group)]; null: half of the range
+    const float* global_scale;        // [1]
+    const std::int32_t* order;        // [inputs]: column k of the codes is input order[k]
+
+    std::int64_t groups() const { return (inputs + group - 1) / group; }
+    std::int64_t padded() const { return (inputs + kUnit - 1) / kUnit * kUnit; }
+    std::int64_t row_bytes() const;
+    bool fits() const;  // whether kind, types and sizes go together
+};
+
+// One expert. Neuron j has the rows gate_first + gate_step * j of `gate`, and likewise of `up`; both may be one matrix,
+// whose biases [outputs] lie at `gate_up_bias`.
+struct FormExpert {
+    FormMatrix gate, up, down;
+    std::int64_t gate_first, gate_step, up_first, up_step;
+    Element bias_type;
+    const void *gate_up_bias, *down_bias;  // or null
+};
+
+struct FormLayer {
+    std::vector<FormExpert> experts;
+    std::int64_t hidden, neurons;
+};
+
+// As packed_ffn. Throws std::out_of_range where `order` of a matrix names an input that is not there.
+void form_ffn(Threads& threads, int set, const FormLayer& layer, Activation activation, const Batch& batch);
+
+// out [rows, outputs] = x [rows, inputs] times the transposed matrix. Throws as form_ffn.
+void form_linear(Threads& threads, int set, const FormMatrix& matrix, const float* x, std::int64_t rows, float* out);
+
+// --- what the instruction sets implement -------------------------------------------------------------------
+
+// out[r * stride + k] = row (first + step * k) of the matrix . x[r], for k below count.
+struct FormJob {
+    const FormMatrix* matrix;
+    std::int64_t first, step, count;
+    int rows;
+    const float* const* x;  // [rows] of [padded()], arranged
+    float* out;
+    std::int64_t stride;
+    float* scratch;  // form_scratch(matrix) floats, aligned to 64
+};
+
+constexpr int kFormTile = 4;  // outputs that share a read of the inputs, at most
+inline std::int64_t form_scratch(const FormMatrix& matrix) {
+    return kFormTile * (3 * matrix.padded() + 64);  // weights, scales and zero points
+}
+
+struct FormKernels {
+    const char* name;
+    void (*dots)(const FormJob&);
+    // Puts a row in the order in which the form's weights are decoded; false: `order` names what is not there.
+    bool (*arrange)(const FormMatrix&, const float* x, float* arranged);
+    void (*activate)(const float* gate, const float* up, std::int64_t size, Activation, float* h);
+};
+
+const FormKernels& portable_forms();
+const FormKernels* avx2_forms();    // null where the compiler or the processor has none
+const FormKernels* avx512_forms();  // the same
+
+}  // namespace tiermoe

@@ -1,0 +1,181 @@
+"""Experts in published forms on the CPU: weights decoded exactly, float32 products, in each instruction set."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from form_cases import FORMS, Parts, expert_form, form, fused_form, random_expert, random_parts
+from numpy.typing import NDArray
+
+from tiermoe.errors import FormError
+from tiermoe.kernels.form_ffn import FORM_ACTIVATIONS, FormLayer, form_linear
+from tiermoe.kernels.forms import Expert, ExpertForm, MatrixForm
+from tiermoe.kernels.packed_ffn import Threads, instruction_sets
+
+SETS = instruction_sets()
+RNG = np.random.default_rng(0)
+
+
+def activated(gate: NDArray[np.float64], up: NDArray[np.float64], activation: str) -> NDArray[np.float64]:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    if activation == "relu":
+        return np.maximum(gate, 0) * up
+    if activation == "gelu":
+        return 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+def reference(x: NDArray[np.float32], expert: Expert, activation: str = "silu") -> NDArray[np.float64]:
+    """FFN(x) in float64, from dequantized weights."""
+    wide = x.astype(np.float64)
+    gate, up = wide @ expert.gate.T.astype(np.float64), wide @ expert.up.T.astype(np.float64)
+    if expert.gate_bias is not None:
+        gate, up = gate + expert.gate_bias, up + expert.up_bias
+    out = activated(gate, up, activation) @ expert.down.T.astype(np.float64)
+    return out if expert.down_bias is None else out + expert.down_bias
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_weight_is_decoded_to_the_bit(name: str, instruction_set: str) -> None:
+    """A row with a single 1 gives a column of the matrix, in the registers of few rows and in the buffer of many."""
+    inputs = 512 if name in ("q4_k", "q5_k", "q6_k") else 288
+    of = form(name, 11, inputs)
+    parts = random_parts(of, RNG)
+    x = np.eye(inputs, dtype=np.float32)
+    wanted = of.dequantize(parts).T
+    threads = Threads(instruction_set=instruction_set)
+    np.testing.assert_array_equal(form_linear(of, parts, x, threads), wanted)
+    for row in range(0, inputs, 17):
+        np.testing.assert_array_equal(form_linear(of, parts, x[row : row + 1], threads)[0], wanted[row])
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        *itertools.product(("float32", "bfloat16", "fp8_block", "fp8_tensor"), (1, 31, 33, 130)),
+        *itertools.product(("int, 4 bits", "int, 4 bits, rows", "int, 8 bits, zeros"), (1, 77, 163)),
+        ("int, 4 bits, groups of 24", 100), ("nvfp4", 48), ("nvfp4, divides", 16), ("mxfp4", 32), ("q8_0", 32),
+    ],
+)  # fmt: skip
+def test_rows_that_units_do_not_fill(name: str, inputs: int, instruction_set: str) -> None:
+    of = form(name, 5, inputs)
+    parts = random_parts(of, RNG)
+    found = form_linear(of, parts, np.eye(inputs, dtype=np.float32), Threads(instruction_set=instruction_set))
+    np.testing.assert_array_equal(found, of.dequantize(parts).T)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4", "int, 4 bits, order", "int, 8 bits, zeros", "q6_k"])
+def test_experts_against_float64(name: str, instruction_set: str) -> None:
+    of = expert_form(name, 512, 256)
+    experts = [random_expert(of, RNG) for _ in range(3)]
+    layer = FormLayer(experts, [of] * 3, "silu", Threads(2, instruction_set=instruction_set))
+    x = RNG.standard_normal((80, 512), dtype=np.float32)
+    rows = np.concatenate([np.arange(70), [3, 4, 5], [79]]).astype(np.int32)
+    weights = RNG.random(len(rows)).astype(np.float32)
+    groups = [(2, 0, 70), (0, 70, 73), (1, 73, 74)]
+    out = np.full_like(x, np.nan)
+    layer.run(groups, rows, weights, x, out)
+    wanted = np.zeros(x.shape)
+    for expert, start, stop in groups:
+        whole = of.dequantize(experts[expert])
+        wanted[rows[start:stop]] += weights[start:stop, None] * reference(x[rows[start:stop]], whole)
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("activation", FORM_ACTIVATIONS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("bias", ["", "BF16", "F16", "F32"])
+def test_fused_experts_and_activations(activation: str, interleaved: bool, bias: str) -> None:
+    of = fused_form("mxfp4", 64, 96, interleaved=interleaved, bias=bias)
+    parts = random_expert(of, RNG)
+    parts["gate_up.scale"] += 4  # beyond the clamps of gpt-oss
+    x = RNG.standard_normal((3, 64), dtype=np.float32)
+    out = np.empty_like(x)
+    layer = FormLayer([parts], [of], activation, Threads())
+    layer.run([(0, 0, 3)], np.arange(3, dtype=np.int32), np.ones(3, np.float32), x, out)
+    wanted = reference(x, of.dequantize(parts), activation)
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_results_do_not_depend_on_other_rows_experts_or_threads(instruction_set: str) -> None:
+    """To the bit: alone, and among 150 rows of four experts of several forms."""
+    forms = [expert_form(name, 256, 256) for name in ("mxfp4", "q5_k", "int, 4 bits, order", "fp8_block")]
+    experts = [random_expert(of, RNG) for of in forms]
+    x = RNG.standard_normal((150, 256), dtype=np.float32)
+    rows = np.tile(np.arange(150, dtype=np.int32), 4)
+    ones = np.ones(600, np.float32)
+    one, two = (FormLayer(experts, forms, "silu", Threads(n, instruction_set=instruction_set)) for n in (1, 2))
+    out, again, alone = (np.empty_like(x) for _ in range(3))
+    for expert in range(4):
+        one.run([(expert, 0, 150)], rows, ones, x, out)
+        for row in (0, 77, 149):
+            two.run([(expert, row, row + 1)], rows, ones, x, alone)
+            np.testing.assert_array_equal(alone[row], out[row])
+    groups = [(e, 150 * e, 150 * e + 150) for e in (2, 0, 3, 1)]
+    one.run(groups, rows, ones, x, out)
+    two.run(groups, rows, ones, x, again)
+    np.testing.assert_array_equal(out, again)
+
+
+def test_no_copy_of_what_is_given() -> None:
+    """A later change of the arrays, as of slots, is seen; an order that is no permutation is refused in the call."""
+    of = expert_form("int, 4 bits, order", 256, 128)
+    parts = random_expert(of, RNG)
+    layer = FormLayer([parts], [of], "silu", Threads())
+    x = RNG.standard_normal((1, 256), dtype=np.float32)
+    call = [(0, 0, 1)], np.zeros(1, np.int32), np.ones(1, np.float32), x
+    first, second = np.empty_like(x), np.empty_like(x)
+    layer.run(*call, first)
+    other = random_expert(of, RNG)
+    for name, array in parts.items():
+        array[...] = other[name]
+    layer.run(*call, second)
+    wanted = reference(x, of.dequantize(other))
+    np.testing.assert_allclose(second, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    assert not np.array_equal(first, second)
+    for bad in (-1, 256, 2**31 - 1):
+        parts["up.order"][5] = bad
+        with pytest.raises(ValueError, match="order"):
+            layer.run(*call, second)
+
+
+def refused(parts: Parts, of: ExpertForm, says: str) -> None:
+    with pytest.raises(FormError, match=says):
+        FormLayer([parts], [of], "silu", Threads())
+
+
+def test_what_is_refused() -> None:
+    of = expert_form("mxfp4", 64, 96)
+    parts = random_expert(of, RNG)
+    refused({**parts, "up.scale": parts["up.scale"][:, :1]}, of, "up.scale")
+    refused({**parts, "up.scale": np.asfortranarray(parts["up.scale"])}, of, "contiguous")
+    refused({name: array for name, array in parts.items() if name != "up.scale"}, of, "parts")
+    full = expert_form("float32", 64, 96)
+    whole = random_expert(full, RNG)
+    raw = np.empty(whole["down.weight"].nbytes + 1, np.uint8)[1:].view(np.float32).reshape(64, 96)
+    refused({**whole, "down.weight": raw}, full, "aligned")
+    with pytest.raises(FormError, match="one size"):
+        FormLayer([parts, whole], [of, expert_form("float32", 64, 64)], "silu", Threads())
+    with pytest.raises(FormError, match="give each expert"):
+        FormLayer([], [], "silu", Threads())
+    with pytest.raises(ValueError, match="no activation"):
+        FormLayer([parts], [of], "swish", Threads())
+    layer = FormLayer([parts], [of], "silu", Threads())
+    x = np.zeros((2, 64), np.float32)
+    rows, ones = np.zeros(2, np.int32), np.ones(2, np.float32)
+    for groups, given in (([(1, 0, 1)], x), ([(0, 0, 3)], x), ([(0, -1, 1)], x), ([(0, 0, 1)], x[:, :32].copy())):
+        with pytest.raises(ValueError, match=r"expert|group|width"):
+            layer.run(groups, rows, ones, given, np.empty_like(given))
+    with pytest.raises(ValueError, match="x and out"):
+        form_linear(MatrixForm("mxfp4", 64, 96), of.of("down", parts), x, Threads())
