@@ -7,6 +7,8 @@ setup(
         Extension(
             "tiermoe.kernels._cpu",
             sources=[
+                "kernels/cpu/dense.cpp",
+                "kernels/cpu/dense_module.cpp",
                 "kernels/cpu/expert_ffn.cpp",
                 "kernels/cpu/forms.cpp",
                 "kernels/cpu/forms_avx2.cpp",
@@ -25,6 +27,8 @@ setup(
             ],
             depends=[
                 "kernels/cpu/bindings.hpp",
+                "kernels/cpu/dense.hpp",
+                "kernels/cpu/exponential.hpp",
                 "kernels/cpu/expert_ffn.hpp",
                 "kernels/cpu/fit.hpp",
                 "kernels/cpu/fit_body.hpp",

@@ -108,10 +108,11 @@ class GpuWorker:
         )  # fmt: skip
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)
-        self._dense = CompiledDense(self._model, [block.experts for block in blocks], settings.compile)
-        self._engine.notes += self._dense.notes
+        experts = [block.experts for block in blocks]
+        self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
         self._batcher = make_batcher(self._model, settings.kv, self._engine, settings.attention)
         _warm_up(self._batcher, self._dense.warm_up)
+        self._engine.notes += self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()

@@ -16,7 +16,7 @@ from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
-CompileMode = Literal["off", "default", "graphs"]
+CompileMode = Literal["auto", "off", "native", "default", "graphs"]
 Attention = Literal["auto", "sdpa", "eager", "flash", "triton"]
 ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
@@ -193,7 +193,9 @@ class EngineOptions(Settings):
         default="auto", description="what runs experts; auto: on a GPU the fastest by measurement at start"
     )
     compile: CompileMode = Field(
-        default="off", description="the dense part; default: torch.compile, graphs: as CUDA graphs too (needs a GPU)"
+        default="auto",
+        description="the dense part; native: as one native program (on a CPU), auto: so where that is measured to be "
+        "right and faster, else off, default: torch.compile, graphs: as CUDA graphs too (needs a GPU)",
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward")
 

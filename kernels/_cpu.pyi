@@ -11,6 +11,9 @@ RowGroup = tuple[int, int, int]  # expert, start, stop
 class Pool:
     """A pool of threads: an opaque capsule, which ends them when it goes."""
 
+class Program:
+    """A program of row operators: an opaque capsule, which ends its threads when it goes."""
+
 class Link:
     """A throttled link and its thread: an opaque capsule, which ends it when it goes."""
 
@@ -123,3 +126,30 @@ def link_close(link: Link, /) -> None: ...
 def copy_ended(copy: Copy, /) -> bool: ...
 def copy_times(copy: Copy, /) -> tuple[float, float, float] | None:
     """start_s, end_s and link_s of a copy that is done; None: it was cancelled."""
+
+def dense_program(
+    ints: int,
+    floats: int,
+    count: int,
+    segments: list[int],
+    arena: int,
+    rows: int,
+    layers: int,
+    groups: int,
+    threads: int,
+    /,
+) -> Program:
+    """Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started."""
+
+def dense_bind(
+    program: Program, layer: int, keys: int, values: int, key_stride: int, value_stride: int, bf16: bool, /
+) -> None:
+    """Raises ValueError: there is no such layer."""
+
+def dense_begin(
+    program: Program, rows: int, sequences: int, cu_rows: int, groups: list[tuple[int, int, int, int]], /
+) -> None:
+    """Raises ValueError: the tables do not fit each other."""
+
+def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> None:
+    """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""

@@ -1,4 +1,4 @@
-"""The dense part of a model, compiled region by region.
+"""The dense part of a model, run natively (`model.native`) or compiled region by region.
 
 A region is a decoder layer with routed experts. `torch.compile` sees all of it but the attention, which keeps its cache
 in Python objects, and the experts, an operator of their own (`model.model`). All layers share one compilation.
@@ -29,35 +29,42 @@ from torch import nn
 from ....errors import ConfigError
 from ...settings import CompileMode
 from .model import UNSAFE_IN_GRAPHS
+from .native import NativeDense
 from .padding import GRAPH_ROWS, recorded_prompts, run_padded, unpadded
 
 _STATEFUL = frozenset(("past_key_values", "past_key_value", "cache_params", "position_embeddings"))  # arguments
 
 
 class CompiledDense:
-    """The compiled regions of one model; where `mode` is off, none.
+    """The dense part of one model, in the way of `mode`.
 
     Args:
         model: on its device, with its experts attached.
         experts: its experts modules.
+        threads: of a native program.
         backend: of torch.compile, for tests; None: inductor.
 
     Raises:
-        ConfigError: this machine or this torch cannot do it.
+        ConfigError: this machine, this torch or this model cannot do it.
 
     Attributes:
-        notes: for the plan. warm_up: prompts to be run before serving, so that no request waits for a recording.
+        notes: for the plan; complete once `settle` was called.
+        warm_up: prompts to be run before serving, so that no request waits for a recording.
     """
 
     def __init__(
-        self, model: Any, experts: Sequence[nn.Module], mode: CompileMode, backend: Callable[..., Any] | None = None
-    ) -> None:
+        self, model: Any, experts: Sequence[nn.Module], mode: CompileMode, backend: Callable[..., Any] | None = None,
+        threads: int = 1,
+    ) -> None:  # fmt: skip
         self.notes: list[str] = []
         self.warm_up: list[list[int]] = recorded_prompts() if mode == "graphs" else []
         self._overridden: list[nn.Module] = []
-        if mode == "off":
-            return
+        self._native: NativeDense | None = None
         device = next(p.device for p in model.parameters() if not p.is_meta)
+        if mode == "native" or (mode == "auto" and device.type == "cpu"):
+            self._native = NativeDense(model, threads, required=mode == "native")
+        if mode in ("off", "auto", "native"):
+            return
         if backend is None:
             _refuse_unable(mode, device)
         if mode == "graphs":
@@ -80,8 +87,21 @@ class CompiledDense:
         module.forward = forward
         self._overridden.append(module)
 
+    def settle(self) -> list[str]:
+        """Notes for the plan, once a first request has run.
+
+        Raises:
+            ConfigError: mode native, and the requests do not run so.
+        """
+        if self._native is not None:
+            self._native.settle()
+            self.notes = self._native.notes
+        return self.notes
+
     def close(self) -> None:
         """Restore the model. Safe to call twice."""
+        if self._native is not None:
+            self._native.close()
         while self._overridden:
             del self._overridden.pop().forward  # the class's own again
 

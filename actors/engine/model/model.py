@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +98,22 @@ def attach(module: Any, layer: ExpertLayer) -> int:
 def detach(handle: int) -> None:
     """Forget a layer; its module can no longer run."""
     _layers.pop(handle, None)
+
+
+def layer_of(handle: int) -> ExpertLayer:
+    """The layer of a handle."""
+    return _layers[handle]
+
+
+@contextmanager
+def replaced_layers(handles: Iterable[int], layer: ExpertLayer) -> Iterator[None]:
+    """In this context `layer` runs for these handles."""
+    before = {handle: _layers[handle] for handle in handles}
+    _layers.update(dict.fromkeys(before, layer))
+    try:
+        yield
+    finally:
+        _layers.update(before)
 
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]

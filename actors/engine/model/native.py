@@ -1,0 +1,261 @@
+"""The dense part of a decode step on the CPU as one native program, without model code of ours.
+
+    trace   the model once, on a few rows, with stand-ins for attention and experts        torch.fx
+    lower   the trace to row operators                                                     model.lowering
+    bind    each layer's keys and values in the manager's paged cache
+    run     a segment, the experts of a layer, the next segment, ...                       kernels/cpu/dense.cpp
+
+A segment reaches from one layer's experts to the next layer's: residual, norms, projections, rotary embedding,
+attention on the cache's blocks in place, router. Before its first use the program is compared with the model on a step
+like that: its hidden states must be those of the model, and it must be faster.
+
+Forwards of more than `MAX_ROWS` rows (mostly prompts), and those without a paged cache, run as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import ConfigError
+from ....kernels.dense import Program
+from .lowering import CannotLowerError, Lowering
+from .model import ExpertLayer, layer_of, replaced_layers
+
+MAX_ROWS = 64  # of a forward; above, matrix products of the library are faster
+_TRACED_ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)  # the first that no weight has as an axis
+_ATTENTION = "tiermoe-trace"
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the largest hidden state
+_TRIALS, _TRIAL_S = 5, 1.0  # of each of both; seconds after which no further one begins
+
+_library = torch.library.Library("tiermoe", "FRAGMENT")
+_library.define("attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, float softcap) -> Tensor")
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+    """Stands for attention in a trace: q [1, heads, T, D], v [1, kv, T, Dv] -> [1, T, heads, Dv]."""
+    return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+_library.impl("attend", _attend, "CPU")
+
+
+class _StandIn:
+    """Stands for a layer's experts: as cheap as can be, and different for each routing."""
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return hidden * ((ids + 1).to(weights.dtype) * weights).mean(-1, keepdim=True).to(hidden.dtype)
+
+
+class NativeDense:
+    """A model's base module that runs small forwards natively.
+
+    Args:
+        model: on the CPU, with its experts attached.
+        threads: of a program.
+        required: use it also where it is slower, and make it an error (of `settle`) where it cannot be used.
+
+    Attributes:
+        notes: for the plan; complete once a step has run.
+    """
+
+    def __init__(self, model: Any, threads: int, required: bool) -> None:
+        self.notes: list[str] = []
+        self._because = ""  # it is not used
+        self._threads, self._required = threads, required
+        self._base: Any = model.base_model
+        self._program: Program | None = None
+        self._cache: Any = None
+        self._decided: bool | None = None  # whether the program runs; None: no step has come yet
+        self._replaced = False
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        try:
+            if device.type != "cpu":
+                raise CannotLowerError(f"the model runs on {device}")
+            self._lowered, self._output = _trace(model, self._base)
+        except CannotLowerError as error:
+            self._refuse(str(error))
+            return
+        self._layers = [layer_of(handle) for handle in self._lowered.experts]
+        self._embedding = model.get_input_embeddings()
+        self._eager = self._base.forward
+        self._base.forward = self._forward
+        self._replaced = True
+
+    def settle(self) -> None:
+        """After the first request: what became of it.
+
+        Raises:
+            ConfigError: `required`, and the program cannot be used.
+        """
+        if self._replaced and self._decided is None:
+            self._refuse("no forward with a paged cache came")
+        if self._required and self._decided is False:
+            raise ConfigError(f"compile: native cannot run this model: {self._because}", "use compile: auto or off")
+
+    def close(self) -> None:
+        """Restore the model. Safe to call twice."""
+        if self._replaced:
+            del self._base.forward  # the class's own again
+            self._replaced = False
+
+    def _refuse(self, because: str) -> None:
+        self.close()
+        self._decided, self._because = False, because
+        self.notes.append(f"compile: auto runs the dense part eagerly ({because})")
+
+    def _forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache")
+        if input_ids is None or cache is None or self._decided is False or input_ids.shape[-1] > MAX_ROWS:
+            return self._eager(input_ids=input_ids, **kwargs)
+        if cache is not self._cache and not self._bind(cache):
+            return self._eager(input_ids=input_ids, **kwargs)
+        if self._decided is None:
+            self._decide(input_ids, kwargs)
+            if not self._decided:
+                return self._eager(input_ids=input_ids, **kwargs)
+        return self._run(input_ids, kwargs, self._layers)
+
+    def _bind(self, cache: Any) -> bool:
+        """Take the places of keys and values from a cache; False: it is of a kind that is not known."""
+        builder = self._lowered.builder
+        try:
+            allocators = {layer: cache.layer_to_allocator[layer] for layer in builder.layers}
+            views = [allocator._kv_token_views[layer] for layer, allocator in allocators.items()]
+            tables = list(cache.cache_allocators.values())
+            self._groups = [(t.index, t.layer_type, getattr(t, "sliding_window", 0)) for t in tables]
+            if self._program is None:
+                groups = {layer: allocator.index for layer, allocator in allocators.items()}
+                self._program = builder.build(MAX_ROWS, len(tables), groups, self._threads)
+            for place, (keys, values) in enumerate(views):
+                self._program.bind(place, keys, values)
+        except (AttributeError, KeyError, ValueError) as error:  # as in another version of transformers
+            self._refuse(f"the paged cache is of another kind: {error}")
+            return False
+        self._cache = cache
+        return True
+
+    def _run(self, input_ids: torch.Tensor, kwargs: dict[str, Any], layers: Sequence[ExpertLayer]) -> Any:
+        """One step; the shapes of `kwargs` are those of transformers' `PagedAttentionArgs`."""
+        program, rows = self._program, input_ids.shape[-1]
+        assert program is not None
+        program.begin(
+            rows,
+            kwargs["cu_seq_lens_q"],
+            [
+                (read if read.shape[0] else None, kwargs["write_index"][index], kwargs["cu_seq_lens_k"][kind], window)
+                for index, kind, window in self._groups
+                for read in (kwargs["read_index"][index],)
+            ],
+        )
+        inputs = [self._embedding(input_ids), kwargs["position_ids"].to(torch.int32)]
+        for segment, stored in enumerate(self._lowered.stores):
+            out = [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in stored]
+            program.run(segment, *[part.contiguous() for part in inputs], *out)
+            if segment < len(layers):
+                inputs = [layers[segment].forward(*out)]
+        return self._output(last_hidden_state=out[0].view(1, rows, -1))
+
+    def _decide(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Compare the program with the model on a step like this, of other tokens (a padding token's state is zero).
+
+        The rows of the cache that both write are written again by the step itself.
+        """
+        stand_in = _StandIn()
+        rows = input_ids.shape[-1]
+        spread = self._embedding.weight.shape[0] // (rows + 1)
+        input_ids = (torch.arange(1, rows + 1, dtype=input_ids.dtype) * spread)[None]
+        stand_ins = [stand_in] * len(self._layers)
+        times: dict[str, list[float]] = {"eager": [], "native": []}
+        with replaced_layers(self._lowered.experts, stand_in):
+            for trial in range(_TRIALS):
+                for name, found in times.items():
+                    begun = time.perf_counter()
+                    if name == "eager":
+                        expected = self._eager(input_ids=input_ids, **kwargs).last_hidden_state
+                    else:
+                        states = self._run(input_ids, kwargs, stand_ins).last_hidden_state
+                    found.append(time.perf_counter() - begun)
+                if trial == 0:
+                    error = float((states.float() - expected.float()).abs().max() / expected.float().abs().max())
+                    if not error <= _TOLERANCE[expected.dtype]:
+                        self._refuse(f"the native program's hidden states differ by {error:.2g} of the largest")
+                        return
+                if sum(map(sum, times.values())) > _TRIAL_S:
+                    break
+        eager, native = (min(found) * 1e3 for found in times.values())
+        if native >= eager and not self._required:
+            self._refuse(f"a step takes {eager:.2f} ms, the native program {native:.2f} ms")
+            return
+        self._decided = True
+        rule = "native" if self._required else "auto"
+        self.notes.append(
+            f"compile: {rule} runs the dense part natively ({native:.2f} ms a step, {eager:.2f} ms eagerly)"
+        )
+
+
+def _trace(model: Any, base: Any) -> tuple[Lowering, Any]:
+    """The model's base module, lowered, and the class of its output.
+
+    Raises:
+        CannotLowerError: the model has what a program cannot say.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    embedding = model.get_input_embeddings()
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    rows = next((n for n in _TRACED_ROWS if n not in sizes), None)
+    if rows is None or embedding is None or base is model:
+        raise CannotLowerError("the model has no base module" if base is model else "its sizes are unusual")
+    output: list[type] = []
+
+    def forward(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        found = base(inputs_embeds=states, position_ids=positions, use_cache=False)
+        output.append(type(found))
+        return found.last_hidden_state
+
+    dtype, width = embedding.weight.dtype, embedding.weight.shape[1]
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise CannotLowerError(f"numbers of type {dtype}")
+    inputs = torch.ones(1, rows, width, dtype=dtype), torch.arange(rows)[None]
+    handles = [module.tiermoe_handle for module in model.modules() if hasattr(module, "tiermoe_handle")]
+    try:
+        with torch.no_grad(), _traced_attention(model), replaced_layers(handles, _StandIn()):
+            graph = make_fx(torch.func.functionalize(forward))(*inputs)
+    except Exception as error:  # what a model does in a trace is beyond any list
+        raise CannotLowerError(f"{type(error).__name__} in a trace: {str(error).splitlines()[0][:120]}") from error
+    graph.graph.eliminate_dead_code()
+    return Lowering(graph, rows), output[0]
+
+
+@contextmanager
+def _traced_attention(model: Any) -> Iterator[None]:
+    """Attention is one operator, `tiermoe::attend`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    position_bias: Any = None, **unused: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' attention interface."""
+    if position_bias is not None or attention_mask is not None:
+        raise CannotLowerError("attention with a bias")
+    sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    layer: Any = module.layer_idx
+    return torch.ops.tiermoe.attend(query, key, value, sinks, layer, scale, float(softcap or 0.0)), None

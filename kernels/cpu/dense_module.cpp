@@ -1,0 +1,174 @@
+// Python bindings of dense.hpp. Constants are given by address: the caller (kernels/dense.py) keeps them alive. Every
+// number of a program is checked when it is built, and the numbers of a step when it begins.
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <vector>
+
+#include "bindings.hpp"
+#include "dense.hpp"
+
+namespace tiermoe::bindings {
+namespace {
+
+constexpr const char* kProgram = "tiermoe.kernels.DenseProgram";
+constexpr Py_ssize_t kInts = 25, kFloats = 2;  // of a step
+constexpr std::int64_t kLongBytes = 4 << 20;  // weights of a segment during which other threads of Python may run
+
+void delete_program(PyObject* capsule) { delete static_cast<DenseProgram*>(PyCapsule_GetPointer(capsule, kProgram)); }
+
+DenseProgram* program_of(PyObject* capsule) {
+    return static_cast<DenseProgram*>(PyCapsule_GetPointer(capsule, kProgram));
+}
+
+template <typename F>
+PyObject* guarded(F&& body) {
+    try {
+        return body();
+    } catch (const std::invalid_argument& error) {
+        PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::system_error& error) {
+        PyErr_SetString(PyExc_OSError, error.what());
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    }
+    return nullptr;
+}
+
+DenseStep step_of(const std::int64_t* ints, const double* floats) {
+    DenseStep step;
+    step.code = static_cast<DenseCode>(ints[0]);
+    step.kind = static_cast<int>(ints[1]);
+    step.round = ints[2] != 0;
+    DenseOperand* operands[] = {&step.out, &step.a, &step.b, &step.c};
+    for (int i = 0; i < 4; ++i)
+        *operands[i] = {ints[3 + 3 * i], reinterpret_cast<const float*>(ints[4 + 3 * i]), ints[5 + 3 * i]};
+    for (int i = 0; i < 10; ++i) step.p[i] = ints[15 + i];
+    for (int i = 0; i < 2; ++i) step.f[i] = floats[i];
+    return step;
+}
+
+// dense_program(ints, floats, count, segments: list[int], arena, rows, layers, groups, threads) -> capsule; ints and
+// floats are the addresses of [count, 25] int64 and [count, 2] float64
+PyObject* dense_program(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 9)) return nullptr;
+    const std::int64_t* ints = address<const std::int64_t>(args[0]);
+    const double* floats = address<const double>(args[1]);
+    const long long steps = PyLong_AsLongLong(args[2]);
+    if (!PyList_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "segments must be a list of numbers");
+        return nullptr;
+    }
+    std::vector<std::int64_t> segments;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[3]); ++i)
+        segments.push_back(PyLong_AsLongLong(PyList_GET_ITEM(args[3], i)));
+    long long sizes[5];
+    for (int i = 0; i < 5; ++i) sizes[i] = PyLong_AsLongLong(args[4 + i]);
+    if (PyErr_Occurred()) return nullptr;
+    if (steps < 0 || sizes[2] < 0 || sizes[3] < 0 || sizes[4] < 1 || sizes[4] > 1024) {
+        refuse("a size is out of range", steps);
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject* {
+        std::vector<DenseStep> made;
+        for (long long i = 0; i < steps; ++i) made.push_back(step_of(ints + i * kInts, floats + i * kFloats));
+        auto program = std::make_unique<DenseProgram>(std::move(made), std::move(segments), sizes[0], sizes[1],
+                                                      sizes[2], sizes[3], static_cast<int>(sizes[4]));
+        PyObject* capsule = PyCapsule_New(program.get(), kProgram, delete_program);
+        if (capsule) program.release();
+        return capsule;
+    });
+}
+
+// dense_bind(program, layer, keys, values, key_stride, value_stride, bf16)
+PyObject* dense_bind(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 7)) return nullptr;
+    DenseProgram* program = program_of(args[0]);
+    if (!program) return nullptr;
+    const long long layer = PyLong_AsLongLong(args[1]);
+    DenseCache cache;
+    cache.keys = address<void>(args[2]);
+    cache.values = address<void>(args[3]);
+    cache.key_stride = PyLong_AsLongLong(args[4]);
+    cache.value_stride = PyLong_AsLongLong(args[5]);
+    cache.bf16 = PyObject_IsTrue(args[6]) == 1;
+    if (PyErr_Occurred()) return nullptr;
+    return guarded([&]() -> PyObject* {
+        program->bind(layer, cache);
+        Py_RETURN_NONE;
+    });
+}
+
+// dense_begin(program, rows, sequences, cu_rows, groups: list[tuple[read, write, cu_keys, window]])
+PyObject* dense_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 5)) return nullptr;
+    DenseProgram* program = program_of(args[0]);
+    if (!program) return nullptr;
+    const long long rows = PyLong_AsLongLong(args[1]), sequences = PyLong_AsLongLong(args[2]);
+    const std::int32_t* cu_rows = address<const std::int32_t>(args[3]);
+    if (!PyList_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "groups must be a list of (read, write, cu_keys, window)");
+        return nullptr;
+    }
+    std::vector<DenseGroup> groups;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[4]); ++i) {
+        PyObject* item = PyList_GET_ITEM(args[4], i);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4) {
+            PyErr_SetString(PyExc_TypeError, "each group must be a tuple (read, write, cu_keys, window)");
+            return nullptr;
+        }
+        DenseGroup group;
+        group.read = address<const std::int64_t>(PyTuple_GET_ITEM(item, 0));
+        group.write = address<const std::int64_t>(PyTuple_GET_ITEM(item, 1));
+        group.cu_keys = address<const std::int32_t>(PyTuple_GET_ITEM(item, 2));
+        group.window = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 3));
+        groups.push_back(group);
+    }
+    if (PyErr_Occurred()) return nullptr;
+    return guarded([&]() -> PyObject* {
+        program->begin(rows, sequences, cu_rows, std::move(groups));
+        Py_RETURN_NONE;
+    });
+}
+
+// dense_run(program, segment, addresses: tuple[int, ...])
+PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 3)) return nullptr;
+    DenseProgram* program = program_of(args[0]);
+    if (!program) return nullptr;
+    const long long segment = PyLong_AsLongLong(args[1]);
+    if (!PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "addresses must be a tuple");
+        return nullptr;
+    }
+    std::vector<void*> io;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); ++i) io.push_back(address<void>(PyTuple_GET_ITEM(args[2], i)));
+    if (PyErr_Occurred()) return nullptr;
+    return guarded([&]() -> PyObject* {
+        if (segment < 0 || segment >= program->segments() || program->weight_bytes(segment) < kLongBytes) {
+            program->run(segment, io);
+            Py_RETURN_NONE;
+        }
+        PyThreadState* state = PyEval_SaveThread();
+        try {
+            program->run(segment, io);
+        } catch (...) {
+            PyEval_RestoreThread(state);
+            throw;
+        }
+        PyEval_RestoreThread(state);
+        Py_RETURN_NONE;
+    });
+}
+
+}  // namespace
+
+PyMethodDef dense_methods[] = {
+    {"dense_program", fast(dense_program), METH_FASTCALL, "A program of row operators; see dense.hpp."},
+    {"dense_bind", fast(dense_bind), METH_FASTCALL, "Where a layer's keys and values are; see dense.hpp."},
+    {"dense_begin", fast(dense_begin), METH_FASTCALL, "The rows and cache tables of the next step; see dense.hpp."},
+    {"dense_run", fast(dense_run), METH_FASTCALL, "One segment of a program; see dense.hpp."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace tiermoe::bindings

@@ -1,0 +1,95 @@
+"""The dense part as one native program: the tokens of the eager model, and a note where it cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import greedy, prepared, serving, settings
+from tiny_models import VOCAB, save_tiny_checkpoint
+
+from tiermoe.actors.engine.model.native import MAX_ROWS
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.errors import ConfigError
+
+TOKENS = 24
+KV = KvSettings(page_size=16, num_blocks=64)
+
+
+def made(kind: str, path: Path, **overrides: Any) -> ExpertStore:
+    return prepared(save_tiny_checkpoint(kind, path / "model", **overrides), path / "store")
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+# a sliding window that prompts exceed, sinks, shared experts, norms of keys, partial rotary embedding, tied embeddings
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {"sliding_window": 8}),
+        ("gpt_oss", {"sliding_window": 8}),
+        ("qwen2_moe", {}),
+        ("glm4_moe", {}),
+        ("cohere2_moe", {}),
+        ("phimoe", {}),
+    ],
+)
+def test_tokens_are_those_of_the_eager_model(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    store, asked = made(kind, tmp_path, **overrides), prompts(5, 11, 17, MAX_ROWS + 6)
+    with serving(store, settings(0.5, kv=KV, compile="off")) as worker:
+        expected = greedy(worker, asked, TOKENS)
+    with serving(store, settings(0.5, kv=KV, compile="native")) as worker:
+        assert greedy(worker, asked, TOKENS) == expected
+        assert greedy(worker, asked[:1], TOKENS) == expected[:1]
+        assert "natively" in str(worker.engine.notes)
+        sampling = SamplingParams(max_tokens=4, logprobs=3, prompt_logprobs=2, temperature=0.5, seed=3)
+        events = list(worker.submit(GenerationRequest("sampled", tuple(asked[1]), sampling)))
+        assert sum(len(event.logprobs) for event in events) == 4
+        base = worker.model.base_model
+    assert "forward" not in vars(base)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    store = made("qwen3_moe", tmp_path)
+    half = settings(1.0, kv=KV, compile="native").model_copy(update={"dtype": "bfloat16"})
+    with serving(store, half) as worker:
+        assert "natively" in str(worker.engine.notes)
+        assert len(greedy(worker, prompts(9), 8)[0]) == 8
+
+
+def test_what_has_no_paged_cache_runs_eagerly_and_says_so(tmp_path: Path) -> None:
+    store = made("deepseek_v3", tmp_path)
+    with serving(store, settings(0.5, kv=KV)) as worker:
+        notes = [note for note in worker.engine.notes if "eagerly" in note]
+        assert len(notes) == 1
+        assert "forward" not in vars(worker.model.base_model)
+        assert len(greedy(worker, prompts(5), 3)[0]) == 3
+    with pytest.raises(ConfigError, match="compile: native cannot run this model"):
+        GpuWorker(settings(0.5, kv=KV, compile="native"), store.describe()).start()
+
+
+def test_a_program_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiermoe.actors.engine.model.lowering import Lowering
+
+    right = Lowering._reduce
+
+    def wrong(self: Lowering, node: Any, name: str) -> Any:
+        return right(self, node, "sum" if name == "mean" else name)
+
+    monkeypatch.setitem(right.__globals__["_RULES"], "mean", wrong)
+    with serving(made("mixtral", tmp_path), settings(0.5, kv=KV)) as worker:
+        assert any("eagerly (the native program's hidden states differ" in note for note in worker.engine.notes)
+
+
+def test_a_model_that_mixes_rows_is_refused_with_its_reason(tmp_path: Path) -> None:
+    with serving(made("lfm2_moe", tmp_path), settings(0.5, kv=KV)) as worker:
+        assert any("aten.convolution" in note for note in worker.engine.notes)
