@@ -104,6 +104,37 @@ def fit(
 
     Raises ValueError: a number out of range."""
 
+class FormExperts:
+    """The parts of a layer's experts in published forms, by address: an opaque capsule."""
+
+# kind, scale type, whether the global scale divides, outputs, inputs, group, block, and the addresses of weight, scale,
+# zero points, global scale and order, 0 for none: `read_matrix` in neuron_module.cpp
+FormNumbers = tuple[int, ...]
+
+def form_layer(
+    hidden: int, neurons: int, experts: list[tuple[FormNumbers, FormNumbers, FormNumbers, FormNumbers]], /
+) -> FormExperts:
+    """Of each expert gate, up, down, and the numbers of `read_expert`. Raises ValueError: they do not fit together."""
+
+def form_ffn(
+    threads: Pool,
+    set_number: int,
+    activation: int,
+    layer: FormExperts,
+    groups: list[RowGroup],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    hidden_rows: NDArray[np.float32],
+    out: NDArray[np.float32],
+    /,
+) -> None:
+    """Raises ValueError: an array of another shape, type or layout; a number or an order out of range."""
+
+def form_linear(
+    threads: Pool, set_number: int, matrix: FormNumbers, x: NDArray[np.float32], out: NDArray[np.float32], /
+) -> None:
+    """Raises ValueError: an array of another shape, type or layout; a number or an order out of range."""
+
 def read_bytes(address: int, size: int, /) -> int:
     """Reads a buffer once, as fast as one thread can."""
 

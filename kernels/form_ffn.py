@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import FormError
 from . import _cpu
-from .forms import FLOATS, ExpertForm, FormError, MatrixForm, Parts
+from .forms import FLOATS, ExpertForm, MatrixForm, Parts
 from .packed_ffn import ACTIVATIONS, RowGroup, Threads
 
 # `gpt_oss`: x * sigmoid(1.702 x) * (up + 1) with x = min(gate, 7), and up within -7 to 7

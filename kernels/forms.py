@@ -200,7 +200,7 @@ class MatrixForm:
             return scales
         whole = parts["global_scale"].reshape(())
         with np.errstate(all="ignore"):
-            return scales / whole if self.divides else scales * whole
+            return (scales / whole if self.divides else scales * whole).astype(np.float32, copy=False)
 
     def dequantize(self, parts: Parts) -> NDArray[np.float32]:
         """The matrix [outputs, inputs], exact.

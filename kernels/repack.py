@@ -60,7 +60,7 @@ def repack_gptq(
     words, groups = ceil_div(form.inputs * form.bits, 32), form.parts()["scale"][1][1]
     _expect("qweight", qweight, np.int32, (words, form.outputs))
     _expect("qzeros", qzeros, np.int32, (groups, ceil_div(form.outputs * form.bits, 32)))
-    zeros = _codes(qzeros, form.bits)[:, : form.outputs] + np.uint8(version == 1) & (1 << form.bits) - 1
+    zeros = _codes(qzeros, form.bits)[:, : form.outputs] + np.uint8(version == 1) & np.uint8((1 << form.bits) - 1)
     weight = _transposed(qweight).view(np.uint8)[:, : form.parts()["weight"][1][1]]
     return _ordered(form, _with_zeros(form, weight, scales, zeros), g_idx)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.kernels.forms import BLOCKS, FLOATS, ExpertForm, MatrixForm
+from tiermoe.kernels.forms import BLOCKS, FLOATS, Expert, ExpertForm, MatrixForm
 
 Parts = dict[str, NDArray[Any]]
 
@@ -94,3 +95,26 @@ def random_expert(form: ExpertForm, rng: np.random.Generator) -> Parts:
         if name.endswith(".bias"):
             parts[name] = floats(rng.standard_normal(shape) * 0.1, code)
     return {name: parts[name] for name in form.parts()}
+
+
+def activated(gate: NDArray[np.float64], up: NDArray[np.float64], activation: str) -> NDArray[np.float64]:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    if activation == "relu":
+        return np.maximum(gate, 0) * up
+    if activation == "gelu":
+        return 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+def reference(x: NDArray[np.float32], expert: Expert, activation: str = "silu") -> NDArray[np.float64]:
+    """FFN(x) in float64, from dequantized weights."""
+    wide = x.astype(np.float64)
+    gate, up = wide @ expert.gate.T.astype(np.float64), wide @ expert.up.T.astype(np.float64)
+    if expert.gate_bias is not None:
+        gate, up = gate + expert.gate_bias, up + expert.up_bias
+    out = activated(gate, up, activation) @ expert.down.T.astype(np.float64)
+    return out if expert.down_bias is None else out + expert.down_bias

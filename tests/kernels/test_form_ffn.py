@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
-from form_cases import FORMS, Parts, expert_form, form, fused_form, random_expert, random_parts
-from numpy.typing import NDArray
+from form_cases import FORMS, Parts, expert_form, form, fused_form, random_expert, random_parts, reference
 
 from tiermoe.errors import FormError
 from tiermoe.kernels.form_ffn import FORM_ACTIVATIONS, FormLayer, form_linear
-from tiermoe.kernels.forms import Expert, ExpertForm, MatrixForm
+from tiermoe.kernels.forms import ExpertForm, MatrixForm
 from tiermoe.kernels.packed_ffn import Threads, instruction_sets
 
 SETS = instruction_sets()
 RNG = np.random.default_rng(0)
-
-
-def activated(gate: NDArray[np.float64], up: NDArray[np.float64], activation: str) -> NDArray[np.float64]:
-    if activation == "silu":
-        return gate / (1 + np.exp(-gate)) * up
-    if activation == "relu":
-        return np.maximum(gate, 0) * up
-    if activation == "gelu":
-        return 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
-    if activation == "gelu_tanh":
-        return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-
-
-def reference(x: NDArray[np.float32], expert: Expert, activation: str = "silu") -> NDArray[np.float64]:
-    """FFN(x) in float64, from dequantized weights."""
-    wide = x.astype(np.float64)
-    gate, up = wide @ expert.gate.T.astype(np.float64), wide @ expert.up.T.astype(np.float64)
-    if expert.gate_bias is not None:
-        gate, up = gate + expert.gate_bias, up + expert.up_bias
-    out = activated(gate, up, activation) @ expert.down.T.astype(np.float64)
-    return out if expert.down_bias is None else out + expert.down_bias
 
 
 @pytest.mark.parametrize("instruction_set", SETS)

@@ -1,0 +1,259 @@
+"""Experts in published forms on slots: a plain torch kernel for any device and activation, and the CPU's.
+
+Slots are the parts of `ExpertForm.parts()` as bytes: for each part uint8 [S, bytes], where a slot's bytes are
+contiguous and aligned to the part's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..errors import FormError
+from .expert_ffn import Gate, Group
+from .form_ffn import FormLayer
+from .forms import BLOCKS, DTYPES, E2M1, FLOATS, ExpertForm, MatrixForm, layout_bytes
+from .packed_ffn import Threads
+
+TorchParts = Mapping[str, torch.Tensor]
+
+# float8 stays bytes until `_floats`
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32}
+
+
+def check_slots(slots: Sequence[torch.Tensor], form: ExpertForm) -> None:
+    """Raise FormError unless these are the bytes of experts of this form, on one device."""
+    layout = form.parts()
+    if len(slots) != len(layout):
+        raise FormError(f"experts of this form have {len(layout)} parts, not {len(slots)}", "give them in its order")
+    for tensor, (name, what) in zip(slots, layout.items(), strict=True):
+        expected = len(slots[0]), layout_bytes({name: what})
+        fits = tensor.dtype == torch.uint8 and tuple(tensor.shape) == expected and tensor.stride(1) == 1
+        if not fits or tensor.device != slots[0].device:
+            raise FormError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, not uint8 {expected}",
+                            "give the bytes of each slot")  # fmt: skip
+
+
+def check_call(
+    form: ExpertForm, slots: int, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[Group], top_k: int,
+    y: torch.Tensor,
+) -> list[tuple[int, int, int]]:  # fmt: skip
+    """(start, stop, slot) of groups with rows. Raises ValueError unless `ExpertKernel.run` takes these arguments."""
+    count = pairs.numel()
+    if top_k < 1 or count % top_k or hidden.shape != (count // top_k, form.hidden):
+        raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {form.hidden}")
+    if pairs.dtype != torch.int64 or pairs.dim() != 1:
+        raise ValueError(f"pairs must be int64 [N], not {pairs.dtype} {tuple(pairs.shape)}")
+    if y.shape != (count, form.hidden):
+        raise ValueError(f"y must be [{count}, {form.hidden}], not {tuple(y.shape)}")
+    found = []
+    for start, stop, first, neurons, add in groups:
+        slot, rest = divmod(first, form.intermediate)
+        if neurons != form.intermediate or rest or add:
+            raise ValueError(f"neurons {first} to {first + neurons}: published forms run whole experts")
+        if not (0 <= start <= stop <= count and 0 <= slot < slots):
+            raise ValueError(f"group {(start, stop, slot)}: there are {count} pairs and {slots} slots")
+        if start < stop:
+            found.append((start, stop, slot))
+    return found
+
+
+def combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """sum_k weights[t, k] * y[t * K + k] -> [T, H], in the type of y."""
+    tokens, top_k = weights.shape
+    return (y.view(tokens, top_k, y.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
+
+
+class TorchFormKernel:
+    """Reference for any device: dequantizes an expert into the type of the rows, then plain GEMMs.
+
+    Args:
+        slots: see the module.
+        gate: maps interleaved pre-activations [n, I*2] (column 2j is neuron j's gate) to activations [n, I].
+
+    Raises:
+        FormError: the slots are not of this form.
+    """
+
+    name = "torch"
+
+    def __init__(self, slots: Sequence[torch.Tensor], form: ExpertForm, gate: Gate) -> None:
+        check_slots(slots, form)
+        self._slots, self._form, self._gate = tuple(slots), form, gate
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        for start, stop, slot in check_call(self._form, len(self._slots[0]), hidden, pairs, groups, top_k, y):
+            rows = pairs[start:stop]
+            y[rows] = self._expert(slot, hidden[rows // top_k])
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return combined(y, weights)
+
+    def _expert(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        form, parts = self._form, slot_parts(self._form, [part[slot] for part in self._slots])
+
+        def product(x: torch.Tensor, name: str) -> torch.Tensor:
+            own = {part: parts[f"{name}.{part}"] for part in form.matrices[name].parts()}
+            bias = parts[f"{name}.bias"].to(x.dtype) if form.bias else None
+            return functional.linear(x, dequantize(form.matrices[name], own).to(x.dtype), bias)
+
+        if form.gate_up is None:
+            both = torch.stack([product(x, "gate"), product(x, "up")], dim=-1).flatten(1)  # [n, I*2]
+        else:
+            both = product(x, "gate_up")
+            if not form.interleaved:
+                both = both.view(len(x), 2, -1).transpose(1, 2).reshape(len(x), -1)
+        return product(self._gate(both), "down")
+
+
+class CpuFormKernel:
+    """The C++ kernel on slot memory of the CPU: weights decoded in registers, float32 products.
+
+    Args:
+        slots: see the module.
+        activation: a key of `form_ffn.FORM_ACTIVATIONS`.
+        threads: compute threads.
+
+    Raises:
+        FormError: the slots are not of this form, or not aligned.
+        ValueError: the activation is unknown.
+    """
+
+    name = "cpu"
+
+    def __init__(self, slots: Sequence[torch.Tensor], form: ExpertForm, activation: str, threads: int = 1) -> None:
+        check_slots(slots, form)
+        self._form, self._slots = form, len(slots[0])
+        arrays = [tensor.numpy() for tensor in slots]  # the very memory
+        experts = [
+            {
+                name: array[slot].view(DTYPES[code]).reshape(shape)
+                for array, (name, (code, shape)) in zip(arrays, form.parts().items(), strict=True)
+            }
+            for slot in range(self._slots)
+        ]
+        self._layer = FormLayer(experts, [form] * self._slots, activation, Threads(threads))
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        whole = check_call(self._form, self._slots, hidden, pairs, groups, top_k, y)
+        if not whole:
+            return
+        chosen = torch.cat([pairs[start:stop] for start, stop, _ in whole])
+        x = hidden[chosen // top_k].float().contiguous().numpy()  # [n, H]: each pair is a row of its own
+        found, out, first = [], np.empty_like(x), 0
+        for start, stop, slot in whole:
+            found.append((slot, first, first + stop - start))
+            first += stop - start
+        self._layer.run(found, np.arange(first, dtype=np.int32), np.ones(first, np.float32), x, out)
+        y[chosen] = torch.from_numpy(out).to(y.dtype)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return combined(y, weights)
+
+
+# --- dequantization ----------------------------------------------------------------------------------------------
+
+
+def slot_parts(form: ExpertForm, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The bytes of one slot as the parts of an expert; types of eight bits stay uint8."""
+    return {
+        name: (part.view(_TYPES[code]) if code in _TYPES else part).view(shape)
+        for part, (name, (code, shape)) in zip(slots, form.parts().items(), strict=True)
+    }
+
+
+def dequantize(form: MatrixForm, parts: TorchParts) -> torch.Tensor:
+    """As `MatrixForm.dequantize`, on the device of the parts: float32 [outputs, inputs], the same bits."""
+    o, i = form.outputs, form.inputs
+    weight = parts["weight"]
+    if form.kind in FLOATS:
+        return weight.float()
+    if form.kind in BLOCKS:
+        return _GGUF[form.kind](weight.view(-1, BLOCKS[form.kind][1])).view(o, i)
+    scales = _floats(parts["scale"], form.scale)
+    if form.kind.startswith("fp8"):
+        if form.kind == "fp8_block":
+            scales = scales.repeat_interleave(form.block, 0)[:o].repeat_interleave(form.group, 1)[:, :i]
+        return _floats(weight, "F8_E4M3") * scales
+    if form.kind == "nvfp4":
+        scales = scales / parts["global_scale"] if form.divides else scales * parts["global_scale"]
+    scales = scales.repeat_interleave(form.group or i, 1)[:, :i]
+    codes = weight if form.bits == 8 else torch.stack([weight & 15, weight >> 4], -1).flatten(1)[:, :i]
+    if form.kind != "int":
+        return _e2m1(codes) * scales
+    zeros: torch.Tensor | float = float(1 << (form.bits - 1))
+    if form.zeros:
+        zeros = parts["zero"].float().repeat_interleave(form.group or i, 1)[:, :i]
+    values = (codes.float() - zeros) * scales
+    if not form.order:
+        return values
+    whole = torch.empty_like(values)
+    whole[:, parts["order"].long()] = values
+    return whole
+
+
+def _floats(part: torch.Tensor, code: str) -> torch.Tensor:
+    if code == "F8_E4M3":
+        return part.view(torch.float8_e4m3fn).float()
+    if code not in ("U8", "F8_E8M0"):
+        return part.float()
+    bits = part.int() << 23  # an exponent; 2**-127 is subnormal
+    return torch.where(part == 0, 0x00400000, bits).view(torch.float32)
+
+
+def _e2m1(codes: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(E2M1).to(codes.device)[codes.int()]
+
+
+def _f16(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [N, 1]
+
+
+def _low_then_high(codes: torch.Tensor) -> torch.Tensor:
+    return torch.cat([codes & 15, codes >> 4], 1)
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _f16(blocks, 0)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return (_low_then_high(blocks[:, 2:]).float() - 8) * _f16(blocks, 0)
+
+
+def _mxfp4_gguf(blocks: torch.Tensor) -> torch.Tensor:
+    return _e2m1(_low_then_high(blocks[:, 1:])) * _floats(blocks[:, :1], "U8")
+
+
+def _k_codes(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Codes [N, 8, 32] of Q4_K and Q5_K with the scales and minima in bytes 0 to 15 of a block."""
+    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
+    minima = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)
+    return (_f16(blocks, 0) * scales)[:, :, None] * codes - (_f16(blocks, 2) * minima)[:, :, None]
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _k_codes(blocks, _low_then_high(blocks[:, 16:].reshape(-1, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _low_then_high(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    return _k_codes(blocks, codes | (blocks[:, None, 16:48] >> places & 1) << 4)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _low_then_high(blocks[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)
+    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3
+    codes = (low | high << 4).view(-1, 16, 16).float() - 32
+    return (_f16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))[:, :, None] * codes
+
+
+_GGUF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "q8_0": _q8_0, "q4_0": _q4_0, "mxfp4_gguf": _mxfp4_gguf, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+}  # fmt: skip
