@@ -107,7 +107,7 @@ class ContinuousBatcher:
             self._manager = model.init_continuous_batching(config, _batching_config(kv))
         except (ValueError, AttributeError, NotImplementedError) as error:
             raise _unsupported(model, str(error)) from error
-        if _LATER:  # its managers are made for their own implementations only, and run any
+        if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
             use_paged(model, attention, prefixed=False)
         self._watcher = watcher
         self._scorer = PromptScorer(model, self.streams.note_prompt)
