@@ -1,4 +1,4 @@
-"""Predicted tokens per second of one request's decode: a roofline, line by line. Nothing here is measured.
+"""Predicted tokens per second of one request's decode, line by line.
 
 With L layers, K experts a token and layer, G GPUs, resident share r, and per layer:
 
@@ -24,7 +24,19 @@ dispatch does. With NDP workers nothing is loaded during decode, and both sides 
     ndp_s   = cost.batch_cost of ceil(K (1 - r) / N) experts on the modelled device, and two hops as in shard_s where
               a worker is on another node than the lead
 
-Left out: reading the KV cache, the planner, Python, launches, batching (weights that several tokens share).
+This is a roofline: the planner, Python, launches and the KV cache come on top, so it bounds the speed from above. With
+the machine's measured costs (`machine.py`), whose terms replace those above,
+
+    dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
+    hit_s, miss_s: expert + slot bytes / expert_gbps for each expert
+    host_s  = layer(policy) + loads load(policy)              in which prefetches overlap, as in dense_s
+    token_s = step(policy) + L layer_s
+
+and r = o + (1 - o) (slots / experts), o the share of experts that the next token uses again: a cache that holds a
+token's experts hits those. Without a recorded routing o is `OVERLAP`; the range goes from o = 0 to twice that.
+`jobs/prediction.py` replays a recorded routing instead, with these costs.
+
+Left out: batching (weights that several tokens share).
 
 `make_plan`: configuration + sizes of the model + nodes -> topology -> prediction; `tiermoe plan` prints it, and a
 deployment carries it out.
@@ -34,14 +46,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...actors.policies.cost import Work, batch_cost
 from ...actors.settings import EngineSettings
 from ..config import HardwareConfig, RunConfig
+from .machine import MachineCosts, known_costs
 from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NdpSpec, NodeInfo, Topology, cluster_spec
+
+OVERLAP = 0.3  # of a token's experts with the token's before, where no routing is recorded
+CONTEXT_TOKENS = 512  # whose keys and values a step reads
+WITHIN = 0.15  # half the width of a range from measured costs and a recorded routing
 
 _H100 = ("H100-class", 3350.0, 55.0, 10.0)  # data sheet SXM5; PCIe 5.0 x16 as pinned copies reach it; per copy
 _STAND_IN = ("CPU stand-in", 10.0, 10.0, 0.0)  # one thread's reads of host memory; an unthrottled copy is such a read
@@ -66,6 +83,8 @@ class Prediction:
 
     Attributes:
         tokens_per_s: of one request's decode.
+        low, high: its range; low is None where the host's time is not known.
+        basis: where the machine's costs and the routing come from.
         hit_share: r, assumed.
         bytes_loaded_per_token: over all links.
         layer_s: seconds of one layer.
@@ -83,6 +102,9 @@ class Prediction:
     bound_by: str
     hardware: Hardware
     ndp_hardware: str | None
+    low: float | None = None
+    high: float | None = None
+    basis: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {"label": "predicted", **asdict(self)}
@@ -111,38 +133,43 @@ def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, 
     )
 
 
-def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> Prediction:
-    """Evaluate the equations of this module's docstring."""
+def measured_hardware(hardware: Hardware, costs: MachineCosts, link_gbps: float | None) -> Hardware:
+    """The machine's measured bandwidths in place of assumed ones; link_gbps: to which the stand-in is throttled."""
+    link = costs.copy_gbps if link_gbps is None else min(link_gbps, costs.copy_gbps)
+    return replace(hardware, name=costs.machine, memory_gbps=costs.expert_gbps, link_gbps=link)
+
+
+def predict(
+    topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, costs: MachineCosts | None = None,
+    source: str = "host time is not measured",
+) -> Prediction:  # fmt: skip
+    """Evaluate the equations of this module's docstring.
+
+    Args:
+        costs: of the machine, measured; None: a roofline.
+        source: where the costs come from.
+    """
     workers = topology.having("lead", "shard")
     slots = sum(worker.nbytes.slots for worker in workers) // spec.slot_bytes
     share = min(1.0, slots / (facts.layers * facts.experts))
     if spec.ndp is not None and spec.ndp.hot_per_layer is not None:
         share = min(share, spec.ndp.hot_per_layer / facts.experts)
-    parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)
-    bandwidth = hardware.memory_gbps * 1e9
-    experts_s = facts.top_k / parallel * spec.slot_bytes / bandwidth
-    missing = facts.top_k * (1 - share)
-    row_bytes = facts.hidden * spec.compute_item_bytes
-    hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
-    parts = {
-        "dense_s": spec.dense_bytes / facts.layers / bandwidth,
-        "hit_s": share * experts_s,
-        "shard_s": hops_s if topology.has_remote("shard") else 0.0,
-    }
-    here_s = parts["hit_s"] + parts["shard_s"]
-    if spec.ndp is not None:
-        parts["ndp_s"] = _ndp_s(spec.ndp, facts, missing, len(topology.having("ndp")))
-        parts["ndp_s"] += hops_s if topology.has_remote("ndp") else 0.0
-        layer_s, loaded = parts["dense_s"] + max(here_s, parts["ndp_s"]), 0.0
+    if costs is None:
+        parts, layer_s, loaded = _layer(topology, spec, facts, hardware, share, None)
+        token_s, low, high, basis = layer_s * facts.layers, None, 1 / (layer_s * facts.layers), (source,)
     else:
-        mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
-        parts["miss_s"] = (1 - share) * experts_s
-        parts["load_s"] = missing / parallel * _load_s(hardware, facts.expert_bytes, mapped)
-        early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
-        layer_s = max(parts["dense_s"], early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
-        loaded = missing * facts.expert_bytes * facts.layers
+        policy, note = costs.of_policy(spec.policy)
+        held = slots >= facts.layers * facts.top_k  # a token's experts, all layers
+        overlaps = (OVERLAP, 0.0, 2 * OVERLAP) if held and spec.ndp is None else (0.0,)
+        hits = [overlap + (1 - overlap) * share for overlap in overlaps]
+        found = [_layer(topology, spec, facts, hardware, hit, costs) for hit in hits]
+        times_s = [policy.step_us * 1e-6 + layer[1] * facts.layers for layer in found]
+        (parts, layer_s, loaded), share, token_s = found[0], hits[0], times_s[0]
+        low, high = 1 / (max(times_s) * (1 + WITHIN)), 1 / (min(times_s) * (1 - WITHIN))
+        routing = f"routing assumed: {OVERLAP:.0%} of a token's experts are those of the token before"
+        basis = (f"host time {source}", routing, *(() if note is None else (note,)))
     return Prediction(
-        tokens_per_s=1 / (layer_s * facts.layers),
+        tokens_per_s=1 / token_s,
         hit_share=share,
         bytes_loaded_per_token=loaded,
         layer_s=layer_s,
@@ -150,7 +177,50 @@ def predict(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: 
         bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
         hardware=hardware,
         ndp_hardware=spec.ndp.hardware.name if spec.ndp is not None else None,
+        low=low,
+        high=high,
+        basis=basis,
     )
+
+
+def _layer(
+    topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, share: float,
+    costs: MachineCosts | None,
+) -> tuple[dict[str, float], float, float]:  # fmt: skip
+    """The parts of a layer before overlap, its seconds, and the bytes that a token loads. share: r."""
+    workers = topology.having("lead", "shard")
+    parallel = facts.top_k / math.ceil(facts.top_k / spec.shards)
+    bandwidth = hardware.memory_gbps * 1e9
+    each_s = spec.slot_bytes / bandwidth if costs is None else costs.expert_s(spec.slot_bytes)
+    experts_s = facts.top_k / parallel * each_s
+    missing = facts.top_k * (1 - share)
+    row_bytes = facts.hidden * spec.compute_item_bytes
+    hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
+    dense_bytes = spec.dense_bytes / facts.layers
+    kv_bytes = facts.kv_elements * CONTEXT_TOKENS * spec.compute_item_bytes / facts.layers
+    parts = {
+        "dense_s": dense_bytes / bandwidth if costs is None else costs.dense_s(dense_bytes + kv_bytes),
+        "hit_s": share * experts_s,
+        "shard_s": hops_s if topology.has_remote("shard") else 0.0,
+    }
+    ahead_s = parts["dense_s"]
+    if costs is not None:
+        policy, _ = costs.of_policy(spec.policy)
+        loads = 0.0 if spec.ndp is not None else missing
+        parts["host_s"] = (policy.layer_us + loads * policy.load_us) * 1e-6
+        ahead_s += parts["host_s"]
+    here_s = parts["hit_s"] + parts["shard_s"]
+    if spec.ndp is not None:
+        parts["ndp_s"] = _ndp_s(spec.ndp, facts, missing, len(topology.having("ndp")))
+        parts["ndp_s"] += hops_s if topology.has_remote("ndp") else 0.0
+        return parts, ahead_s + max(here_s, parts["ndp_s"]), 0.0
+    mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
+    parts["miss_s"] = (1 - share) * experts_s
+    nbytes = facts.expert_bytes if costs is None or spec.gpu else spec.slot_bytes  # the stand-in copies what slots hold
+    parts["load_s"] = missing / parallel * _load_s(hardware, nbytes, mapped)
+    early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
+    layer_s = max(ahead_s, early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
+    return parts, layer_s, missing * facts.expert_bytes * facts.layers
 
 
 def _load_s(hardware: Hardware, nbytes: int, mapped: float) -> float:
@@ -216,7 +286,14 @@ def make_plan(
     spec = cluster_spec(config, settings, facts, nodes)
     topology = plan_topology(spec, facts, nodes)
     hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
+    given = (config.hardware.memory_gbps, config.hardware.link_gbps, config.hardware.link_latency_us)
+    costs, source = known_costs() if given == (None, None, None) else (None, "host time is not known: the figures are given")
+    if costs is not None and costs.executor != ("real" if spec.gpu else "emulated"):
+        costs, source = None, "host time is measured for another device: run `tiermoe doctor --save`"
+    if costs is not None:
+        hardware = measured_hardware(hardware, costs, config.link.gbps)
     found = [*topology.notes, *notes]
     if facts.dense_estimated:
         found.append("dense bytes are computed from config.json: the weights are not here")
-    return PlanResult(facts, spec, topology, predict(topology, spec, facts, hardware), nodes_from, tuple(found))
+    prediction = predict(topology, spec, facts, hardware, costs, source)
+    return PlanResult(facts, spec, topology, prediction, nodes_from, tuple(found))

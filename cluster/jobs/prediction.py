@@ -1,0 +1,118 @@
+"""The prediction that `tiermoe plan` and `tiermoe run` print: a recorded routing, replayed with this machine's costs.
+
+A model may ship a routing trace (folder `routing`, made by `tiermoe record`). Where it does, the machine's costs are
+known and the simulated executor runs the policy, the prediction is its time per token; hits, bytes and waits are the
+policy's own at this budget. Else `topology.estimate` has assumed a routing, and its prediction stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import TierMoeError
+from ..config import RunConfig
+from ..simulate.executor import Machine, context_of
+from ..simulate.trace import Trace, TraceHeader
+from ..topology.estimate import WITHIN, PlanResult, Prediction
+from ..topology.machine import MachineCosts, known_costs
+from ..topology.spec import ClusterSpec, ModelFacts
+from .replay import replay, require_replayable
+
+ROUTING = "routing"
+
+
+def shipped_routing(model_dir: Path) -> Path | None:
+    """The routing trace that ships with a model, if any."""
+    folder = model_dir / ROUTING
+    return folder if (folder / "trace.json").is_file() else None
+
+
+def with_routing(planned: PlanResult, config: RunConfig, trace: Path | None = None) -> PlanResult:
+    """The plan with a prediction from a routing trace; the same plan where there is none, or it is of no use here.
+
+    Args:
+        trace: in place of the model's own.
+    """
+    costs, source = known_costs()
+    trace = shipped_routing(config.model_dir) if trace is None else trace
+    if costs is None or trace is None or planned.prediction.low is None or planned.spec.shards > 1:
+        return planned
+    try:
+        prediction = predict_by_trace(planned.prediction, planned.spec, planned.facts, config, costs, Trace(trace))
+    except TierMoeError as error:
+        basis = (*planned.prediction.basis, f"the recorded routing is of no use: {error.what}")
+        return replace(planned, prediction=replace(planned.prediction, basis=basis))
+    return replace(planned, prediction=replace(prediction, basis=(f"host time {source}", *prediction.basis[1:])))
+
+
+def predict_by_trace(
+    assumed: Prediction, spec: ClusterSpec, facts: ModelFacts, config: RunConfig, costs: MachineCosts, trace: Trace
+) -> Prediction:
+    """Replay a trace under the run's policy and budget.
+
+    Args:
+        assumed: the prediction without the trace; what a replay does not change is taken from it.
+
+    Raises:
+        ConfigError: the trace is of another shape, or the policy cannot be replayed. TraceError: it is corrupt.
+        BudgetError: the budget holds no expert.
+    """
+    header = trace.header
+    settings = config.policy_settings()
+    require_replayable(settings)
+    _require_same(header, facts)
+    policy, note = costs.of_policy(settings.name)
+    slots = spec.budget_bytes // spec.slot_bytes
+    machine = simulated_machine(header, spec, facts, costs, assumed, policy.step_us, policy.layer_us)
+    record = replay(trace, settings, context_of(header), machine, slots * header.slot_bytes)
+    forwards = max(1, record["forwards_run"])
+    nbytes = record["bytes_loaded"] / header.slot_bytes * spec.slot_bytes / forwards
+    loads = record["bytes_loaded"] / header.slot_bytes / forwards  # of a step
+    token_s = record["tpot_s"] + loads * policy.load_us * 1e-6
+    parts = dict(assumed.parts_s) | {
+        "dense_s": costs.dense_s(spec.dense_bytes / facts.layers),
+        "host_s": policy.layer_us * 1e-6 + loads / facts.layers * policy.load_us * 1e-6,
+        "hit_s": record["hit_rate"] * facts.top_k * costs.expert_s(spec.slot_bytes),
+        "miss_s": (1 - record["hit_rate"]) * facts.top_k * costs.expert_s(spec.slot_bytes),
+        "load_s": record["blocked_io_s"] / forwards / facts.layers,
+    }
+    return replace(
+        assumed,
+        tokens_per_s=1 / token_s,
+        low=1 / (token_s * (1 + WITHIN)),
+        high=1 / (token_s * (1 - WITHIN)),
+        hit_share=record["hit_rate"],
+        bytes_loaded_per_token=nbytes,
+        layer_s=token_s / facts.layers,
+        parts_s=parts,
+        bound_by=max(parts, key=lambda name: parts[name]).removesuffix("_s"),
+        basis=("host time measured", f"routing of {record['generated_tokens']} recorded tokens, replayed",
+               *(() if note is None else (note,))),
+    )  # fmt: skip
+
+
+def simulated_machine(
+    header: TraceHeader, spec: ClusterSpec, facts: ModelFacts, costs: MachineCosts, assumed: Prediction,
+    step_us: float, layer_us: float,
+) -> Machine:  # fmt: skip
+    """The machine on which a trace is replayed. The host's time of a layer counts as dense: prefetches overlap it."""
+    hardware = assumed.hardware
+    dense_s = costs.dense_s(spec.dense_bytes / facts.layers) + layer_us * 1e-6
+    expert_s = costs.expert_s(spec.slot_bytes)
+    # a copy's bytes are those of this run's slots, not of the recording's
+    nbytes = facts.expert_bytes if spec.gpu else spec.slot_bytes
+    return Machine(
+        name=costs.machine, forward_s=step_us * 1e-6, dense_s=dense_s, dense_row_s=dense_s / 16, expert_s=expert_s,
+        expert_row_s=expert_s / 4, link_gbps=hardware.link_gbps * header.slot_bytes / nbytes,
+        link_latency_us=hardware.link_latency_us,
+    )  # fmt: skip
+
+
+def _require_same(header: TraceHeader, facts: ModelFacts) -> None:
+    from ...errors import ConfigError
+
+    own = (facts.layers, facts.experts, facts.top_k)
+    if (header.layers, header.experts, header.top_k) != own:
+        what = f"it has {header.layers} layers of {header.experts} experts, top-{header.top_k}"
+        raise ConfigError(what, "record one with this model: `tiermoe record`")

@@ -1,0 +1,108 @@
+"""What a machine takes to run a step, measured: the inputs of a prediction, kept for each machine.
+
+`tiermoe doctor --save` measures them on random models (`jobs/machine.py`) and writes them into the user's cache folder;
+`configs/machines/` has those of known machines. With L MoE layers and K experts a token, the seconds of one decode step
+of one request without waits are
+
+    step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + loads x load(policy)
+                      + K (expert + slot bytes / expert_gbps))
+
+where step is the batching loop, and layer the host's part of an MoE layer outside kernels and waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from ...actors.base_settings import Settings
+from ..config import configs_dir
+from ..host import cpu
+
+MACHINE_FILE = "machine.json"
+_FOLDER = "machines"
+
+
+class PolicyCosts(Settings):
+    """What a preset costs the host, in microseconds, at one row a step."""
+
+    step_us: float = Field(ge=0, description="of the batching loop: scheduling, sampling, delivery")
+    layer_us: float = Field(ge=0, description="of an MoE layer outside kernels and waits, without loads")
+    load_us: float = Field(ge=0, description="for each expert that is loaded")
+
+
+class MachineCosts(Settings):
+    """One machine's; microseconds, and 1e9 bytes a second."""
+
+    version: Literal[1] = 1
+    machine: str = Field(min_length=1, description="processor or GPU, and cores")
+    executor: Literal["real", "emulated"] = "emulated"
+    tiermoe: str = Field(min_length=1, description="version that was measured")
+    threads: int = Field(ge=1)
+    copy_gbps: float = Field(gt=0, description="host to device")
+    dense_layer_us: float = Field(ge=0, description="of calls outside the experts, for each layer")
+    dense_gbps: float = Field(gt=0, description="at which dense weights are read")
+    expert_us: float = Field(ge=0, description="of an expert's kernel, whatever its size")
+    expert_gbps: float = Field(gt=0, description="at which kernels read experts")
+    policies: Mapping[str, PolicyCosts] = Field(min_length=1, description="by preset")
+
+    def of_policy(self, name: str) -> tuple[PolicyCosts, str | None]:
+        """A preset's costs, or those of the measured preset that costs most; and a note where they are another's."""
+        if name in self.policies:
+            return self.policies[name], None
+        like = max(self.policies, key=lambda other: self.policies[other].layer_us)
+        return self.policies[like], f"host time of '{like}' stands for that of '{name}', which was not measured here"
+
+    def dense_s(self, nbytes: float) -> float:
+        """Seconds of a layer outside its experts, with its share of the dense bytes."""
+        return self.dense_layer_us * 1e-6 + nbytes / (self.dense_gbps * 1e9)
+
+    def expert_s(self, nbytes: float) -> float:
+        """Seconds of one expert at one row."""
+        return self.expert_us * 1e-6 + nbytes / (self.expert_gbps * 1e9)
+
+
+def machine_name() -> str:
+    """Of this machine, as `MachineCosts.machine`."""
+    found = cpu()
+    kernel = next((s for s in ("avx512_vnni", "avx2") if s in found["instruction_sets"]), found["architecture"])
+    return f"{found['model']}, {found['cores']} cores, {kernel}"
+
+
+def cache_file() -> Path:
+    """Where `tiermoe doctor --save` writes."""
+    user_cache = Path("Library", "Caches") if sys.platform == "darwin" else Path(".cache")
+    return Path.home() / user_cache / "tiermoe" / MACHINE_FILE
+
+
+def known_costs(name: str | None = None) -> tuple[MachineCosts | None, str]:
+    """The costs of a machine (None: this one) and where they come from: measured here, else from the shipped table."""
+    name = machine_name() if name is None else name
+    for path, source in (
+        (cache_file(), "measured on this machine"),
+        *((path, f"table {path.name}") for path in sorted((configs_dir() / _FOLDER).glob("*.json"))),
+    ):
+        found = read_costs(path)
+        if found is not None and found.machine == name:
+            return found, source
+    return None, "not measured: run `tiermoe doctor --save`"
+
+
+def read_costs(path: Path) -> MachineCosts | None:
+    """A file of costs; None where it is missing, damaged or of another version: it is measured again in seconds."""
+    try:
+        return MachineCosts.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError, ValueError):
+        return None
+
+
+def write_costs(costs: MachineCosts, path: Path) -> None:
+    """Write a file of costs, atomically. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(costs.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
