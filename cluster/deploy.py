@@ -257,7 +257,7 @@ class Deployment:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
         where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
         notes = local_notes(self.config, self._settings) if self._local else ()
-        return make_plan(self.config, self._settings, facts, nodes, where, notes)
+        return make_plan(self.config, self._settings, facts, nodes, where, notes, here=self._local)
 
     def _start_actors(self) -> None:
         assert self._placement is not None

@@ -7,18 +7,21 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import psutil
+import typer
 from rich.console import Console
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, versions
 from ..hub import headers, locate
-from ..report.tables import facts, size
+from ..report.files import check_writable
+from ..report.tables import facts, progress_on, size
 from ..topology.inputs import ROUTED
+from ..topology.machine import cache_file, write_costs
 from .options import AsJson, Model
 
 _COPY_BYTES = 128 << 20  # larger than the caches
@@ -126,14 +129,43 @@ def examine(model_dir: Path) -> dict[str, Any]:
     return report
 
 
-def doctor_command(model: Model = None, as_json: AsJson = False) -> None:
+def doctor_command(
+    model: Model = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Measure the host's time of a step too, and keep all for predictions.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write what --save keeps into this file, too.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Measure this machine and say what would fit."""
-    with Console(stderr=True).status("measuring ..."):
+    if out is not None and not save:
+        raise ConfigError("--out is given without --save", "add --save, or leave it out")
+    if out is not None:
+        check_writable(out, "--out")
+    console = Console(stderr=True)
+    with console.status("measuring ..."):
         report = examine(locate(model))
+    if save:
+        report["costs"] = _saved(console, out)
     if as_json:
         print(json.dumps(report))
     else:
         Console().print(facts("This machine", _rows(report)))
+
+
+def _saved(console: Console, out: Path | None) -> dict[str, Any]:
+    """Measure the costs of a step and write them; as the JSON object has them."""
+    from .machine import measure_machine  # torch
+
+    with progress_on(console) as progress:
+        costs = measure_machine(progress)
+    for path in (cache_file(), *(() if out is None else (out,))):
+        try:
+            write_costs(costs, path)
+        except OSError as error:
+            raise ConfigError(f"'{path}' cannot be written: {error}", "free the disk, or change its rights") from error
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+    return costs.model_dump(mode="json")
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -148,6 +180,12 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))
         rows.append(("link", f"{device['link_gbps']:.1f} GB/s, {device['link']}"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
+    if (costs := report.get("costs")) is not None:
+        rows.append(("experts' kernels", f"{costs['expert_us']:.0f} us and {costs['expert_gbps']:.1f} GB/s each"))
+        rows.append(("dense part", f"{costs['dense_layer_us']:.0f} us a layer and {costs['dense_gbps']:.1f} GB/s"))
+        for name, policy in costs["policies"].items():
+            step, layer, load = (f"{policy[key]:.0f} us" for key in ("step_us", "layer_us", "load_us"))
+            rows.append((f"host, {name}", f"{step} a step, {layer} a layer, {load} a load"))
     if model is None:
         rows.append(("model", "none: make the default one with `make train-default-model`"))
         return rows

@@ -29,6 +29,7 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
+from .prediction import with_routing
 from .prepare.checkpoint import refuse_unsupported
 
 
@@ -87,7 +88,9 @@ def plan_command(
     there, nodes_from = _nodes(chosen, nodes, live)
     settings = engine_settings(chosen)
     notes = local_notes(chosen, settings) if chosen.ray.address is None and nodes is None else ()
-    record = make_plan(chosen, settings, model_facts(chosen), there, nodes_from, notes).as_dict()
+    here = nodes is None and not live
+    planned = make_plan(chosen, settings, model_facts(chosen), there, nodes_from, notes, here)
+    record = with_routing(planned, chosen).as_dict() if here else planned.as_dict()
     if as_json:
         print(json.dumps(record))
         return

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ...errors import TierMoeError
-from ..config import RunConfig
+from ...errors import ConfigError, TierMoeError
+from ..config import RunConfig, load_policy
 from ..simulate.executor import Machine, context_of
 from ..simulate.trace import Trace, TraceHeader
 from ..topology.estimate import WITHIN, PlanResult, Prediction
@@ -59,7 +59,7 @@ def predict_by_trace(
         BudgetError: the budget holds no expert.
     """
     header = trace.header
-    settings = config.policy_settings()
+    settings = load_policy(config.policy)
     require_replayable(settings)
     _require_same(header, facts)
     policy, note = costs.of_policy(settings.name)
@@ -110,8 +110,6 @@ def simulated_machine(
 
 
 def _require_same(header: TraceHeader, facts: ModelFacts) -> None:
-    from ...errors import ConfigError
-
     own = (facts.layers, facts.experts, facts.top_k)
     if (header.layers, header.experts, header.top_k) != own:
         what = f"it has {header.layers} layers of {header.experts} experts, top-{header.top_k}"

@@ -44,6 +44,7 @@ from .options import (
     refuse_runtime_options,
     with_options,
 )
+from .prediction import with_routing
 
 _ATTACHED_DEADLINE_S = 3600.0
 
@@ -99,7 +100,7 @@ def _run_here(
     with ExitStack() as stack:
         with notices.status("starting Ray and loading the model ..."):
             stack.enter_context(deployment)
-        planned = deployment.planned.as_dict()
+        planned = with_routing(deployment.planned, config).as_dict()
         report.print(plan_table(deployment.plan), *placed_tables(planned))
         generation, text = _stream_text(deployment.generate, tokenizer, prompt, ids, sampling, text_out)
         stats = deployment.stats()

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .tables import count, facts, grid, seconds, size
+from .tables import count, facts, grid, seconds, size, speed
 
 _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
@@ -67,8 +67,9 @@ def placed_tables(record: Mapping[str, Any]) -> list[Table]:
     actors = [actor | {"node": addresses.get(actor["node"], actor["node"])} for actor in record["topology"]["actors"]]
     prediction = record["prediction"]
     predicted = facts("Predicted, not measured", [
-        ("decode", f"{prediction['tokens_per_s']:.4g} tokens/s for one request on {prediction['hardware']['name']}, "
+        ("decode", f"{speed(prediction)} for one request on {prediction['hardware']['name']}, "
                    f"bound by {prediction['bound_by']}; {size(prediction['bytes_loaded_per_token'])} loaded a token"),
+        ("from", "; ".join(prediction["basis"])),
     ])  # fmt: skip
     placed = _actors(actors, f"Topology on {record['nodes_from']}", scheduled=False)
     return [placed, predicted, *_notes(record)]
@@ -193,11 +194,12 @@ def _prediction(prediction: Mapping[str, Any]) -> Table:
     parts = ", ".join(f"{name.removesuffix('_s')} {seconds(value)}" for name, value in prediction["parts_s"].items())
     ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""
     return facts("Predicted, not measured", [
-        ("decode", f"{prediction['tokens_per_s']:.4g} tokens/s for one request, bound by {prediction['bound_by']}"),
+        ("decode", f"{speed(prediction)} for one request, bound by {prediction['bound_by']}"),
+        ("from", "; ".join(prediction["basis"])),
         ("one layer", f"{seconds(prediction['layer_s'])}, before overlap: {parts}"),
         ("loads", f"{size(prediction['bytes_loaded_per_token'])} a token"),
-        ("assumed hits", f"{prediction['hit_share']:.1%}: the share of experts that is resident"),
-        ("assumed hardware", f"{hardware['name']}: memory {hardware['memory_gbps']:g} GB/s, link "
+        ("hits", f"{prediction['hit_share']:.1%}"),
+        ("hardware", f"{hardware['name']}: memory {hardware['memory_gbps']:g} GB/s, link "
                              f"{hardware['link_gbps']:g} GB/s after {hardware['link_latency_us']:g} us, network "
                              f"{hardware['network_gbps']:g} GB/s after {hardware['network_latency_us']:g} us, "
                              f"prefetch brings {hardware['prefetch_useful']:.0%} of the misses in time{ndp}"),

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .tables import facts, grid, seconds, size
+from .tables import facts, grid, seconds, size, speed
 
 _ABSENT, _LOADING, RESIDENT = 0, 1, 2  # `actors.policies.residency.State`
 _MARKS = {_ABSENT: "·", _LOADING: "~", RESIDENT: "█"}
@@ -30,6 +30,7 @@ def summary_table(result: Mapping[str, Any]) -> Table:
         ("time to first token", seconds(result["ttft_s"])),
         ("time per output token",
          f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
+        *([("predicted", speed(result["prediction"]))] if result.get("prediction") else []),
         *_counter_rows(result, result.get("plan") or {}),
         ("start-up", seconds(result["startup_s"])),
         _executor_row(result),

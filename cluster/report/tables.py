@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -60,6 +60,14 @@ def seconds(value: float | None) -> str:
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def speed(prediction: Mapping[str, Any]) -> str:
+    """Predicted tokens per second with their range; `at most` where the host's time is not known."""
+    if prediction["low"] is None:
+        return f"at most {prediction['high'] or prediction['tokens_per_s']:.4g} tokens/s"
+    low, high = prediction["low"], prediction["high"]
+    return f"{prediction['tokens_per_s']:.3g} tokens/s ({low:.3g} to {high:.3g})"
 
 
 def count(number: int, noun: str) -> str:

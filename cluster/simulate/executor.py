@@ -128,7 +128,7 @@ class _NoPool:
     neurons: int = 1
     total_neurons: int = 1
 
-    def slot(self, index: int) -> tuple[()]:
+    def slot(self, index: int, layer: int = 0) -> tuple[()]:
         return ()
 
     def neuron_range(self, first: int, count: int) -> tuple[()]:

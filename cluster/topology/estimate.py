@@ -274,11 +274,13 @@ def make_plan(
     nodes: Sequence[NodeInfo],
     nodes_from: str,
     notes: Sequence[str] = (),
+    here: bool = True,
 ) -> PlanResult:
     """Place every actor and predict what comes of it.
 
     Args:
         notes: in addition to the topology's.
+        here: the nodes are this machine, so that its measured costs hold.
 
     Raises:
         ConfigError: which resource is short where. BudgetError: the budget does not fit.
@@ -287,7 +289,7 @@ def make_plan(
     topology = plan_topology(spec, facts, nodes)
     hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
     given = (config.hardware.memory_gbps, config.hardware.link_gbps, config.hardware.link_latency_us)
-    costs, source = known_costs() if given == (None, None, None) else (None, "host time is not known: the figures are given")
+    costs, source = known_costs() if here and given == (None, None, None) else (None, "host time is not known")
     if costs is not None and costs.executor != ("real" if spec.gpu else "emulated"):
         costs, source = None, "host time is measured for another device: run `tiermoe doctor --save`"
     if costs is not None:

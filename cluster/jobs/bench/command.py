@@ -173,5 +173,5 @@ def gpu(
     raise typer.Exit(main(given))
 
 
-for _name in ("quantize", "channel", "transfer", "kernel", "matcher", "substitute"):
+for _name in ("quantize", "predict", "channel", "transfer", "kernel", "matcher", "substitute"):
     bench_app.command(cls=JsonCommand)(micro.command(_name))

@@ -124,6 +124,21 @@ class Quantize(Options):
     calibration_tokens: int = Field(16384, ge=64, description="Tokens of calibration text, at most.")
 
 
+class Predict(Options):
+    """Predicted against measured tokens per second: presets x budgets x the model and a random one of another shape."""
+
+    measure = "micro_predict.predict"
+    model: Model = None
+    repeats: Repeats = 5
+    preset: tuple[str, ...] = Field(
+        ("on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit", "fmoe"),
+        description="Preset, compared at each budget; repeat it.",
+    )
+    budget: tuple[str, ...] = Field(("0.25", "0.5", "0.75"), description="Device memory for experts; repeat it.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    max_tokens: int = Field(48, ge=2, description="Tokens generated after each prompt.")
+
+
 class Channel(Options):
     """Round trips between two processes: shared memory, gRPC, a bare gRPC stream, a Ray actor call."""
 
@@ -167,6 +182,7 @@ class Substitute(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "prefetch": Prefetch, "scale": Scale, "quantize": Quantize,
+    "predict": Predict,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip
 
