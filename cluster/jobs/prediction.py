@@ -14,7 +14,7 @@ from ...errors import ConfigError, TierMoeError
 from ..config import RunConfig, load_policy
 from ..simulate.executor import Machine, context_of
 from ..simulate.trace import Trace, TraceHeader
-from ..topology.estimate import WITHIN, PlanResult, Prediction
+from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes
 from ..topology.machine import MachineCosts, known_costs
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
@@ -71,7 +71,7 @@ def predict_by_trace(
     loads = record["bytes_loaded"] / header.slot_bytes / forwards  # of a step
     token_s = record["tpot_s"] + loads * policy.load_us * 1e-6
     parts = dict(assumed.parts_s) | {
-        "dense_s": costs.dense_s(spec.dense_bytes / facts.layers),
+        "dense_s": costs.dense_s(layer_bytes(spec, facts)),
         "host_s": policy.layer_us * 1e-6 + loads / facts.layers * policy.load_us * 1e-6,
         "hit_s": record["hit_rate"] * facts.top_k * costs.expert_s(spec.slot_bytes),
         "miss_s": (1 - record["hit_rate"]) * facts.top_k * costs.expert_s(spec.slot_bytes),
@@ -98,7 +98,7 @@ def simulated_machine(
 ) -> Machine:  # fmt: skip
     """The machine on which a trace is replayed. The host's time of a layer counts as dense: prefetches overlap it."""
     hardware = assumed.hardware
-    dense_s = costs.dense_s(spec.dense_bytes / facts.layers) + layer_us * 1e-6
+    dense_s = costs.dense_s(layer_bytes(spec, facts)) + layer_us * 1e-6
     expert_s = costs.expert_s(spec.slot_bytes)
     # a copy's bytes are those of this run's slots, not of the recording's
     nbytes = facts.expert_bytes if spec.gpu else spec.slot_bytes

@@ -183,6 +183,12 @@ def predict(
     )
 
 
+def layer_bytes(spec: ClusterSpec, facts: ModelFacts) -> float:
+    """A layer's share of what a step reads besides experts: dense weights, and the keys and values of a context."""
+    kv_bytes = facts.kv_elements * CONTEXT_TOKENS * spec.compute_item_bytes
+    return (spec.dense_bytes + kv_bytes) / facts.layers
+
+
 def _layer(
     topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, share: float,
     costs: MachineCosts | None,
@@ -197,9 +203,8 @@ def _layer(
     row_bytes = facts.hidden * spec.compute_item_bytes
     hops_s = 2 * (hardware.network_latency_us * 1e-6 + row_bytes / (hardware.network_gbps * 1e9))
     dense_bytes = spec.dense_bytes / facts.layers
-    kv_bytes = facts.kv_elements * CONTEXT_TOKENS * spec.compute_item_bytes / facts.layers
     parts = {
-        "dense_s": dense_bytes / bandwidth if costs is None else costs.dense_s(dense_bytes + kv_bytes),
+        "dense_s": dense_bytes / bandwidth if costs is None else costs.dense_s(layer_bytes(spec, facts)),
         "hit_s": share * experts_s,
         "shard_s": hops_s if topology.has_remote("shard") else 0.0,
     }

@@ -1,0 +1,128 @@
+"""Measured costs of a machine, and the predictions from them: exact on small numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+from topology_cases import FACTS, SPEC, a_node
+
+from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.jobs.machine import _line
+from tiermoe.cluster.jobs.prediction import predict_by_trace, with_routing
+from tiermoe.cluster.report.tables import speed
+from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.topology import machine as machines
+from tiermoe.cluster.topology.estimate import OVERLAP, WITHIN, Hardware, PlanResult, Prediction, predict
+from tiermoe.cluster.topology.machine import MachineCosts, PolicyCosts, known_costs, machine_name, write_costs
+from tiermoe.cluster.topology.planner import plan_topology
+from tiermoe.errors import ConfigError
+
+HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a microsecond everywhere
+COSTS = MachineCosts(
+    machine="here", tiermoe="1", threads=1, copy_gbps=1e-3, dense_layer_us=10, dense_gbps=1e-3, expert_us=5,
+    expert_gbps=1e-3,
+    policies={
+        "p": PolicyCosts(step_us=1000, layer_us=100, load_us=7),
+        "on-demand": PolicyCosts(step_us=500, layer_us=50, load_us=0),
+    },
+)  # fmt: skip
+
+
+def _predict(**changes: Any) -> Prediction:
+    spec = replace(SPEC, gpu=False, **changes)
+    return predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE, COSTS, "measured")
+
+
+def test_a_step_is_the_sum_of_its_measured_parts() -> None:
+    """All resident: nothing is loaded, and the range is that of the costs."""
+    got = _predict(budget_bytes=32 * 192, kv_bytes=0)
+    kv = FACTS.kv_elements * 512 * 4 / 4
+    layer_us = 10 + 100 + kv + 100 + 2 * (5 + 192)  # dense, its bytes, KV, host, two experts
+    assert got.layer_s == pytest.approx(layer_us * 1e-6)
+    assert 1 / got.tokens_per_s == pytest.approx((1000 + 4 * layer_us) * 1e-6)
+    assert (got.hit_share, got.bytes_loaded_per_token) == (1.0, 0.0)
+    assert got.low is not None
+    assert got.high is not None
+    assert got.tokens_per_s / got.low == pytest.approx(1 + WITHIN)
+    assert got.tokens_per_s / got.high == pytest.approx(1 - WITHIN)
+
+
+def test_a_cache_that_holds_a_token_hits_what_the_next_token_uses_again() -> None:
+    got = _predict(budget_bytes=16 * 192)
+    assert got.hit_share == pytest.approx(OVERLAP + (1 - OVERLAP) * 0.5)
+    missing = 2 * (1 - got.hit_share)
+    assert got.parts_s["host_s"] == pytest.approx((100 + 7 * missing) * 1e-6)
+    assert got.parts_s["load_s"] == pytest.approx(192e-6 * missing)  # the stand-in copies what slots hold
+    assert got.low is not None
+    assert got.high is not None
+    assert got.low < got.tokens_per_s < got.high
+    assert "30% of a token's experts" in got.basis[1]
+    small = _predict(budget_bytes=4 * 192)  # not a token's 8 experts
+    assert small.hit_share == pytest.approx(4 / 32)
+
+
+def test_without_costs_it_bounds_from_above() -> None:
+    spec = replace(SPEC, gpu=False)
+    got = predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE)
+    assert got.low is None
+    assert speed(got.as_dict()).startswith("at most ")
+    assert speed(_predict().as_dict()).endswith(")")
+
+
+def test_another_presets_host_time_stands_in_with_a_note() -> None:
+    costs, note = COSTS.of_policy("unknown")
+    assert costs.layer_us == 100
+    assert note is not None
+    assert "'p' stands for that of 'unknown'" in note
+    assert COSTS.of_policy("on-demand") == (COSTS.policies["on-demand"], None)
+
+
+def test_two_points_give_calls_and_bandwidth() -> None:
+    us, gbps = _line((4, 1e6, 4 * 20e-6 + 1e6 / 5e9), (2, 9e6, 2 * 20e-6 + 9e6 / 5e9))
+    assert (us, gbps) == (pytest.approx(20), pytest.approx(5))
+    assert _line((4, 1e6, 1e-6), (2, 9e6, 9e-3)) == (0.0, pytest.approx(1.0))  # noise: calls cannot take less than 0
+    us, _ = _line((4, 1e6, 8e-3), (2, 9e6, 2e-3))
+    assert us == pytest.approx(1000)
+
+
+def test_costs_are_kept_for_this_machine_and_shipped_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(machines, "configs_dir", lambda: tmp_path / "configs")
+    assert known_costs() == (None, "not measured: run `tiermoe doctor --save`")
+    mine = COSTS.model_copy(update={"machine": machine_name()})
+    write_costs(mine, tmp_path / "configs" / "machines" / "table.json")
+    assert known_costs() == (mine, "table table.json")
+    assert known_costs("another")[0] is None
+    fresh = mine.model_copy(update={"expert_us": 1.0})
+    write_costs(fresh, machines.cache_file())
+    assert known_costs() == (fresh, "measured on this machine")
+    machines.cache_file().write_text("{}")
+    assert known_costs()[1] == "table table.json"  # a damaged file is none
+
+
+def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "routing"
+    traces.write(trace, traces.header(layers=4, experts=8, slot_bytes=192), [[1, 2, 3]], decodes=6)
+    config = RunConfig(policy="on-demand", model=str(tmp_path))
+    spec = replace(SPEC, gpu=False, policy="on-demand", budget_bytes=32 * 192)
+    topology = plan_topology(spec, FACTS, [a_node("a", CPU=3)])
+    assumed = predict(topology, spec, FACTS, HARDWARE, COSTS, "measured")
+    got = predict_by_trace(assumed, spec, FACTS, config, COSTS, Trace(trace))
+    assert "recorded tokens, replayed" in got.basis[1]
+    assert 0 < got.hit_share < 1  # a cold cache
+    assert got.tokens_per_s < assumed.tokens_per_s  # with everything resident
+    monkeypatch.setattr("tiermoe.cluster.jobs.prediction.known_costs", lambda: (COSTS, "measured on this machine"))
+    planned = PlanResult(FACTS, spec, topology, assumed, "here", ())
+    assert with_routing(planned, config).prediction.tokens_per_s == got.tokens_per_s
+    other = replace(FACTS, experts=16)
+    with pytest.raises(ConfigError, match="4 layers of 8 experts, top-2"):
+        predict_by_trace(assumed, spec, other, config, COSTS, Trace(trace))
+    kept = with_routing(replace(planned, facts=other), config).prediction
+    assert kept.tokens_per_s == assumed.tokens_per_s
+    assert "of no use" in kept.basis[-1]
