@@ -20,7 +20,7 @@ from tiermoe.cluster.config import configs_dir, default_model_dir
 from tiermoe.cluster.jobs.bench import cells, command, engine_metrics, micro_channels, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.experiment import Experiment
-from tiermoe.cluster.jobs.bench.gpu.decode import ALL, BUDGETS, PRESETS
+from tiermoe.cluster.jobs.bench.gpu.decode import Cell, cells_by_worth
 from tiermoe.cluster.jobs.bench.gpu.job import PARTS
 from tiermoe.cluster.jobs.bench.gpu.job import main as gpu_main
 from tiermoe.cluster.jobs.bench.metrics import Report
@@ -379,20 +379,19 @@ def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path) -> None:
     assert gpu_main(["--device", "cpu", "--sizes", "toy", "--out", str(tmp_path), "--seconds", "1700"]) == 0
     document = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {name: found["outcome"] for name, found in document["parts"].items()} == {p.name: "done" for p in PARTS}
-    for name in ("qwen", "mixtral", "deepseek"):
+    for name in ("qwen", "qwen3", "mixtral", "deepseek"):
         rows = document["parts"][name]["rows"]
-        ran = {(row["preset"], row["budget"]) for row in rows if row["kind"] == "decode"}
-        assert ran == {(p, b) for p in PRESETS for b in (0.5, 1.0)} | {(ALL, 1.0)}, document["parts"][name]["notes"]
+        ran = [Cell(row["preset"], row["budget"], row["batch"]) for row in rows if row["kind"] == "decode"]
+        assert ran == cells_by_worth(True, every_preset=name == "qwen"), document["parts"][name]["notes"]
         assert {row["kind"] for row in rows} >= {"trace", "peaks", "shape", "reference", "decode"}
         near = [row["ndp"] for row in rows if row.get("preset") == "context-ndp-3bit" and row["budget"] == 0.5]
-        assert near[0]["calls_per_token"] > 0
-        assert near[0]["recomputed"] == 0
+        assert bool(near) == (name == "qwen")
+        assert all(one["calls_per_token"] > 0 and one["recomputed"] == 0 for one in near)
     assert {row["kind"] for row in document["parts"]["host"]["rows"]} >= {"host"}
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "| device_name | cpu (stands in for a GPU) |\n| sizes | toy |" in page
     assert page.count("Outcome: done.") == len(PARTS)
     assert "Not run yet." not in page
-    assert set(BUDGETS) == {0.1, 0.25, 0.5, 1.0}
 
 
 # -- profiles of experts, and trials of substitutes --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .build import installed
-from .job import Context, Record, end
+from .job import NO_TIME, Context, Record, end
 
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
@@ -74,7 +74,7 @@ def _finish(
     record.row("tests", folder=target, cut_off=cut_off, status=status, failures=failures, **counts)
     record.check(f"{target}: failures and errors", counts["failed"] + counts["errors"], "<=", 0, always=True)
     if cut_off:
-        record.note(f"{target} was cut off: no time was left")
+        record.note(f"{target} was cut off: {NO_TIME}")
     elif status not in (0, 1, 5):  # 5: nothing collected, as where a module skips itself
         record.note(f"{target} ended with status {status}: {printed[-_SHOWN:]}")
     elif not report.exists():

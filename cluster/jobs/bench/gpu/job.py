@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -46,10 +46,11 @@ class Part:
 
 # most important first, in case the run is cut off
 PARTS = (
-    Part("machine", 25), Part("loads", 30), Part("qwen", 90), Part("tests", 130), Part("mixtral", 65),
-    Part("host", 35), Part("deepseek", 70), Part("ndp", 20),
+    Part("machine", 25), Part("loads", 45), Part("tests", 125), Part("host", 45), Part("qwen", 80), Part("qwen3", 70),
+    Part("mixtral", 45), Part("deepseek", 45), Part("ndp", 15),
 )  # fmt: skip
-TOTAL_S, TOY_S = 445.0, 300.0  # the build before it takes up to half a minute
+TOTAL_S, TOY_S = 500.0, 500.0  # the build before it takes up to half a minute
+NO_TIME = "no time was left"  # in a note: a later call that resumes may have it
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,14 @@ class Record:
     checks: list[dict[str, Any]] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def resume(self, before: Any) -> None:
+        """Take over the cells that an earlier call measured, and what it judged of them; not what is measured anew."""
+        if not isinstance(before, dict):
+            return
+        self.rows = [row for row in before["rows"] if row["kind"] == "decode"]
+        self.checks = [check for check in before["checks"] if check["ok"]]
+        self.goals = list(before["goals"])
 
     def row(self, kind: str, **values: Any) -> None:
         self.rows.append({"kind": kind} | values)
@@ -161,9 +170,10 @@ def runs() -> dict[str, Callable[[Context, Record], None]]:
     """The function of each part; imported only in the child that runs it."""
     from . import checks, decode, near_data, transfers
 
+    shapes = ("qwen", "qwen3", "mixtral", "deepseek")
     return {
         "machine": transfers.machine, "loads": transfers.loads, "tests": checks.run, "host": decode.host,
-        "ndp": near_data.run, **{name: partial(decode.run, name=name) for name in ("qwen", "mixtral", "deepseek")},
+        "ndp": near_data.run, **{name: partial(decode.run, name=name) for name in shapes},
     }  # fmt: skip
 
 
@@ -174,6 +184,7 @@ def run_part(name: str, device: str, sizes: Sizes, deadline_s: float, record_fil
         deadline_s: of `time.monotonic`, which all processes share; importing torch counts.
     """
     record = Record(name, record_file, judged=device != "cpu")
+    record.resume(_read_json(record_file))
     try:
         context = Context(device_of(device), sizes, deadline_s, ROOT)
         record.write()
@@ -191,6 +202,7 @@ class Plan:
     sizes: Sizes
     parts: tuple[Part, ...]
     seconds: float
+    resume: bool = False
 
 
 def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
@@ -206,18 +218,27 @@ def run_all(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     document = _begun(plan)
     until_s = time.monotonic() + plan.seconds
     for number, part in enumerate(plan.parts):
+        earlier = document["parts"].get(part.name) if plan.resume else None
+        if earlier is not None and finished(earlier):
+            say(f"{part.name}: done by an earlier call")
+            continue
         limit_s = TOY_S if plan.sizes == "toy" else limit_of(plan.parts[number:], until_s - time.monotonic())
         if limit_s < _LEAST_S:
-            found = _EMPTY | {"outcome": "not run: no time was left", "seconds": 0.0}
+            found = _EMPTY | {"outcome": f"not run: {NO_TIME}", "seconds": 0.0}
         else:
             say(f"{part.name} (at most {limit_s:.0f} s) ...")
-            found = _child(part, plan, limit_s)
+            found = _child(part, plan, limit_s, earlier)
         document["parts"][part.name] = found
         _write(plan.out, document, say)
         bad = [check["name"] for check in found.get("checks", ()) if not check["ok"]]
         failed = f"; failed: {'; '.join(bad)}" if bad else ""
         say(f"{part.name}: {found['outcome']} in {found['seconds']:.0f} s{failed}")
     return document
+
+
+def finished(found: Mapping[str, Any]) -> bool:
+    """Whether a part ended well and left nothing out for want of time."""
+    return found["outcome"] == "done" and not any(NO_TIME in note for note in found["notes"])
 
 
 def limit_of(parts: Sequence[Part], left_s: float) -> float:
@@ -268,7 +289,7 @@ def _device_name(device: str) -> str:
     return "cpu (stands in for a GPU)" if device == "cpu" else torch.cuda.get_device_name(device_of(device))
 
 
-def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
+def _child(part: Part, plan: Plan, limit_s: float, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
     begin_s = time.monotonic()
     with TemporaryDirectory() as scratch:
         record, log = Path(scratch) / "record.json", Path(scratch) / "log"
@@ -276,6 +297,8 @@ def _child(part: Part, plan: Plan, limit_s: float) -> dict[str, Any]:
             sys.executable, "-m", __package__, "--part", part.name, "--record", str(record), "--device", plan.device,
             "--sizes", plan.sizes, "--deadline", str(begin_s + limit_s),
         ]  # fmt: skip
+        if earlier is not None:
+            write_json(record, dict(earlier))
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
@@ -321,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", choices=("real", "toy"), default="real", help="toy: seconds of work, for tests")
     made.add_argument("--parts", default="", help=f"only these, separated by commas; of {names}")
     made.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
+    made.add_argument("--resume", action="store_true", help="run what an earlier call on this device had no time for")
     made.add_argument("--page-only", action="store_true", help="write the page from what gpu.json has, measure nothing")
     made.add_argument("--part", help=argparse.SUPPRESS)  # in a child: the one part that it runs
     made.add_argument("--record", type=Path, help=argparse.SUPPRESS)
@@ -339,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page.write(asked.out, ROOT, read_document(asked.out))
             return 0
         parts = chosen_parts(asked.parts)
-        document = run_all(Plan(asked.out, asked.device, asked.sizes, parts, asked.seconds), build.say)
+        document = run_all(Plan(asked.out, asked.device, asked.sizes, parts, asked.seconds, asked.resume), build.say)
     except TierMoeError as error:
         build.say(str(error))
         return 2

@@ -1,7 +1,7 @@
 """The measured models: published shapes, random weights on the device, random experts in host memory.
 
-Hyper-parameters are those of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B and deepseek-ai/DeepSeek-V2-Lite. The
-toy shapes have the same architectures.
+Hyper-parameters are those of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, deepseek-ai/DeepSeek-V2-Lite and
+Qwen/Qwen3-30B-A3B. The toy shapes have the same architectures.
 """
 
 from __future__ import annotations
@@ -105,7 +105,18 @@ DEEPSEEK = RealShape(
     },
 )  # fmt: skip
 
-REAL = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK}
+QWEN3 = RealShape(
+    "Qwen3-30B-A3B", "qwen3_moe", layers=48, dense_layers=0, experts=128, top_k=8, hidden=2048, intermediate=768,
+    shrinks=True,
+    options={
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "norm_topk_prob": True, "decoder_sparse_step": 1, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)  # fmt: skip
+
+REAL = {"mixtral": MIXTRAL, "qwen": QWEN, "deepseek": DEEPSEEK, "qwen3": QWEN3}
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
@@ -123,6 +134,7 @@ def _toy(shape: RealShape, layers: int, experts: int, **sizes: int) -> RealShape
 TOY = {
     "mixtral": _toy(MIXTRAL, 3, 8, num_local_experts=8),
     "qwen": _toy(QWEN, 3, 12, num_experts=12, moe_intermediate_size=96, shared_expert_intermediate_size=64),
+    "qwen3": _toy(QWEN3, 3, 12, num_experts=12, moe_intermediate_size=96, head_dim=32),
     "deepseek": _toy(
         DEEPSEEK, 4, 12, n_routed_experts=12, moe_intermediate_size=96, kv_lora_rank=32, qk_rope_head_dim=16,
         qk_nope_head_dim=16, v_head_dim=16,

@@ -23,7 +23,7 @@ from ....host import usable_cores
 from ....worker_process import Role, WorkerProcess
 
 if TYPE_CHECKING:
-    from .job import Context, Record
+    from .job import NO_TIME, Context, Record
 
 WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 REPEATS = 3
@@ -40,7 +40,7 @@ def run(context: Context, record: Record) -> None:
     shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, THREADS_COLD_BYTES)
     for threads in sorted({1} if context.toy else {max(1, cores // 2), max(1, cores - 2), cores}, reverse=True):
         if context.left_s < 6.0:
-            record.note(f"near-data kernels on {threads} threads: no time was left")
+            record.note(f"near-data kernels on {threads} threads: {NO_TIME}")
             continue
         report = kernel_threads(threads, REPEATS, shapes=shapes, cold_bytes=cold_bytes)
         for hidden, neurons in shapes:

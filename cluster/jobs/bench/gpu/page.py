@@ -20,8 +20,8 @@ _CELL = 300  # characters
 # Keys that the page shows of a kind of row; all of the other kinds.
 _SHOWN = {
     "decode": (
-        "budget", "preset", "lossless", "tpot_ms", "reference_ms", "speed", "hit_rate", "mb_per_token", "blocked_ms",
-        "floor_link_ms", "floor_read_ms", "kernels", "ndp",
+        "budget", "batch", "preset", "lossless", "tpot_ms", "reference_ms", "speed", "hit_rate", "mb_per_token",
+        "blocked_ms", "writeback_blocked_ms", "floor_link_ms", "floor_read_ms", "kernels", "ndp",
     ),
     "trace": ("hit_rates", "hit_rates_here", "fitted", "recalls"),
     "reference": ("case", "tpot_ms"),

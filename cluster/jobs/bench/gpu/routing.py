@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from .....actors.engine.model.model import ExpertLayer, RouterProbe, attach, blocks_at, detach
+from .....actors.policies.buddymoe.buddies import Coactivations, ExpertProfile, Outputs, entropy_counts, renormalised
 from .....errors import CheckpointError
 from ....config import default_model_dir
 from ..serving import heldout_prompts
@@ -284,19 +285,33 @@ class Replay:
         self._tables = [by_layer(torch.from_numpy(table), dtype) for table in tables]
         self._routers = [weight.to(dtype).t() for weight in weights]  # [H, E]
         self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k
-        self._at = self._rows = 0
+        self._rows = 0
+        self._now: slice | torch.Tensor = slice(0, 0)  # tokens of the trace in the current forward
+        self._next: slice | torch.Tensor = slice(0, 0)  # and in the one after it
         self._layer = 0
         self._hooks: list[Any] = []
 
-    def begin(self, position: int, rows: int) -> None:
+    def begin(self, position: int, rows: int, batch: int = 1) -> None:
         """The next forward runs tokens position to position + rows of the trace.
+
+        Args:
+            batch: sequences side by side, each of which begins at another token of the trace, which repeats.
 
         Raises:
             ValueError: the trace is shorter.
         """
         if position + rows > self.tokens:
             raise ValueError(f"the trace has {self.tokens} tokens, not {position + rows}")
-        self._at, self._rows = position, rows
+        self._rows = batch * rows
+        if batch == 1:
+            self._now = slice(position, position + rows)
+            start = min(position + rows, self.tokens - rows)
+            self._next = slice(start, start + rows)
+            return
+        device = self._ids.device
+        starts = torch.arange(batch, device=device)[:, None] * (self.tokens // batch)
+        at = (position + starts + torch.arange(rows, device=device)).flatten()
+        self._now, self._next = at % self.tokens, (at + rows) % self.tokens
 
     def attach(self, modules: Sequence[Any]) -> None:
         """Replace the routing of these experts modules, one per layer, until `close`."""
@@ -318,9 +333,8 @@ class Replay:
     def routing(self, layer: int, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and weights [T, K] of a layer in the current forward; weights in the dtype of the given ones."""
         self._layer = layer
-        stop = self._at + self._rows
         table = self._weights if weights.dtype == self._weights.dtype else self._weights_f32
-        return self._ids[layer, self._at : stop], table[layer, self._at : stop]
+        return self._ids[layer, self._now], table[layer, self._now]
 
     def probes(self) -> list[RouterProbe]:
         """The replacement of each layer's router, for predictions."""
@@ -346,9 +360,8 @@ class Replay:
             distance = layer - self._layer
             wraps = distance < 0  # the next forward's
             table = self._tables[-1 if wraps else min(distance, len(self._tables) - 1)]
-            start = self._at + (self._rows if wraps else 0)
-            start = min(start, self.tokens - len(hidden))
-            rows = table[layer, start : start + len(hidden)]
+            rows = table[layer, self._next if wraps else self._now]
+            rows = rows[: len(hidden)]  # a policy may ask about some of the rows
             return torch.addmm(rows, hidden.to(weight.dtype), weight, alpha=_OWN)
 
         return probe
@@ -360,3 +373,20 @@ class _ReplayedLayer:
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._inner.forward(hidden, *self._replay.routing(self._index, weights))
+
+
+def profile_of(trace: RoutingTrace, seed: int = 0) -> ExpertProfile:
+    """The statistics of a trace that BuddyMoE's presets read; products of outputs, which it lacks, are random."""
+    (_, layers, _), experts = trace.ids.shape, trace.logits.shape[2]
+    counts, entropies = [], []
+    for layer in range(layers):
+        ids = trace.ids[:, layer]
+        shares = renormalised(np.exp(np.take_along_axis(trace.logits[:, layer], ids, axis=1)))
+        counts.append(Coactivations(experts))
+        counts[-1].add(ids, shares)
+        entropies.append(entropy_counts(shares, np.ones(len(ids))))
+    norms = np.random.default_rng(seed).uniform(1.0, 2.0, (layers, experts, experts))
+    return ExpertProfile(
+        np.stack([c.activations for c in counts]), np.stack([c.binary for c in counts]),
+        np.stack([c.weighted for c in counts]), np.stack(entropies), Outputs(norms / 2, norms),
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from .....actors.settings import CopySettings, EngineSettings, LinkSettings
 from ....config import load_policy
 from ....host import cpu, usable_cores
 from ..metrics import Spread
-from .job import ROOT, Context, Record
+from .job import NO_TIME, ROOT, Context, Record
 from .models import REAL, TOY, HostExperts
 
 _PEAK_BYTES = 1 << 30
@@ -170,7 +170,7 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
         if context.left_s > _FILE_S or context.toy:
             _loads_of_a_file(host.layers[0], batches[-1], measured, device, record, shape.name)
         else:
-            record.note(f"{shape.name}: no time was left for loads from a mapped file")
+            record.note(f"{shape.name}: {NO_TIME} for loads from a mapped file")
         # written to: pages that never were are all the same one, which the processor's caches hold
         plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
         measured(plain, batches[-1][0], "pageable (staged)")
