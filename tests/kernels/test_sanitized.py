@@ -39,6 +39,7 @@ class Program:
 
 FAST_MATH = ("-ffp-contract=fast", "-fno-math-errno", "-pthread")
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
+FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 PROGRAMS = {
     "experts": Program("expert", CPU, ("expert_ffn.cpp",), flags=("-O1", "-g", "-DTIERMOE_NO_CLONES", *FAST_MATH)),
     # what a processor without AVX2 runs; the installed module picks its widest version by itself
@@ -47,6 +48,7 @@ PROGRAMS = {
     ),
     # each instruction set of this processor; also that they agree, and threads with each other, bit by bit
     "packed": Program("packed", CPU, NEURONS, flags=("-O1", *FAST_MATH)),
+    "forms": Program("form", CPU, FORMS, flags=("-O1", *FAST_MATH)),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),
     # random problems with every option; input out of range is refused before it is used
