@@ -23,6 +23,7 @@ setup(
                 "kernels/cpu/neuron_ffn.cpp",
                 "kernels/cpu/neuron_module.cpp",
                 "kernels/cpu/neuron_portable.cpp",
+                "kernels/cpu/resident_module.cpp",
                 "kernels/cpu/threads.cpp",
             ],
             depends=[

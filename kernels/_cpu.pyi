@@ -20,6 +20,9 @@ class Link:
 class Copy:
     """One copy: an opaque capsule."""
 
+class Resident:
+    """A layer on a pool: an opaque capsule."""
+
 Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
 
 def expert_ffn(
@@ -39,6 +42,28 @@ def expert_ffn(
     """Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range."""
 
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int, /) -> None: ...
+def resident(
+    layer: int,
+    experts: int,
+    slots: int,
+    gate_up: int,
+    down: int,
+    neurons: int,
+    width: int,
+    activation: int,
+    max_rows: int,
+    record: int,
+    record_words: int,
+    /,
+) -> Resident:
+    """slots: int32 [E], negative for an expert that is not resident; record: int64, see `resident_module.cpp`."""
+
+def run_resident(
+    layer: Resident, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, /
+) -> bool:
+    """Run the layer and record the pass. False: nothing was done, since an expert is not resident or has many rows,
+    or the record is full. Raises ValueError: there is no such expert."""
+
 def instruction_sets() -> tuple[str, ...]:
     """What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable"."""
 

@@ -187,6 +187,42 @@ class CpuKernel:
         return out
 
 
+    def resident(self, layer: int, slots: NDArray[np.int32], record: NDArray[np.int64]) -> ResidentLayer:
+        """One layer as a native call. slots: of its experts [E], negative where not resident. record: of its passes."""
+        made = _cpu.resident(
+            layer, len(slots), slots.ctypes.data, *self._addresses, self._gate_up.shape[1], self._width,
+            self._activation, CPU_MAX_ROWS, record.ctypes.data, len(record),
+        )  # fmt: skip
+        return ResidentLayer(made, self._width, (slots, record, self))
+
+
+class ResidentLayer:
+    """Runs a layer whose experts are all resident in one native call (`kernels/cpu/resident_module.cpp`).
+
+    The output is that of `CpuKernel.run` and `combine`, to the bit. `held` keeps the memory alive.
+    """
+
+    def __init__(self, made: _cpu.Resident, width: int, held: object) -> None:
+        self._made, self._width, self._held = made, width, held
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; None: nothing was done, and `CpuKernel` can.
+
+        It is so where an expert is not resident or has more than `CPU_MAX_ROWS` rows, for other dtypes than float32,
+        and where the record is full.
+        """
+        float32 = torch.float32
+        if hidden.dtype is not float32 or weights.dtype is not float32 or ids.dtype is not torch.int64:
+            return None
+        tokens, top_k = ids.shape
+        if hidden.shape != (tokens, self._width) or weights.shape != ids.shape:
+            raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(ids.shape)} ids and {tuple(weights.shape)} weights")
+        hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
+        out = torch.empty_like(hidden)
+        run, of = _cpu.run_resident, (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        return out if run(self._made, *of, tokens, top_k, out.data_ptr()) else None
+
+
 class Tables(Protocol):
     """Brings small tables to the device; see `engine.cuda.tables.TableRing`."""
 

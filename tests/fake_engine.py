@@ -14,6 +14,7 @@ import torch
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.policies.prefetch import PrefetchGovernor, PrefetchPolicy
+from tiermoe.actors.policies.residency import Residency
 from tiermoe.actors.store.files import StoreView, open_views
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
@@ -121,6 +122,7 @@ class FakeCache:
     governor: PrefetchGovernor = field(default_factory=lambda: PrefetchGovernor(0.0))
     asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
     finished: list[tuple[list[int], int]] = field(default_factory=list)
+    residency: Residency = field(default_factory=lambda: Residency(LAYERS * EXPERTS, LAYERS * EXPERTS, 1))
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..policies.plan import LayerPlan, Load, LoadOnMiss, Remote
 from .cache.cache import ExpertCache
 from .host_view import HostViews, LayerView, Routing
@@ -17,7 +19,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     from ...kernels.expert_ffn import ExpertKernel, Group
     from ...kernels.packed_slots import PackedKernel
     from .cache.device import Activations
-    from .layer import MoeLayer
+    from .layer import MoeLayer, ResidentRun
     from .peers.remote import RemoteCall, RemoteExperts
 
 Spans = Mapping[int, tuple[int, int]]  # key -> first and end of its pairs
@@ -152,6 +154,16 @@ class DeviceBackend:
     ) -> None:
         self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
         self._activations, self._peer_named = activations, peer_named
+
+    def resident(self, step: MoeLayer) -> ResidentRun | None:
+        """The layer in one native call, on the CPU with whole experts in one precision and no norm after each."""
+        make = getattr(step.kernel, "resident", None)
+        plain = self._peer_named is None and self.runner.low_bit is None and step.post is None
+        if make is None or not plain or self.cache.divided:
+            return None
+        slots = np.frombuffer(self.cache.residency.resident_slots, np.int32)[step.index * step.experts :]
+        found: ResidentRun | None = make(step.index, slots[: step.experts], self.cache.passes.words)
+        return found
 
     def look(
         self, layer: int, weighed: bool, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -1,5 +1,8 @@
 """One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
 
+Where nothing is to be decided, since all experts are resident and no hook asks, one native call does it all, and the
+cache counts it later (`ExpertCache.count_passes`). The page is its reference: same output, same counters.
+
 Three executors run this page with different backends: the lead (`dispatch.DeviceBackend`), another shard
 (`peers.shard`) and the simulator (`cluster.simulate.executor`).
 """
@@ -53,8 +56,20 @@ class View(Protocol):
         ...
 
 
+class ResidentRun(Protocol):
+    """A layer whose experts are all resident, in one native call (`kernels.expert_ffn.ResidentLayer`)."""
+
+    def run(self, *inputs: Any) -> Any | None:
+        """The output, and the pass recorded in `ExpertCache.passes`; None: nothing was done."""
+        ...
+
+
 class Backend(Protocol):
     """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
+
+    def resident(self, step: MoeLayer) -> ResidentRun | None:
+        """The short cut of a layer without misses; None: there is none."""
+        ...
 
     def look(self, layer: int, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""
@@ -88,8 +103,20 @@ class Watcher(Protocol):
 
 
 class AheadHook(Protocol):
+    """always: it is asked at every layer, since `idle` is never true."""
+
+    always: bool
+
     def layer(self, index: int, view: Any) -> None:
         """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
+        ...
+
+    def idle(self, index: int) -> bool:
+        """Whether `layer` would change nothing but what `skip` changes."""
+        ...
+
+    def skip(self, index: int) -> None:
+        """The layer has run; in place of an idle `layer`."""
         ...
 
 
@@ -165,8 +192,12 @@ class MoeLayer:
         self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
-        self._check = check
+        self._check, self._last = check, index == len(cache.stats.layers) - 1
         self.observers: list[Observer] = []
+        asks = self.hooks.reroute or self.hooks.watch or any(hook.always for hook in self.hooks.ahead)
+        decides = asks or type(placer) is not Placer
+        self.resident = None if decides else backend.resident(self)
+        self._promising = True  # the last pass had no miss
 
     @property
     def stats(self) -> LayerStats:
@@ -180,6 +211,13 @@ class MoeLayer:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
         index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
+        if self.resident is not None:
+            if self._promising and not self.observers and cache.quiet and all(h.idle(index) for h in hooks.ahead):
+                out = self.resident.run(*inputs)
+                if out is not None:
+                    return self._ran_resident(out)
+            if cache.passes.words[0] > 1:
+                cache.count_passes()
         cache.settle_times()
         stats = cache.stats.layers[index]
         blocked_s, busy_s = stats.blocked_io_s, stats.link_s
@@ -192,13 +230,14 @@ class MoeLayer:
             low |= rule.layer(index, view)
         routing = view.routing()
         base = index * self.experts
-        keys = [base + expert for expert in routing.experts]
+        keys = list(map(base.__add__, routing.experts))
         needed = cache.segments(keys, low)
         cache.drop_stale(index, needed)
         cache.eviction.routed(keys, routing.counts, routing.tokens)
         for watcher in hooks.watch:
             watcher.routed(index, routing)
         plan = self.placer.plan(index, needed, routing, view)  # plan
+        self._promising = plan.resident == len(plan.run)
         tasks: Sequence[RemoteTask] = ()
         try:
             cache.begin(index, plan)  # begin
@@ -214,6 +253,16 @@ class MoeLayer:
             cache.abandon()
             raise
         self._observe(stats, stats.blocked_io_s - blocked_s, stats.link_s - busy_s, tasks)  # observe
+        return out
+
+    def _ran_resident(self, out: Any) -> Any:
+        cache = self.cache
+        if self._last or self._check or cache.counters.pending:  # the governor of prefetch counts hits at once
+            cache.count_passes()
+        for hook in self.hooks.ahead:
+            hook.skip(self.index)
+        if self._check:
+            cache.check_integrity()
         return out
 
     def _observe(self, stats: LayerStats, io_s: float, link_s: float, tasks: Sequence[RemoteTask]) -> None:

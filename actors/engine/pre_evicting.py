@@ -29,6 +29,8 @@ class PreEvicting:
             cannot be asked, and nothing is freed.
     """
 
+    always = True
+
     def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
         self._importance = cache.eviction if isinstance(cache.eviction, ImportanceEviction) else None
@@ -56,6 +58,12 @@ class PreEvicting:
             self._release(index + 1, self._score(index + 1, view))
         else:
             self._release(0, self._first)
+
+    def idle(self, index: int) -> bool:
+        return False
+
+    def skip(self, index: int) -> None:
+        return None
 
     def _release(self, layer: int, logits: NDArray[np.floating] | None) -> None:
         if logits is None:

@@ -52,7 +52,7 @@ class Prefetching:
         shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
-        self._last = layers - 1
+        self._last, self.always = layers - 1, not policy.stateless
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
 
@@ -68,7 +68,7 @@ class Prefetching:
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: queue loads for later layers."""
         policy, allowed = self.policy, self._cache.governor.allows()
-        if policy.stateless and not self.useful(index, allowed):
+        if self.idle(index, allowed):
             return
         self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
@@ -76,12 +76,27 @@ class Prefetching:
         if index == self._last:
             self._forward_ended()
 
-    def useful(self, index: int, allowed: bool) -> bool:
-        """Whether a stateless policy has to be asked at this layer. Other shards have governors of their own."""
-        policy = self.policy
-        if index == self._last and policy.distance > 0 and not policy.wraps:
+    def idle(self, index: int, allowed: bool = True) -> bool:
+        """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
+
+        Other shards have governors and slots of their own.
+        """
+        policy, layers = self.policy, self._last + 1
+        if not policy.stateless:
             return False
-        return allowed or self._shards is not None or self.on_predicted is not None
+        if index == self._last and policy.distance > 0 and not policy.wraps:
+            return True
+        if self._shards is not None or self.on_predicted is not None:
+            return False
+        if not allowed:
+            return True
+        stop, experts, absent = index + policy.distance + 1, self._experts, self._cache.residency.absent
+        if policy.wraps and stop > layers and absent(0, (stop - layers) * experts):
+            return False
+        return not absent((index + min(policy.distance, 1)) * experts, min(stop, layers) * experts)
+
+    def skip(self, index: int) -> None:
+        self._cache.governor.allows()
 
     def _forward_ended(self) -> None:
         """The last layer was observed."""
@@ -158,7 +173,7 @@ class RouterPrefetching(Prefetching):
     def asks(self, layer: int, tokens: int) -> list[Asked]:
         """The scores that `layer` reads, as far as known before (`host_view.Asker`)."""
         policy = self.policy
-        if policy.stateless and not self.useful(layer, not self._cache.governor.resting):
+        if self.idle(layer, not self._cache.governor.resting):
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:

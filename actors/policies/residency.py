@@ -5,6 +5,7 @@ Where experts are split, "expert" here means a segment.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
@@ -52,6 +53,7 @@ class Residency:
     Attributes:
         slots: of all classes together.
         emptied: how often the last expert has left.
+        resident_slots: int32 [keys] for native code: the slot of each RESIDENT expert, -1 of others.
     """
 
     def __init__(self, keys: int, slots: int, slot_bytes: int) -> None:
@@ -82,6 +84,7 @@ class Residency:
         self.state = self._state.__getitem__  # of a key
         self._occupies = bytearray(self.keys)  # 1: LOADING or RESIDENT
         self._evictable = bytearray(self.keys)  # 1: RESIDENT and not pinned
+        self.resident_slots = array("i", [-1]) * self.keys
         self._class_of_slot = [number for number, count in enumerate(slots) for _ in range(count)]
         self._free: list[list[int]] = [[] for _ in slots]  # by class, the lowest slot last
         for slot in range(self.slots - 1, -1, -1):
@@ -110,6 +113,10 @@ class Residency:
     def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
         """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
         return np.frombuffer(self._occupies, np.bool_)[first:stop].copy()
+
+    def absent(self, first: int, stop: int) -> int:
+        """How many keys from `first` to `stop` are ABSENT."""
+        return self._occupies.count(0, first, stop)
 
     def class_of(self, key: int) -> int:
         return self._class_of[key]
@@ -170,6 +177,7 @@ class Residency:
                 self._refuse(reservation)
             self._state[key] = State.RESIDENT
             self._evictable[key] = key not in self._pins
+            self.resident_slots[key] = slot
 
     def release(self, reservation: Reservation) -> None:
         """LOADING -> ABSENT: the load was cancelled."""
@@ -222,11 +230,15 @@ class Residency:
             if any(self._class_of_slot[slot] != slot_class for slot in slots):
                 raise ResidencyError(f"free slots of class {slot_class} are of another: {slots}")
         for key, slot in self._slot.items():
+            if self.resident_slots[key] not in (-1, slot):
+                raise ResidencyError(f"native code sees expert {key} in slot {self.resident_slots[key]}, not {slot}")
             if self._class_of_slot[slot] != self._class_of[key]:
                 raise ResidencyError(f"expert {key} is in slot {slot}, which is of another class")
         for key in range(self.keys):
             if (self._state[key] == State.ABSENT) == (key in self._slot) or self._occupies[key] != (key in self._slot):
                 raise ResidencyError(f"expert {key} is {self._state[key].name} but its slot says otherwise")
+            if (self.resident_slots[key] >= 0) != (self._state[key] == State.RESIDENT):
+                raise ResidencyError(f"expert {key} is {self._state[key].name}, native code sees otherwise")
             if self._evictable[key] != (self._state[key] == State.RESIDENT and key not in self._pins):
                 raise ResidencyError(f"expert {key} is {self._state[key].name} and marked as evictable, or the reverse")
         for key, count in self._pins.items():
@@ -247,4 +259,5 @@ class Residency:
             free[class_of[key]].append(slots.pop(key))
             self._state[key] = State.ABSENT
             self._occupies[key] = self._evictable[key] = 0
+            self.resident_slots[key] = -1
             self.emptied += not slots

@@ -219,6 +219,9 @@ class _RecordedBackend:
     def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner) -> None:
         self._clock, self._machine, self._runner = clock, machine, runner
 
+    def resident(self, step: MoeLayer) -> None:
+        return None
+
     def look(self, layer: int, weighed: bool, parts: Parts) -> RecordedLayer:
         view = RecordedLayer(layer, parts)
         self._clock.advance(self._machine.dense(view.tokens))

@@ -27,9 +27,10 @@ inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
 }
 
 // Each ends with a null entry.
-extern PyMethodDef neuron_methods[];   // neuron_module.cpp
-extern PyMethodDef measure_methods[];  // measure_module.cpp
-extern PyMethodDef link_methods[];     // link_module.cpp
-extern PyMethodDef dense_methods[];    // dense_module.cpp
+extern PyMethodDef neuron_methods[];    // neuron_module.cpp
+extern PyMethodDef measure_methods[];   // measure_module.cpp
+extern PyMethodDef link_methods[];      // link_module.cpp
+extern PyMethodDef resident_methods[];  // resident_module.cpp
+extern PyMethodDef dense_methods[];     // dense_module.cpp
 
 }  // namespace tiermoe::bindings

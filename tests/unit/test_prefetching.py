@@ -382,3 +382,18 @@ def test_these_look_one_layer_ahead(kind: Any) -> None:
     assert options("prefetch", {"kind": kind, "top": 9}).distance == 1
     with pytest.raises(ValueError, match="leave distance out"):
         options("prefetch", {"kind": kind, "distance": 2})
+
+
+@pytest.mark.parametrize("absent", [None, 1, 2])
+def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
+    absent: int | None, routers: list[torch.Tensor]
+) -> None:
+    """Prefetch that cannot pay costs no router: at layer 0 only the experts of layer 1 matter."""
+    cache = FakeCache()
+    for key in range(LAYERS * EXPERTS):
+        if absent is None or key != absent * EXPERTS:
+            cache.residency.reserve(key)
+    tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, routers)
+    assert tested.idle(0) == (absent != 1)
+    tested.layer(0, view_of(hidden_rows(3), torch.zeros(3, 2, dtype=torch.int64)))
+    assert bool(cache.asked) == (absent == 1)

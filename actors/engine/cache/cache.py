@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...policies.eviction import EvictionPolicy
@@ -20,7 +21,7 @@ from ...policies.plan import LayerPlan, Load
 from ...policies.prefetch import PrefetchGovernor
 from ...policies.residency import Residency, ResidencyError, State
 from ..stats import EngineStats, LayerResidency, Timeline
-from .counting import CacheCounters
+from .counting import CacheCounters, PassRecord
 from .loader import DEMAND, PREFETCH, CopyQueue, Loader
 from .loads import Loads
 from .slots import LowBitPart, SlotMap
@@ -58,6 +59,7 @@ class ExpertCache:
         writeback: bool = False, low_bit: LowBitPart | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.device, self.residency, self.eviction = pool, device, residency, eviction
+        self.passes = PassRecord()
         self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self._map = SlotMap(pool, weights, residency)
         self._layer_of, self.bytes_of, self.whole_slots = self._map.layer_of, self._map.bytes_of, self._map.whole_slots
@@ -71,6 +73,9 @@ class ExpertCache:
         self._queue: CopyQueue = Loader(device) if loader is None else loader
         self.loads = Loads(self._queue, device, residency, eviction, self._map, self.counters, clock, writeback)
         self._under_way = self.loads.under_way
+        # Counts the times of GPU copies that have ended by now; on the forward's thread. Not between a layer's two
+        # readings of its counters: late times belong to the layers before.
+        self.settle_times = partial(self._queue.tell, self.counters)
         if cut is not None:
             self._map.divide(cut)
         self.low_bit = low_bit
@@ -120,6 +125,22 @@ class ExpertCache:
         self._queue.submit(self.loads.reserve(loads, "migration"), PREFETCH)
 
     # -- what the forward does, in the order of a layer ------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether a pass without misses changes only what `count_passes` counts."""
+        counters = self.counters
+        return not (self._under_way or counters.vacant or self.timeline.enabled)
+
+    def count_passes(self) -> None:
+        """Count the passes of native calls and tell the eviction policy: once a forward, and before any decision."""
+        if self.passes.words[0] == 1:
+            return
+        eviction = self.eviction
+        for layer, tokens, keys, counts in self.passes.take():
+            eviction.routed(keys, counts, tokens)
+            self.counters.passed(layer, keys)
+            eviction.used(keys)
 
     def poll(self) -> None:
         """Make every arrived copy resident; a failed one frees its slot."""
@@ -243,6 +264,7 @@ class ExpertCache:
             keys: most urgent first; as many are loaded as there are slots.
             keep_others: evict other residents only where room is needed, for a prefill that uses them.
         """
+        self.count_passes()
         residency, segments = self.residency, self.segments(keys)
         wanted = set(segments)
         absent = [k for k in segments if residency.state(k) == State.ABSENT]
@@ -261,16 +283,10 @@ class ExpertCache:
 
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""
+        self.count_passes()
         self.loads.land_all()
         self.settle_times()
         self.loads.evict(list(self.residency.held()))
-
-    def settle_times(self) -> None:
-        """Count the times of GPU copies that have ended by now; on the forward's thread.
-
-        Not between a layer's two readings of its counters: late times belong to the layers before.
-        """
-        self._queue.tell(self.counters)
 
     def abandon(self) -> None:
         """The forward under way failed: unpin its experts. Its loads still arrive."""
@@ -278,6 +294,7 @@ class ExpertCache:
 
     def check_integrity(self) -> None:
         """Raise ResidencyError unless slots, jobs and policy agree."""
+        self.count_passes()
         residency = self.residency
         residency.check_integrity()
         self.loads.check_integrity()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...policies.plan import LayerPlan
 from ...policies.prefetch import PrefetchGovernor
@@ -15,6 +17,27 @@ from .slots import SlotMap
 if TYPE_CHECKING:
     from .device import Copied
     from .loader import LoadJob
+
+
+class PassRecord:
+    """The passes that native calls have run and nobody has counted yet, oldest first.
+
+    Attributes:
+        words: word 0 is the number of words in use; an entry is layer, tokens, n, n keys, n counts of tokens.
+    """
+
+    def __init__(self, words: int = 1 << 14) -> None:
+        self.words = np.zeros(words, np.int64)
+        self.words[0] = 1
+
+    def take(self) -> Iterator[tuple[int, int, list[int], list[int]]]:
+        """Remove and give all passes: layer, tokens, keys, tokens of each key."""
+        words, at = self.words[1 : int(self.words[0])].tolist(), 0
+        self.words[0] = 1
+        while at < len(words):
+            layer, tokens, n = words[at : at + 3]
+            first, at = at + 3, at + 3 + 2 * n
+            yield layer, tokens, words[first : first + n], words[first + n : at]
 
 
 class CacheCounters:
@@ -29,6 +52,8 @@ class CacheCounters:
 
     Attributes:
         uses: forwards that ran each expert since the counters were reset; the list object never changes.
+        pending: source of each key that was prefetched and not used yet.
+        vacant: keys that pre-eviction removed since their layers last ran.
     """
 
     def __init__(
@@ -40,8 +65,8 @@ class CacheCounters:
         self._map, self._keys, self._experts = slot_map, slot_map.keys, slot_map.experts
         self._bytes_of = slot_map.bytes_of
         self._divided, self._replicas = divided, replicas
-        self._pending: dict[int, SourceStats] = {}  # prefetched and not used yet
-        self._vacated: set[int] = set()  # keys that pre-eviction removed since their layers last ran
+        self.pending: dict[int, SourceStats] = {}
+        self.vacant: set[int] = set()
 
     # -- a layer's forward -------------------------------------------------------------------------------
 
@@ -50,7 +75,7 @@ class CacheCounters:
         stats = self.stats.layers[layer]
         stats.forwards += 1
         stats.waves += plan.waves if plan.loads else 1
-        if self._vacated:
+        if self.vacant:
             self._count_premature(stats, layer, plan)
         if self._divided:
             self._count_segments(stats, plan)
@@ -59,8 +84,21 @@ class CacheCounters:
             stats.misses += len(plan.run) - plan.resident
             if self._replicas:
                 self._count_replicas(stats, plan)
-        if self._pending:
+        if self.pending:
             self._count_prefetched(stats, plan)
+
+    def passed(self, layer: int, keys: Sequence[int]) -> None:
+        """A layer has run these whole experts, all resident; instead of `begin` and `ran`."""
+        stats, uses = self.stats.layers[layer], self.uses
+        stats.forwards += 1
+        stats.waves += 1
+        stats.hits += len(keys)
+        for key in keys:
+            uses[key] += 1
+            if key in self.pending:
+                self.pending.pop(key).hits += 1
+                stats.prefetched_hits += 1
+                self.governor.used()
 
     def arriving(self, layer: int, keys: Sequence[int], jobs: Mapping[int, LoadJob]) -> None:
         """`layer` needs these, whose copies are under way: the prefetches among them are late."""
@@ -68,7 +106,7 @@ class CacheCounters:
         for key in keys:
             if jobs[key].cause == "prefetch":
                 late.add(key % self._keys)
-                if (source := self._pending.pop(key, None)) is not None:
+                if (source := self.pending.pop(key, None)) is not None:
                     source.late += 1
                 used += 1
         self.governor.used(used)
@@ -101,7 +139,7 @@ class CacheCounters:
         """Prefetches of these keys are queued for `source`."""
         counters = self.stats.source(source)
         counters.queued += len(keys)
-        self._pending.update(dict.fromkeys(keys, counters))
+        self.pending.update(dict.fromkeys(keys, counters))
 
     def landed(self, jobs: Sequence[LoadJob]) -> None:
         """Copies became resident, or failed: count their bytes by cause, and the link's seconds where known."""
@@ -156,10 +194,10 @@ class CacheCounters:
 
     def evicted(self, keys: Sequence[int]) -> None:
         """They left the cache: a prefetch that no layer used was wasted."""
-        if not self._pending:
+        if not self.pending:
             return
         for key in keys:
-            if (source := self._pending.pop(key, None)) is not None:
+            if (source := self.pending.pop(key, None)) is not None:
                 self.governor.wasted()
                 source.wasted += 1
                 self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
@@ -170,23 +208,23 @@ class CacheCounters:
             stats, moved = self.stats.layers[self._map.layer_of(key)], round(self._bytes_of(key) * moved_share)
             stats.bytes_loaded_prefetch += moved
             stats.bytes_wasted += moved
-        if (source := self._pending.pop(key, None)) is not None:
+        if (source := self.pending.pop(key, None)) is not None:
             self.governor.wasted()
             source.cancelled += 1
 
     def forget(self, key: int) -> None:
         """Its load was given up: a pending prefetch counts as neither used nor wasted."""
-        self._pending.pop(key, None)
+        self.pending.pop(key, None)
 
     def vacated(self, layer: int, keys: Sequence[int]) -> None:
         """Pre-eviction removed these experts before `layer`."""
-        self._vacated.update(keys)
+        self.vacant.update(keys)
         self.stats.layers[layer].vacated += len(keys)
 
     def check_integrity(self, held: AbstractSet[int]) -> None:
         """Raise ResidencyError unless every pending prefetch occupies a slot."""
-        if not self._pending.keys() <= held:
-            raise ResidencyError(f"unused prefetches {sorted(self._pending)} are not all held")
+        if not self.pending.keys() <= held:
+            raise ResidencyError(f"unused prefetches {sorted(self.pending)} are not all held")
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -196,8 +234,8 @@ class CacheCounters:
 
     def _count_premature(self, stats: LayerStats, layer: int, plan: LayerPlan) -> None:
         first = layer * self._experts
-        mine = self._vacated.intersection(range(first, first + self._experts))
-        self._vacated -= mine
+        mine = self.vacant.intersection(range(first, first + self._experts))
+        self.vacant -= mine
         again = mine.intersection(plan.run[plan.resident + plan.arriving :])
         stats.bytes_premature += sum(map(self._bytes_of, again))
 
@@ -220,7 +258,7 @@ class CacheCounters:
         stats.low_bit_misses += sum(key >= self._keys for key in plan.run) - hits
 
     def _count_prefetched(self, stats: LayerStats, plan: LayerPlan) -> None:
-        keys, pending, used, lacking = self._keys, self._pending, set[int](), set[int]()
+        keys, pending, used, lacking = self._keys, self.pending, set[int](), set[int]()
         before = len(pending)
         for key in plan.run[: plan.resident]:
             if key in pending:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....errors import RuntimeFailure
 from ...policies.cost import Link, load_s
 from .loader import HostWaits, LoadJob
@@ -19,7 +22,7 @@ from .loader import HostWaits, LoadJob
 if TYPE_CHECKING:
     import torch
 
-    from ....kernels.expert_ffn import ExpertKernel
+    from ....kernels.expert_ffn import ExpertKernel, ResidentLayer
 
 
 class VirtualClock:
@@ -190,8 +193,27 @@ class SteppedKernel:
 
     def __init__(self, kernel: ExpertKernel, clock: VirtualClock, layer_s: float) -> None:
         self.run, self._combine, self._clock, self._layer_s = kernel.run, kernel.combine, clock, layer_s
+        self._kernel = kernel
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = self._combine(y, weights)
         self._clock.advance(self._layer_s)
+        return out
+
+    def resident(self, layer: int, slots: NDArray[np.int32], record: NDArray[np.int64]) -> SteppedResident | None:
+        """`CpuKernel.resident` on this clock; None: the kernel has no such call."""
+        make = getattr(self._kernel, "resident", None)
+        return None if make is None else SteppedResident(make(layer, slots, record), self._clock, self._layer_s)
+
+
+class SteppedResident:
+    """A `ResidentLayer` that advances the clock like `SteppedKernel`."""
+
+    def __init__(self, layer: ResidentLayer, clock: VirtualClock, layer_s: float) -> None:
+        self._layer, self._clock, self._layer_s = layer, clock, layer_s
+
+    def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        out = self._layer.run(hidden, ids, weights)
+        if out is not None:
+            self._clock.advance(self._layer_s)
         return out

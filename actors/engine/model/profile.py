@@ -223,6 +223,7 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     for hook in layer.hooks.ahead:
         yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
     yield "run", backend, "run"
+    yield "kernels", layer.resident, "run"
     yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
 
 

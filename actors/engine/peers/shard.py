@@ -229,6 +229,9 @@ class _BatchBackend:
     def look(self, layer: int, weighed: bool, batch: ExpertBatch) -> _BatchView:
         return _BatchView(batch, self._device)
 
+    def resident(self, step: MoeLayer) -> None:
+        return None
+
     def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: _BatchView) -> list[RemoteTask]:
         raise AssertionError("a shard sends nothing on")
 
