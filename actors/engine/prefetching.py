@@ -52,7 +52,7 @@ class Prefetching:
         shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
-        self._last, self.always = layers - 1, not policy.stateless
+        self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
 
@@ -79,7 +79,7 @@ class Prefetching:
     def idle(self, index: int, allowed: bool = True) -> bool:
         """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
 
-        Other shards have governors and slots of their own.
+        Other shards have governors and slots of their own. A synchronous policy also waits for copies under way.
         """
         policy, layers = self.policy, self._last + 1
         if not policy.stateless:
@@ -88,8 +88,8 @@ class Prefetching:
             return True
         if self._shards is not None or self.on_predicted is not None:
             return False
-        if not allowed:
-            return True
+        if not allowed or policy.synchronous:
+            return not allowed
         stop, experts, absent = index + policy.distance + 1, self._experts, self._cache.residency.absent
         if policy.wraps and stop > layers and absent(0, (stop - layers) * experts):
             return False
