@@ -372,6 +372,10 @@ def part_bytes(form: ExpertForm) -> dict[str, int]:
     return {name: layout_bytes({name: what}) for name, what in form.parts().items()}
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
 class Published(Record):
     """The forms of experts that a store keeps as their checkpoint publishes them (`store.published`).
 
@@ -392,8 +396,25 @@ class Published(Record):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that holds an expert of any layer."""
-        return max(form.nbytes() for form in self.forms)
+        """Bytes of a slot that holds an expert of any layer: where forms differ, with aligned parts."""
+        if len(self.forms) == 1:
+            return self.forms[0].nbytes()
+        return max(_aligned(sum(self.places(form)[-1])) for form in self.forms)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight with its scales, rounded up, of the largest form."""
+        elements = 3 * self.forms[0].hidden * self.forms[0].intermediate
+        return math.ceil(8 * max(form.nbytes() for form in self.forms) / elements)
+
+    @staticmethod
+    def places(form: ExpertForm) -> list[tuple[int, int]]:
+        """First byte and length of each part in a slot that holds any form."""
+        out, first = [], 0
+        for nbytes in part_bytes(form).values():
+            out.append((first, nbytes))
+            first += _aligned(nbytes)
+        return out
 
     def of(self, layer: int) -> ExpertForm:
         """The form of a layer's experts."""

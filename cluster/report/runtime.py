@@ -26,7 +26,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     rows = [
         ("model", f"{plan['model']} ({plan['architecture']}), {plan['dtype']}"),
         ("experts", f"{plan['moe_layers']} layers x {plan['experts_per_layer']}, top-{plan['top_k']}, "
-                    f"{size(plan['slot_bytes'])} each, {size(plan['expert_bytes_total'])} in all"),
+                    f"{size(plan['slot_bytes'])} each{_form(plan, 'expert_form')}, "
+                    f"{size(plan['expert_bytes_total'])} in all"),
         ("policy", f"{plan['policy']}: {'lossless' if plan['lossless'] else 'LOSSY'}, "
                    f"prefetch {plan['prefetch']}, eviction {plan['eviction']}"),
         ("executor", f"{plan['executor']} on {plan['device']}, {count(plan['threads'], 'thread')}{stand_in}"),
@@ -44,6 +45,11 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     ]  # fmt: skip
     notes = [*plan.get("notes", ()), *plan.get("expert_kernel", {}).get("notes", ())]
     return facts("Plan", [*rows, *(("note", str(note)) for note in notes)])
+
+
+def _form(record: Mapping[str, Any], key: str = "form") -> str:
+    """The published form of the experts, for after their size."""
+    return f" ({record[key]})" if record.get(key) else ""
 
 
 def topology_tables(record: Mapping[str, Any]) -> list[Table]:
@@ -153,7 +159,7 @@ def _summary(record: Mapping[str, Any]) -> Table:
     )  # fmt: skip
     return facts("Planned, not started", [
         ("model", f"{model['name']}: {model['layers']} layers x {model['experts']} experts, top-{model['top_k']}, "
-                  f"{size(model['expert_bytes'])} each as stored, {size(total)} in all"),
+                  f"{size(model['expert_bytes'])} each as stored{_form(model)}, {size(total)} in all"),
         ("sizes from", model["source"]),
         ("nodes", record["nodes_from"]),
         ("policy", spec["policy"]),
@@ -161,7 +167,8 @@ def _summary(record: Mapping[str, Any]) -> Table:
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
         ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
-        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes"),
+        ("store", f"{spec['store_layout']}, on {spec['store_nodes']} nodes; {size(model['store_bytes'])} on disk"
+                  f"{', experts stay in the checkpoint' if model['mapped'] else ''}"),
     ])  # fmt: skip
 
 

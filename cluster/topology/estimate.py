@@ -263,7 +263,8 @@ class PlanResult:
     def as_dict(self) -> dict[str, Any]:
         """The plan as one JSON object."""
         return {
-            "model": asdict(self.facts) | {"expert_bytes": self.facts.expert_bytes},
+            "model": asdict(self.facts)
+            | {"expert_bytes": self.facts.expert_bytes, "store_bytes": self.facts.store_bytes},
             "spec": asdict(self.spec),
             "nodes_from": self.nodes_from,
             "topology": self.topology.as_dict(),

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ..config import RunConfig
 from ..host import usable_cores
 from ..hub import headers, name_of
-from ..prompt import load_model_config
+from ..prompt import load_model_config, read_json_object
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -63,6 +63,9 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
+        form=manifest.expert_form,
+        form_bytes=manifest.expert_nbytes(),
+        mapped=manifest.published is not None and manifest.published.checkpoint is not None,
     )
 
 
@@ -84,7 +87,10 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     width = _number(config, _WIDTH, model_dir)
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     layers = _moe_layers(config, model_dir)
-    dense, source = _dense_in_files(model_dir), "config.json and the headers of the weights"
+    form = _expected_form(config, model_dir, hidden, width)
+    dense, source = None, "config.json and the headers of the weights"
+    if form is None:  # else the headers have packed numbers
+        dense = _dense_in_files(model_dir)
     if dense is None:
         dense, source = _dense_elements(config, model_dir, layers), "config.json"
     return ModelFacts(
@@ -101,7 +107,31 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         item_bytes=item,
         source=source,
         dense_estimated=source == "config.json",
+        form=None if form is None else form[0],
+        form_bytes=0 if form is None else form[1],
+        mapped=form is not None and form[2],
     )
+
+
+def _expected_form(
+    config: Mapping[str, Any], model_dir: Path, hidden: int, width: int
+) -> tuple[str, int, bool] | None:
+    """Form of the experts, bytes of one, and whether they stay in the checkpoint; None: they are plain numbers."""
+    from ..jobs.prepare.quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
+
+    if any(model_dir.glob("*.gguf")):
+        from ..jobs.prepare.gguf_files import expert_facts
+
+        return expert_facts(model_dir)
+    beside = model_dir / HF_QUANT_CONFIG
+    found = read_quantization(config, read_json_object(beside) if beside.is_file() else None)
+    last = _number(config, ("num_hidden_layers",), model_dir) - 1
+    expected = None if found is None else expected_experts(found, last, hidden, width)
+    if expected is None:
+        return None
+    form, mapped = expected
+    kinds = dict.fromkeys(f"{matrix.kind}{matrix.bits or ''}" for matrix in form.matrices.values())
+    return ", ".join(kinds), form.nbytes(), mapped
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import CopySettings, EngineSettings, budget_bytes
+from ...actors.settings import CopySettings, EngineSettings, budget_bytes, check_published
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
 
@@ -56,6 +56,9 @@ class ModelFacts:
         item_bytes: of one number as stored.
         source: where the figures come from, for people.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
+        form: published form in which experts stay, such as "fp8_block"; None: they are numbers of `item_bytes`.
+        form_bytes: of one expert in that form, as stored and as a slot holds it.
+        mapped: whether a store leaves the experts in the checkpoint.
     """
 
     name: str
@@ -71,11 +74,25 @@ class ModelFacts:
     item_bytes: int
     source: str
     dense_estimated: bool = False
+    form: str | None = None
+    form_bytes: int = 0
+    mapped: bool = False
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert as stored."""
-        return self.expert_elements * self.item_bytes
+        return self.form_bytes if self.form is not None else self.expert_elements * self.item_bytes
+
+    @property
+    def full_bits(self) -> int:
+        """Bits of a weight as stored, scales included."""
+        return FULL_BITS if self.form is None else math.ceil(8 * self.form_bytes / self.expert_elements)
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes that the store takes on disk."""
+        experts = 0 if self.mapped else self.layers * self.layer_bytes
+        return experts + self.dense_elements * self.item_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -183,12 +200,13 @@ def cluster_spec(
     A dtype that only the device decides is float32 on the CPU stand-in and bfloat16 on a GPU, as in `tiermoe run`.
 
     Raises:
-        BudgetError: the budget holds no expert.
+        BudgetError: the budget holds no expert. ConfigError: the policy cannot use experts in their published form.
     """
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if gpu else "float32")
     item = ITEM_BYTES[dtype]
-    slot_bytes, low_bit = facts.expert_elements * item, None
+    check_published(policy, facts.form)
+    slot_bytes, low_bit = facts.expert_elements * item if facts.form is None else facts.form_bytes, None
     if (low := policy.low_bit) is not None:
         shape = PackedShape(facts.hidden, facts.intermediate, low.bits, settings.ndp.group_size)
         low_bit = LowBitSpec(shape.nbytes(), low.share)
@@ -236,7 +254,7 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         replica_bytes=sum(replica_bytes(facts, bits, group) for bits in policy.precision.widths),
         capacity_bytes=settings.ndp.profile.capacity_bytes,
         hardware=settings.ndp.profile,
-        bits=float(policy.precision.bits or FULL_BITS),
+        bits=float(policy.precision.bits or facts.full_bits),
         group=group,
         hot_per_layer=policy.placement.hot_per_layer,
     )

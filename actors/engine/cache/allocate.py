@@ -97,7 +97,7 @@ def make_cache(
 
 def slot_nbytes(shape: ExpertShape, dtype: torch.dtype, published: Published | None) -> int:
     """Bytes of one slot; arguments as of `make_cache`."""
-    return shape.nbytes(dtype.itemsize) if published is None else FormPool.slot_bytes(published)
+    return shape.nbytes(dtype.itemsize) if published is None else published.slot_bytes
 
 
 @dataclass(frozen=True)

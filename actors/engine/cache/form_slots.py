@@ -25,8 +25,6 @@ from ..model.model import MoeBlock
 from .device import Tensors
 from .slots import SlotPool
 
-_ALIGNMENT = 64  # bytes, of a part within a slot
-
 
 @dataclass(frozen=True)
 class FormWeights:
@@ -69,20 +67,11 @@ class FormPool:
 
     @staticmethod
     def allocate(published: Published, slots: int, dtype: torch.dtype, device: torch.device) -> FormPool:
-        if len(published.forms) == 1:
-            sizes = list(part_bytes(published.forms[0]).values())
-        else:
-            sizes = [max(_end(form) for form in published.forms)]
+        alike = len(published.forms) == 1
+        sizes = list(part_bytes(published.forms[0]).values()) if alike else [published.slot_bytes]
         return FormPool(
             published, dtype, tuple(torch.empty((slots, n), dtype=torch.uint8, device=device) for n in sizes)
         )
-
-    @staticmethod
-    def slot_bytes(published: Published) -> int:
-        """Bytes of one slot, with the padding between parts where forms differ."""
-        if len(published.forms) == 1:
-            return published.forms[0].nbytes()
-        return max(_end(form) for form in published.forms)
 
     @property
     def bytes(self) -> int:
@@ -124,23 +113,9 @@ class FormPool:
         if len(self.published.forms) == 1:
             return {self.published.forms[0]: self.tensors}
         return {
-            form: tuple(self.tensors[0][:, first : first + nbytes] for first, nbytes in _places(form))
+            form: tuple(self.tensors[0][:, first : first + nbytes] for first, nbytes in self.published.places(form))
             for form in self.published.forms
         }
-
-
-def _places(form: ExpertForm) -> list[tuple[int, int]]:
-    """First byte and length of each part in a slot that holds any form."""
-    out, first = [], 0
-    for nbytes in part_bytes(form).values():
-        out.append((first, nbytes))
-        first += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return out
-
-
-def _end(form: ExpertForm) -> int:
-    first, nbytes = _places(form)[-1]
-    return -(-(first + nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 class ReferenceKernel:

@@ -54,7 +54,7 @@ def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
     if wanted == "triton":
         for known in (_OURS, _PAGED + _OURS):
             AttentionInterface.register(known, paged_attention)
-    name = _PAGED + name if prefixed else name
+    name = _PAGED + name if prefixed or name == "eager" else name  # a paged eager attention has the mark everywhere
     if model.config._attn_implementation != name:
         model.set_attn_implementation(name)
 

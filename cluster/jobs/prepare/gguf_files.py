@@ -388,3 +388,20 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
             "put the model's tokenizer.json and config.json beside it",
         ) from error
 
+
+
+def expert_facts(folder: Path) -> tuple[str, int, bool]:
+    """Of the experts of a folder's GGUF files, by their headers: types, bytes of the largest, and that they are mapped.
+
+    Raises:
+        CheckpointError: a file is malformed.
+    """
+    kinds: dict[str, None] = {}
+    layers: dict[str, int] = {}
+    for path in gguf_files(folder):
+        for name, (shape, kind, _) in read_gguf_header(path).tensors.items():
+            if re.search(r"\.ffn_(gate|up|down|gate_up)_exps\.weight$", name):
+                kinds[GGMLQuantizationType(kind).name.lower()] = None
+                layer = name.split(".")[1]
+                layers[layer] = layers.get(layer, 0) + _nbytes(name, shape, kind) // shape[0]
+    return ", ".join(kinds), max(layers.values(), default=0), "q5_0" not in kinds

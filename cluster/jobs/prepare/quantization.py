@@ -21,7 +21,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....actors.store.format import first_problem
-from ....errors import CheckpointError, UnsupportedModelError
+from ....errors import CheckpointError, FormError, UnsupportedModelError
+from ....kernels.forms import ExpertForm, MatrixForm
 
 HF_QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's own file
 KEYS = ("quantization_config", "compression_config")
@@ -283,3 +284,56 @@ _READERS = {
     "fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed,
     "modelopt": _modelopt,
 }  # fmt: skip
+
+
+_FORM_OF: Mapping[Layout, str] = {
+    "fp8": "fp8_block", "scaled": "fp8_channel", "gpt-oss": "mxfp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4",
+    "modelopt-nvfp4": "nvfp4", "packed": "int", "int8": "int", "awq": "int", "gptq": "int",
+}  # fmt: skip
+
+
+def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
+    """The form of a layer's experts by the configuration alone, and whether they are mapped where they lie.
+
+    Scales are taken to have the types that their forms have by default.
+
+    Returns:
+        None: the configuration leaves experts unquantized.
+    """
+    names = (f"model.layers.{layer}.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down"))
+    schemes = [quantization.of(name) for name in names]
+    if None in schemes:
+        return None
+    sizes = ((width, hidden), (width, hidden), (hidden, width))
+    try:
+        gate, up, down = (
+            _expected_matrix(scheme, *size) for scheme, size in zip(schemes, sizes, strict=True) if scheme is not None
+        )
+        if schemes[0] is not None and schemes[0].layout == "gpt-oss":
+            both = _expected_matrix(schemes[0], 2 * width, hidden)
+            return ExpertForm(down=down, gate_up=both, interleaved=True, bias="BF16"), True
+        return ExpertForm(down=down, gate=gate, up=up), all(map(_is_mapped, schemes))
+    except FormError as error:
+        raise UnsupportedModelError(
+            f"experts of {hidden} x {width} cannot be quantized as config.json says: {error.what}", error.remedy
+        ) from error
+
+
+def _expected_matrix(scheme: Scheme, outputs: int, inputs: int) -> MatrixForm:
+    kind = _FORM_OF[scheme.layout]
+    if kind == "fp8_channel" and scheme.block is not None:
+        kind = "fp8_block"
+    block = (0, 0) if scheme.block is None else scheme.block
+    integer = kind == "int"
+    return MatrixForm(
+        kind, outputs, inputs, group=block[1] if not integer else scheme.group if scheme.group < inputs else 0,
+        block=block[0] if kind == "fp8_block" else 0, bits=scheme.bits if integer else 0,
+        zeros=integer and scheme.zeros, order=integer and scheme.order,
+    )  # fmt: skip
+
+
+def _is_mapped(scheme: Scheme | None) -> bool:
+    """Whether the checkpoint's bytes are in the order of slots."""
+    if scheme is None or scheme.layout in ("awq", "gptq", "int8"):
+        return False
+    return not (scheme.layout == "packed" and (scheme.zeros or scheme.order))
