@@ -25,6 +25,7 @@ from ..config import RunConfig
 from ..host import usable_cores
 from ..hub import headers, name_of
 from ..prompt import load_model_config, read_json_object
+from ..quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
 from ..ray_auth import check_joinable
 from ..yaml_file import explain, read_yaml
 from .spec import NODE_ID_LABEL, ModelFacts, NodeInfo
@@ -117,10 +118,8 @@ def _expected_form(
     config: Mapping[str, Any], model_dir: Path, hidden: int, width: int
 ) -> tuple[str, int, bool] | None:
     """Form of the experts, bytes of one, and whether they stay in the checkpoint; None: they are plain numbers."""
-    from ..jobs.prepare.quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
-
     if any(model_dir.glob("*.gguf")):
-        from ..jobs.prepare.gguf_files import expert_facts
+        from ..gguf_header import expert_facts
 
         return expert_facts(model_dir)
     beside = model_dir / HF_QUANT_CONFIG

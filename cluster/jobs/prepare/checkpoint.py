@@ -22,7 +22,7 @@ from ....actors.store.format import (
 from ....actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ....errors import CheckpointError
 from ...hub import name_of
-from .quantization import HF_QUANT_CONFIG, Quantization, read_quantization
+from ...quantization import HF_QUANT_CONFIG, Quantization, read_quantization
 from .writer import JOURNAL_NAME
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:
-    from .gguf_files import gguf_files, open_weights  # the package is only needed for such files
+    from ...gguf_header import gguf_files  # the package is only needed for such files
+    from .gguf_files import open_weights
 
     found = open_weights(gguf_files(path))
     source = (_small_file(path / CONFIG_NAME), *found.source)

@@ -29,6 +29,7 @@ from ....actors.store.format import (
 )
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
+from ...quantization import quantization_dict, without_quantization
 from .checkpoint import CONFIG_NAME, REFETCH, Checkpoint, read_source
 from .expert_forms import LayerExperts, is_published, layer_experts
 from .plan import (
@@ -43,7 +44,6 @@ from .plan import (
     raw_bytes,
     type_code,
 )
-from .quantization import quantization_dict, without_quantization
 from .writer import Journal, write_file, write_tensors
 
 Advance = Callable[[int], None]  # called with newly written bytes

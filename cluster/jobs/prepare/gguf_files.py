@@ -1,8 +1,5 @@
 """GGUF files: their header, their tensors as entries of a checkpoint, and a folder with what is beside a checkpoint.
 
-The header is read here and not by `gguf.GGUFReader`, which makes an array of every string of the vocabulary and does
-not bound what a damaged file makes it read. Sizes of blocks and names of types are the package's.
-
     open_weights    header(s) of one file, or of all parts of a split one -> entries by GGUF's names
     folder_for      a folder in the cache with links to the files, and config.json and the tokenizer: those beside the
                     file, else what transformers makes of its metadata
@@ -13,9 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
-import re
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,132 +21,14 @@ from ....actors.store.format import SourceFile, TensorSpec, first_problem
 from ....actors.store.published import head_digest
 from ....errors import CheckpointError, StoreError, UnsupportedModelError
 from ....kernels.forms import BLOCKS, MatrixForm
+from ...gguf_header import SPLIT, Header, parts_of, read_gguf_header
 from .checkpoint import REFETCH, Entry, TensorEntry
 from .published import QuantizedEntry, Raw
 
-SUFFIX = ".gguf"
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-_MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 _FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
 _KINDS = {8: "q8_0", 2: "q4_0", 12: "q4_k", 13: "q5_k", 14: "q6_k", 39: "mxfp4_gguf"}
 _Q5_0 = 6
 TOKENS = "tokenizer.ggml.tokens"
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of one file. metadata: strings and numbers by key; of an array of strings its length. data: bytes."""
-
-    metadata: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], int, int]]  # shape, outermost first; type; offset in the file
-
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata.get("general.architecture"))
-
-
-class _Reader:
-    """Reads on in a file; every length is checked against the file's."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at = data, 0
-
-    def number(self, code: str) -> Any:
-        (value,) = struct.unpack_from(code, self._data, self.at)
-        self.at += struct.calcsize(code)
-        return value
-
-    def text(self) -> str:
-        length = self.number("<Q")
-        if length > len(self._data) - self.at:
-            raise ValueError("a string ends after the file")
-        self.at += length
-        return self._data[self.at - length : self.at].decode()
-
-    def count(self, what: str) -> int:
-        found: int = self.number("<Q")
-        if found > _MOST:
-            raise ValueError(f"{found} {what}")
-        return found
-
-    def value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
-        if kind == _STRING:
-            return self.text()
-        if kind != _ARRAY:
-            raise ValueError(f"a value of type {kind}")
-        inner, count = self.number("<I"), self.count("values")
-        if inner in _SCALARS:
-            code = _SCALARS[inner][1]
-            values = struct.unpack_from(f"<{count}{code}", self._data, self.at)
-            self.at += struct.calcsize(f"<{count}{code}")
-            return list(values)
-        if inner != _STRING:
-            raise ValueError(f"an array of type {inner}")
-        for _ in range(count):
-            length = self.number("<Q")
-            if length > len(self._data) - self.at:
-                raise ValueError("a string ends after the file")
-            self.at += length
-        return count
-
-
-def read_gguf_header(path: Path) -> Header:
-    """Read and check a header: types, shapes, and data within the file.
-
-    Raises:
-        CheckpointError: unreadable, truncated, malformed, or not a GGUF file.
-    """
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Reader(data), len(data))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})", REFETCH) from error
-    except (ValueError, struct.error, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path} is not a whole GGUF file ({first_problem(error)})", REFETCH) from error
-
-
-def _parse(reader: _Reader, size: int) -> Header:
-    if reader.number("<4s") != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
-    version = reader.number("<I")
-    if version not in (2, 3):
-        raise ValueError(f"version {version}")
-    tensors, keys = reader.count("tensors"), reader.count("keys")
-    metadata: dict[str, Any] = {}
-    for _ in range(keys):
-        key = reader.text()
-        metadata[key] = reader.value(reader.number("<I"))
-    table = []
-    for _ in range(tensors):
-        name, dims = reader.text(), reader.number("<I")
-        if dims > 4 or not (name.isascii() and name.isprintable()):
-            raise ValueError(f"a tensor of {dims} dimensions, or with an unprintable name")
-        shape = tuple(reversed([reader.number("<Q") for _ in range(dims)]))
-        table.append((name, shape, reader.number("<I"), reader.number("<Q")))
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-        raise ValueError(f"alignment {alignment}")
-    start = -(-reader.at // alignment) * alignment
-    found = {name: (shape, kind, start + offset) for name, shape, kind, offset in table}
-    if len(found) != len(table):
-        raise ValueError("a tensor's name occurs twice")
-    for name, (shape, kind, offset) in found.items():
-        if offset + _nbytes(name, shape, kind) > size:
-            raise ValueError(f"tensor {name!r} ends after the file")
-    return Header(metadata, found)
-
-
-def _nbytes(name: str, shape: tuple[int, ...], kind: int) -> int:
-    if kind not in iter(GGMLQuantizationType):
-        raise ValueError(f"tensor {name!r} is of the unknown type {kind}")
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    if shape and shape[-1] % block:
-        raise ValueError(f"the rows of tensor {name!r} are no whole blocks")
-    return math.prod(shape) // block * size
 
 
 @dataclass(frozen=True)
@@ -163,36 +39,6 @@ class Gguf:
     architecture: str
     tensors: dict[str, Entry] = field(repr=False)
     source: tuple[SourceFile, ...] = ()
-
-
-def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of a folder that make one model: one, or all parts of one. Empty: there is none.
-
-    Raises:
-        CheckpointError: there are several models, or a part is missing.
-    """
-    there = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not path.name.startswith("mmproj"))
-    if not there:
-        return []
-    files = parts_of(there[0])
-    if len(files) < len(there):
-        other = next(path for path in there if path not in files)
-        raise CheckpointError(f"{folder} has the GGUF files of several models ({there[0].name}, {other.name})",
-                              "pass the file itself as --model")  # fmt: skip
-    return files
-
-
-def parts_of(path: Path) -> list[Path]:
-    """All parts of a split file, one of which is `path`; else `path` alone. Raises CheckpointError: one is missing."""
-    match = _SPLIT.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match["count"])
-    files = [path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(f"{path.parent} lacks {missing[0]}, a part of the model", REFETCH)
-    return files
 
 
 def open_weights(files: list[Path]) -> Gguf:
@@ -355,7 +201,7 @@ def folder_for(path: Path, cache: Path) -> Path:
     files = [file.resolve() for file in parts_of(path)]
     header = read_gguf_header(path)
     stamp = json.dumps([[str(file), (s := file.stat()).st_size, s.st_mtime_ns] for file in files])
-    name = _SPLIT.fullmatch(path.name)
+    name = SPLIT.fullmatch(path.name)
     stem = path.stem if name is None else name["stem"]
     folder = cache / f"{stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}" / stem
     if (folder / "config.json").is_file():
@@ -389,19 +235,3 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
         ) from error
 
 
-
-def expert_facts(folder: Path) -> tuple[str, int, bool]:
-    """Of the experts of a folder's GGUF files, by their headers: types, bytes of the largest, and that they are mapped.
-
-    Raises:
-        CheckpointError: a file is malformed.
-    """
-    kinds: dict[str, None] = {}
-    layers: dict[str, int] = {}
-    for path in gguf_files(folder):
-        for name, (shape, kind, _) in read_gguf_header(path).tensors.items():
-            if re.search(r"\.ffn_(gate|up|down|gate_up)_exps\.weight$", name):
-                kinds[GGMLQuantizationType(kind).name.lower()] = None
-                layer = name.split(".")[1]
-                layers[layer] = layers.get(layer, 0) + _nbytes(name, shape, kind) // shape[0]
-    return ", ".join(kinds), max(layers.values(), default=0), "q5_0" not in kinds

@@ -80,7 +80,8 @@ def gguf_folder(path: Path) -> Path:
     Raises:
         CheckpointError: the file is malformed, or its metadata is no whole configuration and none is beside it.
     """
-    from .gguf_files import folder_for, gguf_files
+    from ...gguf_header import gguf_files
+    from .gguf_files import folder_for
 
     return folder_for(gguf_files(path)[0] if path.is_dir() else path, _user_cache() / "gguf")
 

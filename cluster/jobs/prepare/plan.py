@@ -35,9 +35,9 @@ from transformers.core_model_loading import (
 from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
+from ...quantization import KEYS
 from .checkpoint import REFETCH, Checkpoint, Entry, read_bytes
 from .published import QuantizedEntry, join
-from .quantization import KEYS
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8

@@ -21,8 +21,8 @@ from ....actors.store.format import TensorSpec, first_problem
 from ....errors import CheckpointError, FormError, UnsupportedModelError
 from ....kernels.forms import DTYPES, MatrixForm
 from ....kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
+from ...quantization import Layout, Quantization, Scheme
 from .checkpoint import REFETCH, Entry, TensorEntry, read_bytes
-from .quantization import Layout, Quantization, Scheme
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]

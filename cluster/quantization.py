@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ....actors.store.format import first_problem
-from ....errors import CheckpointError, FormError, UnsupportedModelError
-from ....kernels.forms import ExpertForm, MatrixForm
+from ..actors.store.format import first_problem
+from ..errors import CheckpointError, FormError, UnsupportedModelError
+from ..kernels.forms import ExpertForm, MatrixForm
 
 HF_QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's own file
 KEYS = ("quantization_config", "compression_config")
