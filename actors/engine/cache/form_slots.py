@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from ....errors import ConfigError
-from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel, Gate, Group
+from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel
+from ....kernels.form_slots import CpuFormKernel, TorchFormKernel
 from ....kernels.forms import ExpertForm
 from ...settings import EngineSettings, ExpertKernelName
 from ...store.files import FormArrays
 from ...store.format import Published, part_bytes
-from ...store.published import typed_parts
 from ..model.kernels import KernelPlan, Kernels
 from ..model.model import MoeBlock
 from .device import Tensors
@@ -118,46 +117,6 @@ class FormPool:
         }
 
 
-class ReferenceKernel:
-    """Dequantizes an expert, then plain products: for any form, activation and device, and slow.
-
-    Args:
-        gate: as of `TorchKernel`.
-    """
-
-    name = "reference"
-
-    def __init__(self, pool: FormPool, form: ExpertForm, gate: Gate) -> None:
-        self._parts, self._form, self._gate, self._neurons = pool.parts(form), form, gate, pool.neurons
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        for start, stop, first, _, _ in groups:
-            gate_up, down, gate_up_bias, down_bias = self._weights(first // self._neurons, hidden)
-            rows = pairs[start:stop]
-            up = hidden[rows // top_k] @ gate_up.t()  # [n, I*2], gate and up in turn
-            out = self._gate(up if gate_up_bias is None else up + gate_up_bias) @ down.t()
-            y[rows] = out if down_bias is None else out + down_bias
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        tokens, top_k = weights.shape
-        return (y.view(tokens, top_k, y.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
-
-    def _weights(
-        self, slot: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """gate_up [I*2, H] and down [H, I] of the expert in a slot, and their biases, in the type of `like`."""
-        parts = [np.ascontiguousarray(part[slot].cpu().numpy()) for part in self._parts]
-        e = self._form.dequantize(typed_parts(self._form, parts))
-
-        def here(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device=like.device, dtype=like.dtype)
-
-        gate_up = here(np.stack([e.gate, e.up], axis=1).reshape(-1, e.gate.shape[1]))
-        if e.gate_bias is None or e.up_bias is None or e.down_bias is None:
-            return gate_up, here(e.down), None, None
-        return gate_up, here(e.down), here(np.stack([e.gate_bias, e.up_bias], axis=1).reshape(-1)), here(e.down_bias)
-
-
 class FormKernels:
     """The kernels of a pool of published forms, by layer: as `Kernels`.
 
@@ -171,18 +130,35 @@ class FormKernels:
                 f"expert_kernel '{setting}' does not run experts in the form {pool.published.label()}", "use auto"
             )
         self._of: dict[int, ExpertKernel] = {}
-        made: dict[tuple[ExpertForm, str | None], ExpertKernel] = {}
+        made: dict[tuple[ExpertForm, str], ExpertKernel] = {}
+        name = ""
         for layer, block in enumerate(blocks):
-            key = pool.published.of(layer), block.activation
-            if block.activation is None or key not in made:
-                made[key] = ReferenceKernel(pool, key[0], block.gate)
-            self._of[id(block.experts)] = made[key]
-        name = next(iter(made.values())).name
+            form, activation = pool.published.of(layer), _activation(block)
+            kernel: ExpertKernel
+            if activation is None or setting == "loop" or pool.device.type != "cpu":
+                kernel = TorchFormKernel(pool.parts(form), form, block.gate)
+            elif (form, activation) in made:
+                kernel = made[form, activation]
+            else:
+                kernel = CpuFormKernel(pool.parts(form), form, activation, torch.get_num_threads())
+                made[form, activation] = kernel
+            self._of[id(block.experts)] = kernel
+            name = name or kernel.name
         self.plan = KernelPlan(dict.fromkeys(ROW_CLASSES, name))
 
     def of(self, block: MoeBlock) -> ExpertKernel:
         """The kernel of a layer."""
         return self._of[id(block.experts)]
+
+
+def _activation(block: MoeBlock) -> str | None:
+    """The activation among those that kernels of published forms build in."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = block.experts
+    if block.activation is None and getattr(type(experts), "_apply_gate", None) is GptOssExperts._apply_gate:
+        return "gpt_oss" if (experts.alpha, experts.limit) == (1.702, 7.0) else None
+    return block.activation
 
 
 def kernels_of(
