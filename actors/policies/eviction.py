@@ -19,6 +19,7 @@ from pydantic import Field
 
 from .registry import PolicyContext, PolicyOptions, make, policy_base, policy_class, register
 
+SWEEP_SHARE = 0.75  # of a layer's experts: a forward that needs so many sweeps through the model
 HALF_LIFE = 4096.0  # of the policies that forget, in layers run: 128 tokens of a model of 32 layers
 _LAYERS = 32  # of that model
 CacheOrder = Literal["lcp", "lru", "lfu", "random"]
@@ -138,6 +139,56 @@ class Lru(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         return first_evictable(self.order, count, evictable)
+
+
+@register("eviction", "lru-sweep")
+class SweepLru(Lru):
+    """LRU, but Belady's order where a prompt sweeps through the model.
+
+    A forward of many rows needs most experts of each layer, one layer after the other. LRU then evicts what the coming
+    layers need, and keeps what a whole forward has to pass for. Belady's optimum evicts the expert whose next use is
+    farthest away: of the layer just run, then of those before it, then of the last layer down to the next.
+
+    State: as `Lru`; the present layer; how many tokens picked each expert in the last sweep [L E]. Rule: while the
+    present layer needs at least `share` of its experts, layers by distance of their next use, farthest first; within a
+    layer least picked first, which leaves its popular experts to the decode steps; then least recently used. Else LRU.
+    Cost: a sort of the admitted keys for each layer that sweeps.
+
+    Args:
+        layers, experts: L and E. share: of a layer's experts.
+    """
+
+    class Options(PolicyOptions):
+        kind: str = "lru-sweep"
+        share: float = Field(
+            default=SWEEP_SHARE, gt=0, le=1, description="of a layer's experts that a sweep needs at least"
+        )
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> SweepLru:
+        return cls(context.layers, context.experts, options.share)
+
+    def __init__(self, layers: int, experts: int, share: float = SWEEP_SHARE) -> None:
+        super().__init__()
+        self._layers, self._experts, self._least = layers, experts, share * experts
+        self._now: int | None = None  # the layer that sweeps
+        self._picked = np.zeros(layers * experts, np.int64)
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        self._now = None
+        if len(keys) >= self._least:
+            self._now = keys[0] // self._experts
+            first = self._now * self._experts
+            self._picked[first : first + self._experts] = 0
+            self._picked[keys] = counts
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if self._now is None:
+            return first_evictable(self.order, count, evictable)
+        keys = np.fromiter(self.order, np.int64, len(self.order))
+        until = (keys // self._experts - self._now - 1) % self._layers  # layers in between
+        order = keys[np.lexsort((self._picked[keys], -until))]  # stable: then least recently used
+        return first_evictable(order.tolist(), count, evictable)
 
 
 Entry = tuple[float, int, int]  # value, stamp, key

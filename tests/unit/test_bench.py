@@ -90,7 +90,9 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
     assert CliRunner().invoke(command.bench_app, ["prefetch", *words]).exit_code == 2
 
 
-SERVING = {"overhead", "host", "prefetch", "scale", "ndp", "compare", "fmoe", "moepic", "activeevict", "buddymoe"}
+SERVING = {
+    "overhead", "host", "prefetch", "ttft", "scale", "ndp", "compare", "fmoe", "moepic", "activeevict", "buddymoe",
+}  # fmt: skip
 
 
 def test_every_benchmark_takes_the_common_options() -> None:
@@ -131,7 +133,8 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
     names = [info.name or info.callback.__name__ for info in command.bench_app.registered_commands if info.callback]
     assert names == [
-        "overhead", "host", "prefetch", "scale", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "gpu",
+        "overhead", "host", "prefetch", "ttft", "scale", "compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe",
+        "gpu",
         "quantize", "channel", "transfer", "kernel", "matcher", "substitute",
     ]  # fmt: skip
     for name in names:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import EvictionPolicy, LeastStale, Lfu, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy, LeastStale, Lfu, Lru, SweepLru
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 
@@ -300,3 +300,61 @@ def test_what_is_looked_at_does_not_grow_with_what_is_held() -> None:
     assert len(policy.victims(4, evictable)) == 4
     assert len(asked) == 4
     assert len(policy._order._heap) <= 3 * 3840
+
+
+class TestSweepLru:
+    """Four layers of two experts: keys 0, 1 | 2, 3 | 4, 5 | 6, 7."""
+
+    def test_a_sweep_evicts_the_layer_whose_next_use_is_farthest(self) -> None:
+        policy = filled(SweepLru(4, 2), *range(8))
+        policy.routed([2, 3], [5, 9], tokens=9)
+        # after layer 1 come 2, 3, 0 and 1 itself, of which 2 was picked less
+        assert policy.victims(8, anything) == [2, 3, 0, 1, 6, 7, 4, 5]
+        assert policy.victims(3, lambda key: key not in (2, 3)) == [0, 1, 6]
+
+    def test_the_popular_experts_of_a_layer_behind_stay_longest(self) -> None:
+        policy = filled(SweepLru(4, 2), *range(8))
+        policy.routed([0, 1], [9, 1], tokens=9)
+        policy.used([0, 1])
+        policy.routed([2, 3], [5, 5], tokens=9)
+        assert policy.victims(2, lambda key: key < 2) == [1, 0]
+        policy.routed([0, 1], [1, 9], tokens=9)  # the next sweep counts anew
+        policy.routed([2, 3], [5, 5], tokens=9)
+        assert policy.victims(2, lambda key: key < 2) == [0, 1]
+
+    def test_decode_steps_evict_as_lru(self) -> None:
+        policy, lru = filled(SweepLru(4, 2), *range(8)), filled(Lru(), *range(8))
+        policy.routed([2, 3], [5, 9], tokens=9)
+        for one in (policy, lru):
+            one.routed([4], [1], tokens=1)
+            one.used([4, 0])
+        assert policy.victims(8, anything) == lru.victims(8, anything) == [1, 2, 3, 5, 6, 7, 4, 0]
+
+    @pytest.mark.parametrize(("share", "sweeps"), [(0.75, True), (0.76, False)])
+    def test_a_sweep_needs_a_share_of_the_layer(self, share: float, sweeps: bool) -> None:
+        policy = filled(SweepLru(2, 4, share), *range(8))
+        policy.routed([4, 5, 6], [1, 1, 1], tokens=3)
+        assert policy.victims(1, anything) == ([7] if sweeps else [0])  # 7 was not picked
+
+    def test_prompts_load_what_belady_loads(self) -> None:
+        """Prompt after prompt through 8 layers with slots for half of them, one layer at a time."""
+        loads = {}
+        for policy in (Lru(), SweepLru(8, 4)):
+            held, count = set[int](), 0
+            for _ in range(5):
+                count = 0  # of the last prompt
+                for layer in range(8):
+                    keys = list(range(4 * layer, 4 * layer + 4))
+                    policy.routed(keys, [1] * 4, tokens=4)
+                    for key in keys:
+                        if key not in held:
+                            count += 1
+                            if len(held) == 16:
+                                (victim,) = policy.victims(1, lambda key, keys=keys: key not in keys)  # type: ignore[misc]
+                                policy.removed(victim)
+                                held.remove(victim)
+                            policy.admitted(key)
+                            held.add(key)
+                    policy.used(keys)
+            loads[type(policy)] = count
+        assert loads == {Lru: 32, SweepLru: 20}  # a layer at least has to be swapped in place of another

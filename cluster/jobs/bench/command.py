@@ -152,7 +152,7 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
-for _name in ("overhead", "host", "prefetch", "scale"):
+for _name in ("overhead", "host", "prefetch", "ttft", "scale"):
     bench_app.command(cls=JsonCommand)(micro.command(_name))
 for _name in EXPERIMENTS:
     bench_app.command(cls=JsonCommand)(experiment_command(_name))

@@ -96,6 +96,22 @@ class Prefetch(Options):
     config: Config = None
 
 
+class Ttft(Options):
+    """Time to the first token of long prompts, at a part of the experts and with all resident."""
+
+    measure = "micro_serving.ttft"
+    own_keys = ("policy", "budget", "link")
+    model: Model = None
+    repeats: Repeats = 7
+    policy: tuple[str, ...] = Field(
+        ("next-gate", "on-demand"), description="Policies beside all-resident; the bar judges the first; repeat it."
+    )
+    prompt_tokens: int = Field(512, ge=1, description="Tokens of each prompt.")
+    budget: str = Field("0.25", description="Device memory for experts.")
+    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link, 1e9 bytes per second.")
+    config: Config = None
+
+
 class Scale(Options):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
@@ -181,7 +197,7 @@ class Substitute(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "scale": Scale, "quantize": Quantize,
+    "overhead": Overhead, "host": Host, "prefetch": Prefetch, "ttft": Ttft, "scale": Scale, "quantize": Quantize,
     "predict": Predict,
     "channel": Channel, "transfer": Transfer, "kernel": Kernel, "matcher": Matcher, "substitute": Substitute,
 }  # fmt: skip

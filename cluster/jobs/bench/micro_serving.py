@@ -1,4 +1,4 @@
-"""Micro-benchmarks that serve requests in this process: `prefetch` and `scale`.
+"""Micro-benchmarks that serve requests in this process: `prefetch`, `ttft` and `scale`.
 
 All cases of a benchmark answer the same prompts, and must give the same tokens.
 """
@@ -19,13 +19,14 @@ from ....errors import BudgetError, RuntimeFailure
 from ...config import RunConfig, engine_settings, parse_budget
 from ...host import usable_cores
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
-from .micro import Prefetch, Scale
-from .serving import heldout_prompts, run_config, serve, start_worker
+from .micro import Prefetch, Scale, Ttft
+from .serving import heldout_prompts, long_prompts, run_config, serve, start_worker
 
 POLICIES = ("on-demand", "next-gate")  # of `prefetch`
 PREFETCH_PROMPTS = 6
 LATENCY_US = 10.0
 BALANCE, SPEED = 1.1, 1.7  # bars of `scale`
+RESIDENT, DECODED, TTFT_BAR = "all-resident", 8, 1.5  # of `ttft`; tokens generated after each prompt
 
 Prompt = tuple[int, ...]
 Found = Mapping[str, Mapping[str, Spread]]  # by case, by measure
@@ -92,6 +93,58 @@ def prefetch(options: Prefetch, progress: Progress | None) -> Report:
     blocked = {name: measures["blocked_io_s"].median for name, measures in results.items()}
     value = ratio(blocked["next-gate"], blocked["on-demand"])
     report.bars = [Bar("blocked I/O of next-gate over on-demand", value, "<=", 0.8)]
+    return report
+
+
+def ttft(options: Ttft, progress: Progress | None) -> Report:
+    """Time to the first token of long prompts, one at a time; each round takes another held-out text.
+
+    `floor_s` is what the link must carry: the seconds in which it moves the bytes that the prompt and the few tokens
+    after it loaded, with its latency for each copy. `loaded_of_model` is these bytes over those of all experts.
+
+    Bar: the first of `options.policy` over all-resident, the median of the rounds' ratios, <= 1.5.
+
+    Raises:
+        RuntimeFailure: the tokens differ.
+    """
+    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    kinds = dict.fromkeys(options.policy, (options.budget, link))
+    kinds[RESIDENT] = ("1.0", {"gbps": None, "latency_us": 0.0})
+    configs = {
+        name: run_config(options.model, options.config, policy=name, budget=budget, link=given)
+        for name, (budget, given) in kinds.items()
+    }
+    prompts = long_prompts(configs[RESIDENT].model_dir, options.repeats + 1, options.prompt_tokens)
+    same = SameTokens(RESIDENT)
+
+    def case(name: str, worker: Any) -> Case:
+        engine, turn = worker.engine, iter(range(len(prompts)))
+
+        def run() -> Measures:
+            number = next(turn)
+            worker.reset_stats()
+            measures, tokens = serve(worker.submit, [prompts[number]], DECODED)
+            same.check(name, number, tokens)
+            total = worker.stats().total()
+            model = engine.slot_bytes * engine.experts * len(engine.layers)
+            copies = total.bytes_loaded / engine.slot_bytes
+            floor_s = total.bytes_loaded / (options.link_gbps * 1e9) + copies * LATENCY_US * 1e-6
+            return measures | {
+                "floor_s": floor_s, "blocked_io_s": total.blocked_io_s, "loaded_of_model": total.bytes_loaded / model,
+                "hits": float(total.hits), "bytes_wasted": float(total.bytes_wasted),
+            }  # fmt: skip
+
+        return Case(name, run)
+
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(closing(start_worker(config))) for name, config in configs.items()}
+        report = Report("ttft", workers[RESIDENT].stats().executor, settings=options.settings(latency_us=LATENCY_US))
+        found = interleaved([case(*item) for item in workers.items()], options.repeats, 1, progress)
+    report.rows = rows_of(found)
+    pairs = zip(found[options.policy[0]]["ttft_s"].values, found[RESIDENT]["ttft_s"].values, strict=True)
+    value = statistics.median(ratio(loading, resident) for loading, resident in pairs)
+    what = f"TTFT of {options.prompt_tokens} tokens, {options.policy[0]} at {options.budget} over all-resident"
+    report.bars = [Bar(what, value, "<=", TTFT_BAR)]
     return report
 
 

@@ -113,6 +113,19 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | No
     return prompts
 
 
+def long_prompts(model_dir: Path, count: int, tokens: int) -> list[Prompt]:
+    """`count` prompts of `tokens` tokens: the held-out passages, document after document.
+
+    Raises:
+        CheckpointError: the model ships too little held-out text.
+    """
+    ids = [token for document in load_heldout(model_dir).documents for passage in document for token in passage.ids]
+    if len(ids) < count * tokens:
+        what = f"'{model_dir}' has {len(ids)} held-out tokens, not {count} times {tokens}"
+        raise CheckpointError(what, "ask for fewer or shorter prompts, or use the default model")
+    return [tuple(ids[first : first + tokens]) for first in range(0, count * tokens, tokens)]
+
+
 def serve(submit: Submit, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Measures, list[list[int]]]:
     """Serve all prompts together, greedy, and ignore stop tokens.
 
