@@ -14,10 +14,10 @@ from tiermoe.actors.engine.cache.sources import host_weights
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.jobs.bench import command, micro_kernels, micro_serving
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
-from tiermoe.cluster.jobs.bench.micro import CASES, Scale
+from tiermoe.cluster.jobs.bench.micro import CASES, Scale, Ttft
 from tiermoe.cluster.jobs.bench.micro_kernels import THREADS_BITS, kernel_threads
-from tiermoe.cluster.jobs.bench.micro_serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row
-from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure
+from tiermoe.cluster.jobs.bench.micro_serving import VARIANTS, Variant, rounds, scale, scale_bars, scale_row, ttft
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
 
 _TWO = Variant(2, "per-GPU")
@@ -121,6 +121,22 @@ def test_one_and_two_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(one["spread"]["io_path_s"]["values"]) for one in report.rows[::2]] == [2, 1]
     assert len(report.bars) == 4
     assert report.executor == "emulated"
+
+
+def test_a_long_prompt_is_measured_beside_what_the_link_must_carry() -> None:
+    report = ttft(Ttft(repeats=2, prompt_tokens=64, policy=("on-demand",), link_gbps=2.0), None)
+    found = {(row["case"], row["measure"]): row for row in report.rows}
+    slot, experts = 393216, 256  # bytes, and experts of the model
+    for loaded, floor_s in zip(*(found["on-demand", m]["values"] for m in ("loaded_of_model", "floor_s")), strict=True):
+        assert loaded >= 0.75  # nearly every expert, of which a quarter can be there
+        assert floor_s == pytest.approx(loaded * experts * (10e-6 + slot / 2e9))
+    assert found["all-resident", "floor_s"]["maximum"] == 0
+    prompts = [found[case, "ttft_s"]["values"] for case in ("on-demand", "all-resident")]
+    ratios = [a / b for a, b in zip(*prompts, strict=True)]
+    (bar,) = report.bars
+    assert bar.value == pytest.approx(sum(ratios) / 2)  # the median of two
+    with pytest.raises(CheckpointError, match="held-out tokens"):
+        ttft(Ttft(repeats=5000), None)
 
 
 _SHAPE = (64, 48)

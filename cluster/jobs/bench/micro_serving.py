@@ -107,8 +107,8 @@ def ttft(options: Ttft, progress: Progress | None) -> Report:
     Raises:
         RuntimeFailure: the tokens differ.
     """
-    link = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
-    kinds = dict.fromkeys(options.policy, (options.budget, link))
+    link: dict[str, float | None] = {"gbps": options.link_gbps, "latency_us": LATENCY_US}
+    kinds: dict[str, tuple[str, dict[str, float | None]]] = dict.fromkeys(options.policy, (options.budget, link))
     kinds[RESIDENT] = ("1.0", {"gbps": None, "latency_us": 0.0})
     configs = {
         name: run_config(options.model, options.config, policy=name, budget=budget, link=given)
