@@ -116,61 +116,49 @@ def activate(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["first_tile", "top_k"])
-def _gate_up(
-    hidden, pairs, gate_up, activations, table, first_tile, top_k, H, STRIDE,
+@triton.jit
+def up_tile(
+    x, weights, out, used, n, neurons, H,
     ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
-    PADDED: tl.constexpr, WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
-    neurons = tl.load(tile + 3)
-    n = tl.program_id(1) * N
-    if n < tl.cdiv(neurons, PADDED) * PADDED:
-        m = tl.arange(0, M)
-        used = m < tl.load(tile + 1)
-        pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
-        row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron alternate
-        there = row < 2 * neurons
-        k = tl.arange(0, K)
-        x = hidden + (pair // top_k)[:, None] * H + k[None, :]
-        w = gate_up + (2 * tl.load(tile + 2).to(tl.int64) + row)[None, :] * H + k[:, None]
-        total = tl.zeros((M, 2 * N), dtype=tl.float32)
-        for done in range(0, tl.where(n < neurons, H, 0), K):
-            if EVEN:
-                a = tl.load(x, mask=used[:, None], other=0.0)
-                b = tl.load(w, mask=there[None, :], other=0.0)
-            else:
-                left = H - done
-                a = tl.load(x, mask=used[:, None] & (k < left)[None, :], other=0.0)
-                b = tl.load(w, mask=there[None, :] & (k < left)[:, None], other=0.0)
-            if WIDEN:  # the interpreter does not multiply bfloat16
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            x += K
-            w += K
-        gate, up = tl.split(tl.reshape(total, (M, N, 2)))
-        j = n + tl.arange(0, N)
-        # zero in the padding, also where a row is not finite: zero times that row is not zero
-        values = tl.where((j < neurons)[None, :], activate(gate, ACTIVATION) * up, 0.0)
-        out = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + j[None, :]
-        tl.store(out, values.to(activations.dtype.element_ty), mask=used[:, None])
+    """N activations from neuron n on of M rows. x, out: pointers to the rows [M]; weights: to a segment's first row."""
+    row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron alternate
+    there = row < 2 * neurons
+    k = tl.arange(0, K)
+    x = x[:, None] + k[None, :]
+    w = weights + row.to(tl.int64)[None, :] * H + k[:, None]
+    total = tl.zeros((M, 2 * N), dtype=tl.float32)
+    for done in range(0, tl.where(n < neurons, H, 0), K):
+        if EVEN:
+            a = tl.load(x, mask=used[:, None], other=0.0)
+            b = tl.load(w, mask=there[None, :], other=0.0)
+        else:
+            left = H - done
+            a = tl.load(x, mask=used[:, None] & (k < left)[None, :], other=0.0)
+            b = tl.load(w, mask=there[None, :] & (k < left)[:, None], other=0.0)
+        if WIDEN:  # the interpreter does not multiply bfloat16
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        x += K
+        w += K
+    gate, up = tl.split(tl.reshape(total, (M, N, 2)))
+    j = n + tl.arange(0, N)
+    # zero in the padding, also where a row is not finite: zero times that row is not zero
+    values = tl.where((j < neurons)[None, :], activate(gate, ACTIVATION) * up, 0.0)
+    tl.store(out[:, None] + j[None, :], values.to(out.dtype.element_ty), mask=used[:, None])
 
 
-@triton.jit(do_not_specialize=["first_tile"])
-def _down(
-    activations, pairs, down, y, table, first_tile, H, STRIDE,
+@triton.jit
+def down_tile(
+    activations, weights, used, h, neurons, H,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
-    neurons = tl.load(tile + 3)
-    m = tl.arange(0, M)
-    used = m < tl.load(tile + 1)
-    pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
+    """The sums of M rows over a segment's neurons for the columns h [N]. activations: pointers to the rows [M]."""
     k = tl.arange(0, K)
-    h = tl.program_id(1) * N + tl.arange(0, N)
-    a_at = activations + (tl.load(tile + 4) + m).to(tl.int64)[:, None] * STRIDE + k[None, :]
-    b_at = down + (tl.load(tile + 2).to(tl.int64) + k)[:, None] * H + h[None, :]
+    a_at = activations[:, None] + k[None, :]
+    b_at = weights + k.to(tl.int64)[:, None] * H + h[None, :]
     total = tl.zeros((M, N), dtype=tl.float32)
     for done in range(0, neurons, K):
         a = tl.load(a_at, mask=used[:, None], other=0.0)  # zero behind the neurons
@@ -185,6 +173,42 @@ def _down(
         total = tl.dot(a, b, total, input_precision="ieee")
         a_at += K
         b_at += K * H
+    return total
+
+
+@triton.jit(do_not_specialize=["first_tile", "top_k"])
+def _gate_up(
+    hidden, pairs, gate_up, activations, table, first_tile, top_k, H, STRIDE,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    PADDED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
+    neurons = tl.load(tile + 3)
+    n = tl.program_id(1) * N
+    if n < tl.cdiv(neurons, PADDED) * PADDED:
+        m = tl.arange(0, M)
+        used = m < tl.load(tile + 1)
+        pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
+        weights = gate_up + 2 * tl.load(tile + 2).to(tl.int64) * H
+        out = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
+        up_tile(
+            hidden + (pair // top_k) * H, weights, out, used, n, neurons, H, ACTIVATION, M, N, K, EVEN, WIDEN
+        )
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def _down(
+    activations, pairs, down, y, table, first_tile, H, STRIDE,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
+    m = tl.arange(0, M)
+    used = m < tl.load(tile + 1)
+    pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
+    h = tl.program_id(1) * N + tl.arange(0, N)
+    rows = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
+    weights = down + tl.load(tile + 2).to(tl.int64) * H
+    total = down_tile(rows, weights, used, h, tl.load(tile + 3), H, M, N, K, EVEN, WIDEN)
     at = y + pair.to(tl.int64)[:, None] * H + h[None, :]
     mask = used[:, None] & (h < H)[None, :]
     values = total.to(y.dtype.element_ty)
