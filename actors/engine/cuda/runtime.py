@@ -7,6 +7,7 @@ that streams and events allow.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -67,6 +68,10 @@ class GpuRuntime(Protocol):
 
     def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """`copy` of small tensors of one dtype by a kernel, which does not queue behind the copies of experts."""
+        ...
+
+    def launch(self, act: Callable[[], None]) -> None:
+        """Call `act`, which launches kernels on the entered stream."""
         ...
 
     def query(self, event: Any) -> bool:
@@ -140,6 +145,9 @@ class TorchRuntime:
                 kernel_copy(dst, src)
         else:
             dst.copy_(src, non_blocking=True)
+
+    def launch(self, act: Callable[[], None]) -> None:
+        act()
 
     @cached_property
     def mapped(self) -> bool:
