@@ -1,5 +1,7 @@
 """The near-data worker: holds the cold experts, quantized, and computes them in host memory.
 
+Experts that the store keeps in their published form are computed from that form, where the checkpoint maps them.
+
     ExpertBatch (rows, expert ids, widths, weights) -> per width one kernel call -> ExpertResult (a sum per row)
 
 A plain class without torch; `cluster.deploy` makes it an actor on a node with the Ray resource `ndp`. It serves from
@@ -17,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import ConfigError, StoreError
+from ..kernels.form_ffn import FormLayer
 from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ..proto.options import ServerOptions
@@ -24,7 +27,7 @@ from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
-from .store.files import ExpertStore, open_views
+from .store.files import ExpertStore, FormArrays, open_views
 from .store.replicas import describe_replicas, open_replicas
 
 _PACE_SPIN_S = 200e-6  # a sleep may last longer by about this much; the rest is spun
@@ -73,7 +76,8 @@ class NdpWorker:
         """Map the store's experts and replicas; `bench gpu` overrides it with random ones."""
         view = ExpertStore(store, verify).describe()
         self._full = open_views(view)
-        self._shape = view.manifest.experts
+        self._shape, published = view.manifest.experts, view.manifest.published
+        self._full_bits = FULL_BITS if published is None else min(FULL_BITS, published.bits)
         replicas = describe_replicas(store, verify)
         self._group = replicas.manifest.group if replicas is not None else None
         self._replicas = open_replicas(replicas) if replicas is not None else {}
@@ -148,12 +152,16 @@ class NdpWorker:
         if len(batch.experts) and int(batch.experts.max()) >= self._shape.num_experts:
             raise StoreError(f"there is no expert {int(batch.experts.max())}", "use the lead's store")
 
-    def _operand(self, layer: int, bits: int, activation: str) -> PackedLayer | FullLayer:
+    def _operand(self, layer: int, bits: int, activation: str) -> PackedLayer | FullLayer | FormLayer:
         key = (layer, bits, activation)
         if key not in self._layers:
             if bits == 0:
                 full = self._full[layer]
-                self._layers[key] = FullLayer(full.gate_up, full.down, full.dtype, activation, self._threads)
+                if isinstance(full, FormArrays):
+                    experts = [full.aligned(e) for e in range(self._shape.num_experts)]
+                    self._layers[key] = FormLayer(experts, [full.form] * len(experts), activation, self._threads)
+                else:
+                    self._layers[key] = FullLayer(full.gate_up, full.down, full.dtype, activation, self._threads)
             elif bits in self._replicas:
                 self._layers[key] = PackedLayer(
                     self._replicas[bits][layer], self._packed_shapes[bits], activation, self._threads
@@ -165,7 +173,9 @@ class NdpWorker:
     def _modelled_s(self, batch: ExpertBatch, bytes_out: int) -> float:
         rows: Sequence[int] = np.diff(batch.starts).tolist()
         works = [
-            Work(self._shape.hidden, self._shape.intermediate, n, bits or FULL_BITS, self._group if bits else None)
+            Work(
+                self._shape.hidden, self._shape.intermediate, n, bits or self._full_bits, self._group if bits else None
+            )
             for bits, n in zip(batch.bits.tolist(), rows, strict=True)
             if n
         ]

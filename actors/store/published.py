@@ -146,6 +146,10 @@ class FormArrays:
         """The parts of one expert, with the shapes and types that `ExpertForm.dequantize` takes."""
         return typed_parts(self.form, self.expert(index))
 
+    def aligned(self, index: int) -> dict[str, NDArray[Any]]:
+        """As `typed`, for kernels: a part that lies unaligned in its file, such as scales, is copied."""
+        return {name: np.require(part, requirements=["A", "C"]) for name, part in self.typed(index).items()}
+
 
 def typed_parts(form: ExpertForm, parts: Sequence[NDArray[np.uint8]]) -> dict[str, NDArray[Any]]:
     """Bytes of one expert's parts, in the order of slots, as `form.parts()` has them; without a copy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.ndp_worker import NdpWorker
+from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.actors.settings import NdpSettings, check_published
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
 from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
+from tiermoe.errors import ConfigError
+from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 torch.set_num_threads(1)
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
@@ -162,3 +170,28 @@ def test_gpt_oss_as_gguf(tmp_path: Path) -> None:
     file, oracle = write_gguf(plain, tmp_path / "gpt-oss", "gpt-oss", kinds)
     shutil.copy(plain / "config.json", file.parent)
     check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "RedHatAI/Qwen3-30B-A3B-NVFP4"])
+def test_ndp_workers_compute_the_published_form(name: str, tmp_path: Path) -> None:
+    """Cold experts are computed near data from the mapped checkpoint, without replicas."""
+    published, oracle = write(next(release for release in RELEASES if release.name == name), tmp_path)
+    store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
+    board, ndp_settings = LocalDirectory(), NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
+    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
+    with closing(NdpWorker(ndp_settings, store.describe().path, board)):
+        link = PeerLink(board, name="ndp/0")
+        worker = GpuWorker(settings(0.5, policy=policy, ndp=ndp_settings), store.describe(), [link])
+        with closing(worker):
+            worker.start()
+            assert greedy(worker, PROMPTS, TOKENS) == reference(oracle)
+            assert sum(layer.ndp_tokens for layer in worker.stats().layers) > 0
+
+
+@pytest.mark.parametrize("preset", ["moepic", "context-ndp-2bit", "hobbit", "mixtral-offloading-swap"])
+def test_policies_that_need_full_precision_are_refused(preset: str) -> None:
+    policy = load_policy(preset)
+    with pytest.raises(ConfigError, match="fp8_block"):
+        check_published(policy, "fp8_block")
+    check_published(policy, None)
+    check_published(load_policy("next-gate"), "fp8_block")

@@ -423,10 +423,12 @@ def _monde_choice(
     emulated = cache.device.executor == "emulated"
     load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
     row_bytes = 4 * shape.hidden  # float32 over the channel
+    published = getattr(cache.pool, "published", None)
+    bits = FULL_BITS if published is None else min(FULL_BITS, published.bits)
 
     @functools.cache
     def priced(rows: int) -> SplitCosts:
-        work = Work(shape.hidden, shape.intermediate, rows, FULL_BITS)
+        work = Work(shape.hidden, shape.intermediate, rows, bits)
         return split_costs(profile, [work], [first_s + (rows - 1) * further_s], load, row_bytes)
 
     def choose(rows: Sequence[int], resident: Sequence[bool], workers: int) -> list[bool]:
