@@ -181,3 +181,23 @@ def test_a_store_notices_that_the_mapped_checkpoint_changed(change: str, tmp_pat
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(StoreError, match=r"model\.safetensors"):
         ExpertStore(store, "stamp")
+
+
+@pytest.mark.parametrize(("name", "layer"), [("openai/gpt-oss-20b", "layer-000.json"),
+                                             ("casperhansen/mixtral-instruct-awq", "layer-000.safetensors")])  # fmt: skip
+def test_an_interrupted_preparation_resumes(
+    name: str, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, _ = write(next(release for release in RELEASES if release.name == name), tmp_path)
+
+    def stop(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_write_dense", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(published, tmp_path / "store", progress=False)
+    first = (tmp_path / "store.partial" / layer).stat()
+    store = prepare(published, tmp_path / "store", progress=False)
+    assert (store / layer).stat().st_ino == first.st_ino
+    ExpertStore(store)

@@ -31,9 +31,10 @@ from ....actors.store.published import map_name
 from ....errors import CheckpointError
 from ...quantization import quantization_dict, without_quantization
 from .checkpoint import CONFIG_NAME, REFETCH, Checkpoint, read_source
-from .expert_forms import LayerExperts, is_published, layer_experts
+from .expert_forms import LayerExperts, in_order, is_published, layer_experts
 from .plan import (
     ExpertsModule,
+    Group,
     Plan,
     build_model,
     check_missing,
@@ -44,7 +45,10 @@ from .plan import (
     raw_bytes,
     type_code,
 )
+from .published import QuantizedEntry
 from .writer import Journal, write_file, write_tensors
+
+_AHEAD_BYTES = 64 << 20  # a larger tensor is streamed
 
 Advance = Callable[[int], None]  # called with newly written bytes
 
@@ -238,13 +242,21 @@ def _write_dense(conversion: Conversion, folder: Path, journal: Journal, advance
 
 
 def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
-    """The tensors of the dense file in order; each conversion runs once."""
+    """The tensors of the dense file in order; each conversion runs once, small dequantizations on all cores."""
     wanted = set(conversion.dense)
-    for group in conversion.plan.groups:
-        names = [name for name in group.targets if name in wanted]
-        if names:
-            for block in group.blocks(conversion.model, names):
-                yield _checked_bytes(group.key, block)
+    groups = [group for group in conversion.plan.groups if wanted & set(group.targets)]
+
+    def made(group: Group) -> Iterator[memoryview]:
+        for block in group.blocks(conversion.model, [name for name in group.targets if name in wanted]):
+            yield _checked_bytes(group.key, block)
+
+    def ahead(group: Group) -> list[memoryview] | None:
+        dequantized = any(isinstance(entry, QuantizedEntry) for _, _, entry in group.sources)
+        small = sum(target.nbytes for target in group.targets.values()) <= _AHEAD_BYTES
+        return list(made(group)) if dequantized and small else None
+
+    for group, blocks in zip(groups, in_order(ahead, groups), strict=True):
+        yield from made(group) if blocks is None else blocks
 
 
 def _counted(pieces: Iterator[memoryview], advance: Advance) -> Iterator[memoryview]:
