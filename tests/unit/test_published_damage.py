@@ -183,8 +183,10 @@ def test_a_store_notices_that_the_mapped_checkpoint_changed(change: str, tmp_pat
         ExpertStore(store, "stamp")
 
 
-@pytest.mark.parametrize(("name", "layer"), [("openai/gpt-oss-20b", "layer-000.json"),
-                                             ("casperhansen/mixtral-instruct-awq", "layer-000.safetensors")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("openai/gpt-oss-20b", "layer-000.json"), ("casperhansen/mixtral-instruct-awq", "layer-000.safetensors")],
+)
 def test_an_interrupted_preparation_resumes(
     name: str, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
