@@ -148,8 +148,8 @@ class LayerView:
         """Of `ids` [T, K]."""
         found = self._weights
         if found is None:
-            (found,) = self._fetch((self.device_weights.detach().float(),))
-            self._weights = found
+            weights = self.device_weights.detach().float()
+            found = self._weights = weights.numpy() if self._fetch is share else self._fetch((weights,))[0]
         return found
 
     def scores(self, asked: Asked) -> NDArray[np.float32]:
@@ -159,7 +159,8 @@ class LayerView:
             fetched = self._scores = {}
         found = fetched.get(asked)
         if found is None:
-            (found,) = self._fetch((scores_of(asked, self.hidden),))
+            scores = scores_of(asked, self.hidden)
+            found = scores.numpy() if self._fetch is share else self._fetch((scores,))[0]
             fetched[asked] = found
         return found
 

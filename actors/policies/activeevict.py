@@ -227,7 +227,7 @@ class PreEviction:
 
     def target_for(self, width: int, predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
         """`target` for a known width k, at most E."""
-        order = np.argsort(-predicted, kind="stable")
+        order = (-predicted).argsort(kind="stable")
         gap = width - int(np.count_nonzero(held[order[:width]]))
         boundary = predicted[order[width - 1 : width + self.most]]  # p_(k) .. p_(k + r_max)
         redundancy = int(np.count_nonzero(boundary[:-1] - boundary[1:] < self.threshold))
@@ -260,12 +260,12 @@ def routing_widths(
     """
     tokens, top_k = ids.shape
     narrowest = min(narrowest, top_k)
+    widths = np.full(tokens, top_k, np.int64)
+    if len(set(ids[~resident[ids]].tolist())) <= available:
+        return widths
     order = np.argsort(-weights, axis=1, kind="stable")
     by_rank = np.take_along_axis(ids, order, axis=1)  # [T, K]
     missing = ~resident[by_rank]
-    widths = np.full(tokens, top_k, np.int64)
-    if len(np.unique(by_rank[missing])) <= available:
-        return widths
     granted = set(by_rank[:, :narrowest][missing[:, :narrowest]].tolist())
     ranked = np.take_along_axis(weights, order, axis=1)
     for rank in range(narrowest, top_k):

@@ -203,7 +203,7 @@ def ranked(wanted: Iterable[Wanted]) -> list[Wanted]:
 
 def most_probable(scores: NDArray[np.floating], count: int) -> list[int]:
     """At most `count` experts of positive score [E], highest first, ties by number."""
-    order = np.argsort(-scores, kind="stable")[:count]
+    order = (-scores).argsort(kind="stable")[:count]
     return [int(e) for e in order if scores[e] > 0]
 
 
@@ -266,7 +266,7 @@ def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
     tokens, experts = logits.shape
     top = min(top, experts)
     if tokens == 1:
-        return np.argsort(-logits[0], kind="stable")[:top].tolist()
+        return (-logits[0]).argsort(kind="stable")[:top].tolist()
     votes = picks(logits, top).sum(axis=0)
     order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
     return order[: np.count_nonzero(votes)].tolist()
@@ -287,7 +287,7 @@ def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
 def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
     """Experts of the rows' `top` highest positive scores [T, E] with their maxima, highest first, ties by number."""
     if len(scores) == 1:
-        best, order = scores[0], np.argsort(-scores[0], kind="stable")[:top]
+        best, order = scores[0], (-scores[0]).argsort(kind="stable")[:top]
     else:
         named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
         best = np.where(named, scores.max(axis=0), 0.0)

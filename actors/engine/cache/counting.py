@@ -196,11 +196,12 @@ class CacheCounters:
         """They left the cache: a prefetch that no layer used was wasted."""
         if not self.pending:
             return
+        before = len(self.pending)
         for key in keys:
             if (source := self.pending.pop(key, None)) is not None:
-                self.governor.wasted()
                 source.wasted += 1
                 self.stats.layers[self._map.layer_of(key)].bytes_wasted += self._bytes_of(key)
+        self.governor.wasted(before - len(self.pending))
 
     def cancelled(self, key: int, moved_share: float) -> None:
         """Its load was dropped or failed, and no forward waits for it; of its bytes count those moved, as wasted."""

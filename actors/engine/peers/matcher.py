@@ -28,7 +28,7 @@ from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCom
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
 from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
-from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, ranked
+from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, new_wanted, ranked
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
 
@@ -379,7 +379,7 @@ class MatcherPrefetch(PrefetchPolicy):
         n = len(command.keys) - command.hints
         order = np.argsort(-command.priorities[:n], kind="stable")
         pairs = zip(command.keys[order].tolist(), command.priorities[order].tolist(), strict=True)
-        return [Wanted(key, priority) for key, priority in pairs]
+        return [new_wanted((key, priority, "")) for key, priority in pairs]
 
     def _number(self, sequence: str) -> int:
         if sequence not in self._numbers:

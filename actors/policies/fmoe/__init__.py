@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from ..eviction import CacheOrder, Lfu, LfuDecay
-from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, predicted_experts
+from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, new_wanted, predicted_experts
 from ..registry import PolicyContext, register
 from .maps import WIDTH, ExpertMapStore, MapSearch, Match, Sketch
 
@@ -313,7 +313,7 @@ class ExpertMapPolicy(PrefetchPolicy):
             self._expect(forecast.keys.tolist(), probabilities.tolist())
         n = forecast.wanted
         pairs = zip(forecast.keys[:n].tolist(), forecast.priorities[:n].tolist(), strict=True)
-        return [Wanted(key, priority) for key, priority in pairs]
+        return [new_wanted((key, priority, "")) for key, priority in pairs]
 
 
 MAP, GATE = "expert-map", "next-gate"
