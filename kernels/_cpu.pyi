@@ -160,6 +160,23 @@ def form_linear(
 ) -> None:
     """Raises ValueError: an array of another shape, type or layout; a number or an order out of range."""
 
+def gptq_block(
+    threads: Pool,
+    set_number: int,
+    outputs: int,
+    inputs: int,
+    bits: int,
+    left: int,
+    upper: int,
+    stride: int,
+    codes: int,
+    errors: int,
+    scales: int,
+    offsets: int,
+    /,
+) -> None:
+    """Raises ValueError: a number out of range."""
+
 def read_bytes(address: int, size: int, /) -> int:
     """Reads a buffer once, as fast as one thread can."""
 

@@ -36,4 +36,16 @@ struct FitLayer {
     float* powers;  // [E, I, 3] sum of squares of each neuron's gate, up and down
 };
 
+// One group of a GPTQ sweep (kernels/quantize.py): fits the lines to the remaining weights with inputs weighted by
+// 1 / U_ii^2, then rounds input after input and compensates in the block's later inputs. 16 outputs are one job.
+struct GptqBlock {
+    std::int64_t outputs;
+    int inputs, bits;
+    const float* left;   // [n, O] remaining weights
+    const float* upper;  // [n, n] of U, rows `stride` apart
+    std::int64_t stride;
+    float *codes, *errors;    // [n, O]; errors divided by U_ii
+    float *scales, *offsets;  // [O]
+};
+
 }  // namespace tiermoe

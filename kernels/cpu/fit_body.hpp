@@ -56,26 +56,27 @@ inline float value_of(Half v) {
     return out;
 }
 
-// A group's weights w [n], and what all widths share.
+// A group's weights w [n], and what all widths share. Means are by importance, whose sum is 1; null: alike.
 struct Group {
     Lanes w[kMostInputs], centred[kMostInputs];
-    Lanes low, high, mean, rest, power;  // rest: sum of centred, which rounding leaves; power: of its squares
+    Lanes low, high, mean, rest, power;  // rest: mean of centred, which rounding leaves; power: of its squares
+    const float* importance = nullptr;
     int n;
 
+    float share(int j) const { return importance ? importance[j] : 1.0f / static_cast<float>(n); }
+
     void summarise() {
-        Lanes sum = {};
+        mean = rest = power = Lanes{};
         low = high = w[0];
         for (int j = 0; j < n; ++j) {
-            sum += w[j];
+            mean += share(j) * w[j];
             low = lesser(low, w[j]);
             high = greater(high, w[j]);
         }
-        mean = sum / static_cast<float>(n);
-        rest = power = Lanes{};
         for (int j = 0; j < n; ++j) {
             centred[j] = w[j] - mean;
-            rest += centred[j];
-            power += centred[j] * centred[j];
+            rest += share(j) * centred[j];
+            power += share(j) * centred[j] * centred[j];
         }
     }
 };
@@ -113,13 +114,12 @@ struct Search<4> {
     static constexpr int turns = 3;
 };
 
-template <int B>
+template <int B, bool kAlike>
 Line fit_line(const Group& group) {
     constexpr float most = (1 << B) - 1;
     const Lanes offset0 = rounded_half(group.low);
     Line best = {rounded_half((group.high - offset0) / most), offset0};
     if constexpr (B <= 4) {
-        const float share = 1.0f / static_cast<float>(group.n);
         Lanes least = all(std::numeric_limits<float>::infinity());
         // Lets `line` compete, and makes it the least squares line of its own codes.
         const auto turn = [&](Line& line) {
@@ -129,22 +129,28 @@ Line fit_line(const Group& group) {
             Lanes c1 = {}, c2 = {}, cw = {};
             for (int j = 0; j < group.n; ++j) {
                 const Lanes c = nearest(group.centred[j], inverted, shift, most);
-                c1 += c;
-                c2 += c * c;
-                cw += c * group.centred[j];
+                const Lanes weighed = kAlike ? c : c * group.importance[j];
+                c1 += weighed;
+                c2 += weighed * c;
+                cw += weighed * group.centred[j];
             }
-            // sum of (w - scale c - from)^2
+            if constexpr (kAlike) {
+                const float share = 1.0f / static_cast<float>(group.n);
+                c1 *= share;
+                c2 *= share;
+                cw *= share;
+            }
+            // mean of (w - scale c - from)^2
             const Lanes error = group.power + line.scale * (line.scale * c2 - 2.0f * (cw - from * c1)) +
-                                from * (from * static_cast<float>(group.n) - 2.0f * group.rest);
+                                from * (from - 2.0f * group.rest);
             const Codes better = error < least;
             least = better ? error : least;
             best.scale = better ? line.scale : best.scale;
             best.offset = better ? line.offset : best.offset;
-            const Lanes centre = c1 * share, variance = c2 * share - centre * centre;
-            const Lanes slope = (cw * share - centre * group.rest * share) / variance;
+            const Lanes variance = c2 - c1 * c1, slope = (cw - c1 * group.rest) / variance;
             const Codes usable = (variance > 1e-6f) & (slope > 0.0f);
             line.scale = usable ? slope : line.scale;
-            line.offset = usable ? group.mean + group.rest * share - slope * centre : line.offset;
+            line.offset = usable ? group.mean + group.rest - slope * c1 : line.offset;
         };
         Line range = best;
         turn(range);
@@ -184,7 +190,7 @@ template <int B>
 void write_group(const Group& group, int units, std::uint8_t* tiles, std::int64_t tile_step, std::uint16_t* affine,
                  Lanes* by_output, float* by_input) {
     constexpr float most = (1 << B) - 1;
-    const Line line = fit_line<B>(group);
+    const Line line = fit_line<B, true>(group);
     const Lanes inverted = inverse(line.scale), shift = -line.offset * inverted;
     Codes codes[kMostInputs];
     for (int j = 0; j < group.n; ++j) {
@@ -305,6 +311,52 @@ void fit(const FitLayer& layer, std::int64_t job) {
     if (part >= blocks) return fit_down<T>(layer, expert, part - blocks, group);
     for (int matrix = 0; matrix < 2; ++matrix)
         for (int half = 0; half < 2; ++half) fit_half<T>(layer, expert, part, matrix, half, group);
+}
+
+// Outputs `first` and on of a block, as many as there are lanes.
+template <int B>
+void gptq_part(const GptqBlock& block, std::int64_t first) {
+    constexpr float most = (1 << B) - 1;
+    const std::size_t bytes = static_cast<std::size_t>(std::min<std::int64_t>(kPart, block.outputs - first)) * 4;
+    const auto put = [&](float* to, Lanes v) { std::memcpy(to + first, &v, bytes); };
+    Group group;
+    float importance[kMostInputs], sum = 0.0f;
+    group.n = block.inputs;
+    group.importance = importance;
+    for (int j = 0; j < group.n; ++j) {
+        const float pivot = block.upper[j * block.stride + j];
+        sum += importance[j] = 1.0f / (pivot * pivot);
+        group.w[j] = Lanes{};
+        std::memcpy(&group.w[j], block.left + j * block.outputs + first, bytes);
+    }
+    for (int j = 0; j < group.n; ++j) importance[j] /= sum;
+    group.summarise();
+    const Line line = fit_line<B, false>(group);
+    const Lanes inverted = inverse(line.scale), shift = -line.offset * inverted;
+    for (int i = 0; i < group.n; ++i) {
+        const float* row = block.upper + i * block.stride;
+        const Lanes c = nearest(group.w[i], inverted, shift, most);
+        const Lanes error = (group.w[i] - line.scale * c - line.offset) / row[i];
+        put(block.codes + i * block.outputs, c);
+        put(block.errors + i * block.outputs, error);
+        for (int j = i + 1; j < group.n; ++j) group.w[j] -= row[j] * error;
+    }
+    put(block.scales, line.scale);
+    put(block.offsets, line.offset);
+}
+
+void gptq(const GptqBlock& block, std::int64_t job) {
+    for (int part = 0; part < kParts; ++part) {
+        const std::int64_t first = job * kTileOutputs + part * kPart;
+        if (first >= block.outputs) return;
+        switch (block.bits) {
+            case 1: gptq_part<1>(block, first); break;
+            case 2: gptq_part<2>(block, first); break;
+            case 3: gptq_part<3>(block, first); break;
+            case 4: gptq_part<4>(block, first); break;
+            default: gptq_part<8>(block, first);
+        }
+    }
 }
 
 void fit(const FitLayer& layer, std::int64_t job) {

@@ -275,7 +275,8 @@ constexpr Kernels table(const char* name) {
             {full<float>, full<Half>, full<Bfloat>},
             quantize,
             add,
-            fit};
+            fit,
+            gptq};
 }
 
 }  // namespace

@@ -190,6 +190,13 @@ void full_ffn(Threads& threads, int set, const FullLayer& layer, Activation acti
               });
 }
 
+void gptq_block(Threads& threads, int set, const GptqBlock& block) {
+    const Kernels& kernels = *all_kernels()[static_cast<std::size_t>(set)];
+    const std::lock_guard<std::mutex> lock(threads.busy());
+    const Threads::Bound bound(threads);
+    threads.run(ceil_div(block.outputs, kTileOutputs), [&](std::int64_t job, int) { kernels.gptq(block, job); });
+}
+
 void fit_layer(Threads& threads, int set, const FitLayer& layer) {
     const Kernels& kernels = *all_kernels()[static_cast<std::size_t>(set)];
     const FullLayer& full = layer.full;

@@ -28,6 +28,7 @@ struct PackedLayer {
 };
 
 struct FitLayer;
+struct GptqBlock;
 
 enum class Element : int { f32 = 0, f16 = 1, bf16 = 2 };
 
@@ -63,6 +64,7 @@ void full_ffn(Threads& threads, int set, const FullLayer& layer, Activation acti
 
 // Quantizes a layer's experts without data; see fit.hpp. Sizes and addresses were checked by the caller.
 void fit_layer(Threads& threads, int set, const FitLayer& layer);
+void gptq_block(Threads& threads, int set, const GptqBlock& block);
 
 // --- what the instruction sets implement -------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ struct Kernels {
     // out[i] += weight * (sum over chunks of part[chunk * stride + i]), for `size` columns
     void (*add)(const float* part, std::int64_t stride, int chunks, float weight, std::int64_t size, float* out);
     void (*fit)(const FitLayer&, std::int64_t job);  // fit.hpp
+    void (*gptq)(const GptqBlock&, std::int64_t job);
 };
 
 const Kernels& portable_kernels();

@@ -423,6 +423,32 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return released([&] { form_linear(*threads, set, matrix, x.data<const float>(), x.size(0), out.data<float>()); });
 }
 
+// gptq_block(threads, set, outputs, inputs, bits, left, upper, stride, codes, errors, scales, offsets)
+PyObject* gptq(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 12)) return nullptr;
+    auto* threads = static_cast<Threads*>(PyCapsule_GetPointer(args[0], kThreads));
+    if (!threads) return nullptr;
+    long long number[5];
+    const int at[5] = {1, 2, 3, 4, 7};
+    for (int i = 0; i < 5; ++i) number[i] = PyLong_AsLongLong(args[at[i]]);
+    const auto [set, outputs, inputs, bits, stride] =
+        std::tuple(number[0], number[1], number[2], number[3], number[4]);
+    const GptqBlock block = {outputs, static_cast<int>(inputs), static_cast<int>(bits), address<const float>(args[5]),
+                             address<const float>(args[6]), stride, address<float>(args[8]), address<float>(args[9]),
+                             address<float>(args[10]), address<float>(args[11])};
+    if (PyErr_Occurred()) return nullptr;
+    if (set < 0 || set >= static_cast<long long>(instruction_sets().size()) || outputs < 1 || outputs >= kSizeMax ||
+        inputs < 1 || inputs > 128 || stride < inputs || stride >= kSizeMax) {
+        PyErr_SetString(PyExc_ValueError, "an argument is out of range");
+        return nullptr;
+    }
+    if (bits != 1 && bits != 2 && bits != 3 && bits != 4 && bits != 8) {
+        refuse("there is no such width", bits);
+        return nullptr;
+    }
+    return released([&] { gptq_block(*threads, static_cast<int>(set), block); });
+}
+
 PyObject* sets(PyObject*, PyObject*) {
     const std::vector<std::string> names = instruction_sets();
     PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(names.size()));
@@ -444,6 +470,7 @@ PyMethodDef neuron_methods[] = {
     {"form_layer", fast(form_layer), METH_FASTCALL, "Experts in published forms; see forms.hpp."},
     {"form_ffn", fast(form), METH_FASTCALL, "Runs them; see forms.hpp."},
     {"form_linear", fast(linear), METH_FASTCALL, "One matrix in a published form; see forms.hpp."},
+    {"gptq_block", fast(gptq), METH_FASTCALL, "One group of a GPTQ sweep; see fit.hpp."},
     {"instruction_sets", sets, METH_NOARGS, "Names of what this processor can run, best first."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import traces
+from tiny_models import TEXT
 from topology_cases import FACTS, SPEC, a_node
 
 from tiermoe.cluster.config import RunConfig
@@ -126,3 +128,29 @@ def test_a_recorded_routing_replaces_the_assumed_one(tmp_path: Path, monkeypatch
     kept = with_routing(replace(planned, facts=other), config).prediction
     assert kept.tokens_per_s == assumed.tokens_per_s
     assert "of no use" in kept.basis[-1]
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_its_inputs_and_its_cells(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiermoe.cluster.jobs import machine
+    from tiermoe.cluster.jobs.bench import micro_predict
+    from tiermoe.cluster.jobs.bench.micro import Predict, measure
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    small, large = (replace(shape, experts=8, vocabulary=512) for shape in (machine.SMALL, machine.LARGE))
+    monkeypatch.setattr(machine, "SMALL", replace(small, layers=2))
+    monkeypatch.setattr(machine, "LARGE", replace(large, hidden=512))
+    monkeypatch.setattr(micro_predict, "RANDOM", replace(micro_predict.RANDOM, experts=8, hidden=128, layers=2))
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (model / "heldout").mkdir()
+    (model / "heldout" / "text.txt").write_text("\n\n".join([TEXT[:400]] * 12))
+    report = measure(Predict(model=str(model), preset=("next-gate",), budget=("0.5",), repeats=1, max_tokens=6))
+    assert [(row["model"], row["policy"]) for row in report.rows] == [("model", "next-gate"), ("random", "next-gate")]
+    for row in report.rows:
+        assert row["predicted"] > 0
+        assert row["ratio"] == row["predicted"] / row["measured"]
+    costs = report.figures["costs"]["next-gate"]
+    assert costs["policies"]["next-gate"]["layer_us"] > 0
+    assert [bar.limit for bar in report.bars] == [1.0]

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from tiermoe.cluster.jobs.prepare.capture import LayerInputs
 from tiermoe.cluster.jobs.prepare.quantize import MIN_ROWS, Matrices, chunks, expert_outputs, expert_rows, widths_of
 from tiermoe.kernels.pack import PackError
-from tiermoe.kernels.quantize import DAMPING, QuantizedBatch, damping_for, fit_group, gptq, round_to_nearest
+from tiermoe.kernels.quantize import (
+    DAMPING,
+    QuantizedBatch,
+    _factor,
+    _inverse,
+    _sweep,
+    damped,
+    damping_for,
+    fit_group,
+    gptq,
+    round_to_nearest,
+)
 
 torch.set_num_threads(1)
 
@@ -124,7 +135,8 @@ def test_codes_are_nearest_and_fit_no_worse_than_the_range(bits: int, inputs: in
     for start in range(0, inputs, 32):
         part = slice(start, min(start + 32, inputs))
         left, right = ((weights - q.dequantized())[..., part].square().sum(dim=2) for q in (searched, plain))
-        assert bool((left <= right * (1 + 1e-4) + 1e-12).all())
+        size = weights[..., part].square().sum(dim=2)  # the search compares sums of squares in float32
+        assert bool((left <= right * (1 + 1e-4) + 1e-6 * size + 1e-12).all())
 
 
 def test_one_bit_finds_two_clusters() -> None:
@@ -176,6 +188,7 @@ def test_losses_are_of_whole_experts_on_their_rows() -> None:
     lossy = result.experts.dequantized()
     for expert, rows in ((0, inputs.ids[:, 0] == 0), (1, inputs.ids[:, 0] == 1), (3, np.full(600, True))):
         x = torch.from_numpy(inputs.hidden[rows])
+        x = x[:: max(1, len(x) // 256)]  # on which losses are measured
 
         def output(gate: torch.Tensor, up: torch.Tensor, tall: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
             return (torch.nn.functional.gelu(x @ gate.T) * (x @ up.T)) @ tall.T
@@ -220,3 +233,30 @@ def test_prepare_imports_no_torch_for_its_options() -> None:
     for name in ("replicas.py", "calibration.py", "command.py"):
         top = [line for line in (source / name).read_text().splitlines() if line.startswith(("import ", "from "))]
         assert not any("torch" in line or "transformers" in line for line in top), name
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_the_sweep_is_the_papers_recursion(bits: int) -> None:
+    """In double precision, input after input, with the scales that the sweep fitted; a tie may fall the other way."""
+    weights, hessian = correlated(1, 21, 80)
+    upper, _ = _factor(damped(hessian, 0.03))
+    codes, scales, offsets = _sweep(weights, upper, bits, 32)
+    left, u = weights[0].double(), upper[0].double()
+    for i in range(80):
+        scale, offset = scales[0, :, i // 32].double(), offsets[0, :, i // 32].double()
+        code = ((left[:, i] - offset) / scale).round().clamp(0, 2**bits - 1)
+        assert int((code != codes[0, :, i]).sum()) <= 1
+        error = (left[:, i] - scale * codes[0, :, i] - offset) / u[i, i]
+        left[:, i + 1 :] -= error.unsqueeze(1) * u[i, i + 1 :]
+
+
+def test_the_inverse_of_a_triangular_matrix() -> None:
+    lower = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0)).tril() / 20 + torch.eye(300)
+    assert torch.allclose(_inverse(lower) @ lower, torch.eye(300).expand(2, -1, -1), atol=1e-4)
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    weights = torch.zeros(1, 4, 32)
+    weights[0, 1, 2] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        round_to_nearest(weights, 4, 32)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from .micro import Quantize
 
 WIDTHS, GROUP = (1, 2, 3, 4, 8), 64
-ROWS = 1024  # held-out rows of an expert, evenly spaced
+ROWS = 256  # held-out rows of an expert, evenly spaced
 MIN_SHARE, MIN_MONOTONE = 0.95, 0.98
 SPEED_SHAPE = 2048, 768  # of the expert that is timed: Qwen3-30B-A3B's
-SPEED_EXPERTS = 4
+SPEED_EXPERTS, SPEED_ROWS = 4, 1024
 MIN_MB_PER_S, MAX_EXPERT_S = 200.0, 1.0
 
 Dequantize = Callable[[Any, int], Any]  # weights float32 [N, I], bits -> dequantized weights, the same shape
@@ -104,7 +104,8 @@ def _speeds(repeats: int, progress: Progress | None) -> dict[tuple[str, int], di
     stored = [t.view(torch.uint16).numpy() for t in (gate_up, down)]
     mega = sum(array.nbytes for array in stored) / 1e6
     inputs = LayerInputs(
-        torch.randn(ROWS, hidden, generator=made).numpy(), np.zeros((ROWS, 1), np.int32), np.ones((ROWS, 1), np.float32)
+        torch.randn(SPEED_ROWS, hidden, generator=made).numpy(), np.zeros((SPEED_ROWS, 1), np.int32),
+        np.ones((SPEED_ROWS, 1), np.float32),
     )
     threads = Threads(usable_cores())
     taken: dict[tuple[str, int], list[float]] = {}

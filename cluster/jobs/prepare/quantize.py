@@ -42,6 +42,7 @@ MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (do
 LEAST_CAP = 4096  # at least so many rows of an expert are used; more with larger matrices
 _ROWS_AT_ONCE = 4096  # whose pre-activations are in memory together
 _BATCH_BYTES = 256 << 20  # of the Hessians of the experts that are quantized together
+_LOSS_ROWS = 256  # of an expert, on which losses are measured
 _CORRECTION_DAMPING = 0.3  # of the mean diagonal, for D*
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -186,7 +187,13 @@ def expert_outputs(experts: Matrices, rows: list[torch.Tensor], activation: str)
 def output_losses(
     experts: Matrices, rows: list[torch.Tensor], outputs: list[torch.Tensor], activation: str
 ) -> np.ndarray:
-    """float32 [B]: mean squared difference of the experts' outputs [n, H] on their rows [n, H] from `outputs`."""
+    """float32 [B]: mean squared difference of the experts' outputs [n, H] on their rows [n, H] from `outputs`.
+
+    Of more than `_LOSS_ROWS` rows, so many are taken, evenly spaced.
+    """
+    steps = [max(1, len(x) // _LOSS_ROWS) for x in rows]
+    rows = [x[::step] for x, step in zip(rows, steps, strict=True)]
+    outputs = [y[::step] for y, step in zip(outputs, steps, strict=True)]
     made = expert_outputs(experts, rows, activation)
     return np.array([float((y - out).square().mean()) for y, out in zip(outputs, made, strict=True)], dtype=np.float32)
 
