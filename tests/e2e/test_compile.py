@@ -72,7 +72,7 @@ def test_layers_share_their_code_and_the_experts_break_no_graph(
     for layers in (2, 5):
         torch.compiler.reset()
         described = store(kind, layers)
-        with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16))) as worker:
+        with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16), compile="off")) as worker:
             expected = [greedy(worker, [prompt], 6) for prompt in PROMPTS]  # so that their rows do not depend on timing
             dense, graphs = _compiled(described, worker)
             assert [greedy(worker, [prompt], 6) for prompt in PROMPTS] == expected
@@ -89,7 +89,7 @@ def test_layers_share_their_code_and_the_experts_break_no_graph(
 
 def test_a_plain_forward_gives_the_same_logits(store: Callable[[str, int], ExpertStore]) -> None:
     described = store("qwen3_moe", 2)
-    with serving(described, settings(1.0, kv=KvSettings(batching="serial", num_blocks=16))) as worker:
+    with serving(described, settings(1.0, kv=KvSettings(batching="serial", num_blocks=16), compile="off")) as worker:
         expected = logits(worker, PROMPTS[0], "eager")
         dense, graphs = _compiled(described, worker)
         torch.testing.assert_close(logits(worker, PROMPTS[0], "eager"), expected, rtol=0, atol=0)
@@ -105,7 +105,7 @@ def test_small_forwards_are_padded_to_the_recorded_shapes(
     """A layer runs on 1, 2, 4, 8 or 16 rows, its attention and its routed experts on those of the forward only."""
     seen: dict[str, set[int]] = {"dense": set(), "experts": set()}
     described = store("qwen2_moe", 2)
-    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16))) as worker:
+    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16), compile="off")) as worker:
         expected = [greedy(worker, [prompt], 6) for prompt in PROMPTS]
         dense, _ = _compiled(described, worker, "graphs")
         mlp = type(worker.model.model.layers[0].mlp)
@@ -124,7 +124,7 @@ def test_small_forwards_are_padded_to_the_recorded_shapes(
 def test_what_would_be_recorded_is_decode_only(store: Callable[[str, int], ExpertStore]) -> None:
     prompt = list(range(GRAPH_ROWS + 1))
     described = store("mixtral", 2)
-    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16))) as worker:
+    with serving(described, settings(0.5, kv=KvSettings(page_size=16, num_blocks=16), compile="off")) as worker:
         expected = greedy(worker, [prompt], 4)
         dense, graphs = _compiled(described, worker, "graphs")
         assert greedy(worker, [prompt], 1) == [expected[0][:1]]
@@ -139,7 +139,7 @@ def test_what_would_be_recorded_is_decode_only(store: Callable[[str, int], Exper
 @pytest.mark.parametrize("batching", ["continuous", "serial"])
 def test_inductor_gives_the_same_tokens(batching: Any, store: Callable[[str, int], ExpertStore]) -> None:
     described, kv = store("qwen3_moe", 2), KvSettings(page_size=16, num_blocks=16, batching=batching)
-    with serving(described, settings(0.5, kv=kv)) as worker:
+    with serving(described, settings(0.5, kv=kv, compile="off")) as worker:
         expected = greedy(worker, PROMPTS, 6)
     with serving(described, settings(0.5, kv=kv, compile="default")) as worker:
         assert worker.plan()["compile"] == "default"
