@@ -49,12 +49,25 @@ INLINED std::uint16_t narrow(float v) {  // to the nearest, ties to even; keeps 
     return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-INLINED float sum_lanes(const Vec& v) {
-    float part[kLanes];
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(4), may_alias));
+
+INLINED Four quarters(const Vec& v) {
+    Four part[4];
     std::memcpy(part, &v, sizeof(part));
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int lane = 0; lane < width; ++lane) part[lane] += part[lane + width];
-    return part[0];
+    return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+INLINED float sum_lanes(const Vec& v) {
+    const Four q = quarters(v);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// The sums of the lanes of four vectors, each as `sum_lanes` has it.
+INLINED Four sums_of(const Vec& v0, const Vec& v1, const Vec& v2, const Vec& v3) {
+    const Four a = quarters(v0), b = quarters(v1), c = quarters(v2), d = quarters(v3);
+    const Four one = Four{a[0], a[1], b[0], b[1]} + Four{a[2], a[3], b[2], b[3]};
+    const Four two = Four{c[0], c[1], d[0], d[1]} + Four{c[2], c[3], d[2], d[3]};
+    return Four{one[0], one[2], two[0], two[2]} + Four{one[1], one[3], two[1], two[3]};
 }
 
 // --- products ------------------------------------------------------------------------------------------------
@@ -72,12 +85,19 @@ INLINED void dots(const float* x, const T* w, std::int64_t k, float* out, std::i
             for (int r = 0; r < R; ++r) sum[n][r] += weight * v[r];
         }
     }
-    for (int n = 0; n < N; ++n)
-        for (int r = 0; r < R; ++r) {
-            float total = sum_lanes(sum[n][r]);
-            for (std::int64_t i = whole; i < k; ++i) total += widen(w[n * k + i]) * x[r * k + i];
-            out[r * out_stride + n] = bias ? total + bias[n] : total;
+    for (int r = 0; r < R; ++r) {
+        float total[N];
+        if (N == 4) {
+            const Four found = sums_of(sum[0][r], sum[1 % N][r], sum[2 % N][r], sum[3 % N][r]);
+            std::memcpy(total, &found, sizeof(total));
+        } else {
+            for (int n = 0; n < N; ++n) total[n] = sum_lanes(sum[n][r]);
         }
+        for (int n = 0; n < N; ++n) {
+            for (std::int64_t i = whole; i < k; ++i) total[n] += widen(w[n * k + i]) * x[r * k + i];
+            out[r * out_stride + n] = bias ? total[n] + bias[n] : total[n];
+        }
+    }
 }
 
 template <class T, int N>
@@ -314,6 +334,22 @@ INLINED float dot(const float* q, const T* k, std::int64_t n) {
 }
 
 template <class T>
+INLINED void four_dots(const float* q, const T* const* k, std::int64_t n, float scale, float* out) {
+    Vec sum[4] = {};
+    const std::int64_t whole = n / kLanes * kLanes;
+    for (std::int64_t i = 0; i < whole; i += kLanes) {
+        const Vec v = load(q + i);
+        for (int r = 0; r < 4; ++r) sum[r] += v * load(k[r] + i);
+    }
+    const Four found = sums_of(sum[0], sum[1], sum[2], sum[3]);
+    for (int r = 0; r < 4; ++r) {
+        float total = found[r];
+        for (std::int64_t i = whole; i < n; ++i) total += q[i] * widen(k[r][i]);
+        out[r] = total * scale;
+    }
+}
+
+template <class T>
 INLINED void add_scaled(const T* v, float weight, float* out, std::int64_t n) {
     std::int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(out + i, load(out + i) + load(v + i) * weight);
@@ -328,14 +364,20 @@ INLINED void attend_head(const Head& h, const T* keys, const T* values, float* s
         const std::int64_t stop = past + r + 1;
         const std::int64_t start = h.window && stop > h.window ? stop - h.window : 0;
         const float* q = h.queries + r * h.query_stride;
-        for (std::int64_t j = start; j < stop; ++j) {
+        std::int64_t j = start;
+        for (; j + 4 <= std::min(past, stop); j += 4) {
+            const T* rows[4];
+            for (int n = 0; n < 4; ++n) rows[n] = keys + h.read[j + n] * h.cache_key_stride;
+            for (std::int64_t g = 0; g < h.group; ++g)
+                four_dots(q + g * h.width, rows, h.width, h.scale, scores + g * h.keys + j);
+        }
+        for (; j < stop; ++j)
             for (std::int64_t g = 0; g < h.group; ++g) {
                 const float found = j < past
                     ? dot(q + g * h.width, keys + h.read[j] * h.cache_key_stride, h.width)
                     : dot(q + g * h.width, h.new_keys + (j - past) * h.key_stride, h.width);
                 scores[g * h.keys + j] = found * h.scale;
             }
-        }
         float* out = h.out + r * h.out_stride;
         std::memset(out, 0, static_cast<std::size_t>(h.group * h.value_width) * sizeof(float));
         for (std::int64_t g = 0; g < h.group; ++g) {
