@@ -94,6 +94,9 @@ class RaySettings(Settings):
 
     address: str | None = Field(default=None, description="HOST:PORT of a running cluster; none: start a local one")
     num_cpus: int | None = Field(default=None, ge=2, description="CPUs of the local Ray; none: what the actors take")
+    dashboard: bool = Field(
+        default=False, description="whether the local Ray runs its dashboard, autoscaler and log monitor"
+    )
     startup_deadline_s: float = Field(default=300.0, gt=0, description="seconds until every actor must be ready")
     object_store_bytes: int = Field(
         default=100_000_000, ge=80_000_000, description="Ray's shared memory; weights do not pass through it"
@@ -295,7 +298,7 @@ def _check_budget_share(policy: PolicySettings, budget: float | int, gpus: int) 
 
 def _check_ray(config: RunConfig, policy: PolicySettings) -> None:
     """Refuse settings of a local Ray for one that is joined, and fewer CPUs than the actors' threads."""
-    local_only = sorted({"num_cpus", "object_store_bytes"} & config.ray.model_fields_set)
+    local_only = sorted({"num_cpus", "object_store_bytes", "dashboard"} & config.ray.model_fields_set)
     if config.ray.address is not None and local_only:
         raise ConfigError(
             f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"

@@ -244,7 +244,10 @@ class Deployment:
             return
         self._scratch = Scratch()
         given = local_ray(self.config, self._settings)
-        start_local(self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads)
+        start_local(
+            self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads,
+            ray_settings.dashboard,
+        )  # fmt: skip
 
     def _refuse_early(self, facts: ModelFacts) -> None:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""

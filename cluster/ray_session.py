@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 import ray
+import ray._private.node as ray_node
 import ray.exceptions as rex
 
 from .. import errors
@@ -40,7 +41,34 @@ def refuse_second() -> None:
         raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
 
 
-def start_local(scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int) -> None:
+class _Head(ray_node.Node):
+    """A head node without dashboard, autoscaler and log monitor: a Ray of one program uses none of them.
+
+    Ray has no option for this. Waiting for the dashboard's process alone took seconds of each start.
+    """
+
+    def start_api_server(self, **options: Any) -> None:
+        self._webui_url = ""
+
+    def start_monitor(self) -> None: ...
+
+    def start_log_monitor(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _head_of(kind: type[ray_node.Node]) -> Iterator[None]:
+    """Inside the block, `ray.init` makes its head node of this class."""
+    before = ray_node.Node
+    ray_node.Node = kind
+    try:
+        yield
+    finally:
+        ray_node.Node = before
+
+
+def start_local(
+    scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int, dashboard: bool = False
+) -> None:
     """Start a Ray of this process's own; it ends with the process.
 
     Args:
@@ -49,6 +77,7 @@ def start_local(scratch: Scratch, cpus: int, resources: dict[str, float], store_
         resources: custom ones, such as {"ndp": 1}.
         store_bytes: bytes of Ray's shared memory.
         threads: of the arithmetic in each actor.
+        dashboard: whether Ray's dashboard, autoscaler and log monitor run, too.
 
     Raises:
         Exception: what Ray raises; `as_failure` makes it one line.
@@ -57,12 +86,13 @@ def start_local(scratch: Scratch, cpus: int, resources: dict[str, float], store_
     # Actors inherit the thread limits as Ray's environment: a runtime_env would start a new process for each actor.
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
-    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor):
+    head = ray_node.Node if dashboard else _Head
+    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor), _head_of(head):
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
             num_cpus=cpus,
             resources=resources or None,
-            include_dashboard=False,
+            include_dashboard=dashboard,
             object_store_memory=store_bytes,
             _temp_dir=str(scratch.path),
             **_OPTIONS,
