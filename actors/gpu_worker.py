@@ -5,7 +5,9 @@ A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 from ..errors import ConfigError, RuntimeFailure, UnsupportedModelError
@@ -19,6 +21,7 @@ from .store.files import StoreView
 from .store.replicas import describe_replicas, read_tables
 
 _REPORT_S = 5.0
+_LIBRARIES = ("torch", ".engine.engine", ".engine.model.model", ".engine.serving.batching", "transformers.models")
 
 
 class GpuWorker:
@@ -52,6 +55,15 @@ class GpuWorker:
         self._dense: Any = None
         self._batcher: Any = None
         self._plan: dict[str, Any] | None = None
+        self._stage = "created"
+        self._importing = threading.Lock()
+
+    def warm(self) -> None:
+        """Import what `start` takes, in seconds that its peers take to start."""
+        with self._importing:
+            self._stage = "loading libraries"
+            for name in _LIBRARIES:
+                import_module(name, __package__)
 
     def start(self) -> dict[str, Any]:
         """Load everything and begin to serve; returns the effective plan (`engine.describe`).
@@ -59,6 +71,7 @@ class GpuWorker:
         Raises:
             TierMoeError: the budget, the policy or the store does not fit. After an error the worker is closed.
         """
+        self.warm()
         try:
             return self._start()
         except BaseException:
@@ -78,6 +91,7 @@ class GpuWorker:
         from .store.artifacts import read_policy_artifacts
 
         settings, manifest = self._settings, self._view.manifest
+        self._stage = "loading weights"
         check_combination(settings)
         check_published(settings.policy, manifest.expert_form)
         torch.set_num_threads(settings.threads)
@@ -102,6 +116,7 @@ class GpuWorker:
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
+        self._stage = "probing"
         self._engine = ExpertEngine(
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
             self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
@@ -142,11 +157,13 @@ class GpuWorker:
     def health(self) -> dict[str, Any]:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
+        Before it serves, `state` is the part of its start that goes on.
+
         Raises:
             RuntimeFailure: the generation loop died.
         """
         if self._batcher is None:
-            return {"state": "created"}
+            return {"state": self._stage}
         if self._batcher.failure is not None:
             raise RuntimeFailure(f"the generation loop died ({self._batcher.failure})", "restart the worker")
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}

@@ -23,7 +23,7 @@ import ray
 
 from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
-from ..actors.store.files import StoreView
+from ..actors.store.files import ExpertStore, StoreView
 from ..errors import RuntimeFailure
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .attach import CONTROL, CONTROL_THREADS, Lead, actor_records
@@ -53,6 +53,7 @@ class ActorGroup:
         worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
         top_k: experts per token.
         scratch: temporary folder of the deployment on this machine; None: none.
+        step: called with each step of the start.
 
     Attributes:
         name: as given.
@@ -74,11 +75,12 @@ class ActorGroup:
         *,
         top_k: int,
         scratch: Path | None = None,
+        step: Callable[[str], None] = lambda step: None,
     ) -> None:
         self.name, self._topology, self._placement = name, topology, placement
         self._settings, self._store_path, self._local = settings, store_path, local
         self._worker_class, self._store_class = worker_class, store_class
-        self._top_k, self._scratch = top_k, scratch
+        self._top_k, self._scratch, self._step = top_k, scratch, step
         self._token = secrets.token_hex(32)
         self._layers = {layer for store in topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
@@ -99,16 +101,22 @@ class ActorGroup:
             name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
             self._start(planned, EndpointDirectory)
             self.directory = Endpoints(name, "127.0.0.1" if self._local else None)
+        self._step("starting the store and its peers")
         views = [self._start_store(planned).describe.remote() for planned in topology.having("store")]
         peers = [*map(self._start_shard, topology.having("shard")), *map(self.start_ndp, topology.having("ndp"))]
         ready = [peer.health.remote() for peer in peers]
+        early = self._local and self._worker_class is None
+        if early:  # its process and its libraries take longer than the store's check of the files, which it waits for
+            lead = self._start_lead([ExpertStore(self._store_path, "stamp").describe()])
+            lead.warm.remote()
         self._wait(views, left)
         found = ray.get(views, timeout=left())
         ready += [self._start_matcher(planned, found[0]).health.remote() for planned in topology.having("matcher")]
-        lead = self._start_lead(found)
+        if not early:
+            lead = self._start_lead(found)
         self._wait(ready, left)  # before the lead, which connects to them
         plan = lead.start.remote()
-        self._wait([plan], left)
+        self._wait([plan], left, self._show_stage)
         return ray.get(plan)
 
     def start_ndp(self, planned: PlannedActor) -> Any:
@@ -230,14 +238,23 @@ class ActorGroup:
         self.actors[role_of(planned)] = handle
         return handle
 
-    def _wait(self, refs: Sequence[Any], left: Callable[[], float]) -> None:
-        """Return when all have come; the first that fails is raised at once."""
+    def _show_stage(self) -> None:
+        """The part of the lead's start that goes on, as a step."""
+        with contextlib.suppress(RuntimeFailure):  # busy, or of another class
+            if self._worker_class is None:
+                self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
+
+    def _wait(
+        self, refs: Sequence[Any], left: Callable[[], float], tell: Callable[[], None] = lambda: None
+    ) -> None:
+        """Return when all have come, with a call of `tell` about once a second; the first that fails is raised."""
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=min(left(), _STEP_S))
             for ref in done:
                 ray.get(ref)
             if not done:
+                tell()
                 self._placement.refuse_ended()
                 if left() <= 0.001:
                     raise ray.exceptions.GetTimeoutError("actors")

@@ -53,6 +53,7 @@ class Deployment:
         facts: sizes of the model; None: those of the store.
         notify: called with a line about what the start waits for, and about nodes that join.
         on_ray: called once there is a Ray and before anything is placed on it.
+        step: called with each step of the start.
 
     Attributes:
         id: what the names of its actors begin with.
@@ -73,11 +74,12 @@ class Deployment:
         facts: ModelFacts | None = None,
         notify: Callable[[str], None] = say,
         on_ray: Callable[[Deployment], None] | None = None,
+        step: Callable[[str], None] = lambda step: None,
     ) -> None:
         self.id = new_id()
         self.config, self._settings, self._store_path = config, settings, store_path
         self._classes, self._facts = (worker_class, store_class), facts
-        self._notify, self._on_ray = notify, on_ray
+        self._notify, self._on_ray, self._step = notify, on_ray, step
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
@@ -104,6 +106,7 @@ class Deployment:
             facts = self._facts or facts_of_store(Path(self._store_path), self.config.model_dir)
             self._refuse_early(facts)
             self._quiet.enter_context(without_ray_notices())
+            self._step("starting Ray" if self._local else f"joining the Ray at {self.config.ray.address}")
             self._start_ray()
             if self._on_ray is not None:
                 self._on_ray(self)
@@ -267,6 +270,7 @@ class Deployment:
         self._group = ActorGroup(
             self.id, self.topology, self._placement, self._settings, self._store_path, self._local, *self._classes,
             top_k=self.planned.facts.top_k, scratch=self._scratch.path if self._scratch is not None else None,
+            step=self._step,
         )  # fmt: skip
         self.plan = self._group.start(self._left)
         if self._group.directory is not None:

@@ -146,12 +146,14 @@ def attached(address: str) -> Attachment:
 
 
 def deployed(
-    config: RunConfig, settings: EngineSettings, notices: Console, on_ray: Callable[[Deployment], None] | None = None
+    config: RunConfig, settings: EngineSettings, notices: Console, step: Callable[[str], None],
+    on_ray: Callable[[Deployment], None] | None = None,
 ) -> Deployment:
     """The runtime of a checked configuration, with its store made where it is missing; it starts in a `with` block.
 
     Args:
         notices: where lines about the start, and about nodes that join, go.
+        step: called with each step of the start.
         on_ray: as for `Deployment`.
 
     Raises:
@@ -161,9 +163,9 @@ def deployed(
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
 
-    store = _prepared(config, settings, progress=notices.is_terminal)
+    store = _prepared(config, settings, progress=not notices.quiet)
     notify = functools.partial(notices.print, markup=False, soft_wrap=True)
-    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray)
+    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray, step=step)
 
 
 def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConfig, EngineSettings]:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,15 +16,14 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from tokenizers import Tokenizer
 
-from ...actors.engine.stats import EngineStats
-from ...actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from ...actors.requests import SamplingParams
 from ...errors import RequestError
 from ..config import RunConfig
 from ..host import versions
 from ..hub import locate
-from ..prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from ..llm import LLM, Completion, TextStream
+from ..prompt import encode_prompt, load_tokenizer, sampling_params
 from ..report.files import check_writable, write_timeline
 from ..report.runtime import placed_tables, plan_table
 from ..report.status import summary_table
@@ -39,8 +35,6 @@ from .options import (
     DeploymentId,
     attached,
     checked_config,
-    checked_settings,
-    deployed,
     refuse_runtime_options,
     with_options,
 )
@@ -89,25 +83,21 @@ def _run_here(
 
     The text goes to `text_out` as it comes, and the plan to `report`.
     """
-    config, settings = checked_settings(config, trace=trace is not None)
     if trace is not None:
         check_writable(trace)
-    tokenizer = load_tokenizer(config.model_dir)
-    ids = encode_prompt(tokenizer, prompt)
-    check_length(len(ids), sampling.max_tokens, load_model_config(config.model_dir), config.kv)
-    notices = Console(stderr=True)
-    deployment = deployed(config, settings, notices)
-    with ExitStack() as stack:
-        with notices.status("starting Ray and loading the model ..."):
-            stack.enter_context(deployment)
-        planned = with_routing(deployment.planned, config).as_dict()
-        report.print(plan_table(deployment.plan), *placed_tables(planned))
-        generation, text = _stream_text(deployment.generate, tokenizer, prompt, ids, sampling, text_out)
-        stats = deployment.stats()
+    llm = LLM.of(config, Console(stderr=True), timeline=trace is not None)
+    stream = llm.stream_of(prompt, sampling)
+    with llm:
+        deployment = llm.start()
+        planned = with_routing(deployment.planned, llm.config).as_dict()
+        report.print(plan_table(llm.plan), *placed_tables(planned))
+        _write_text(prompt, stream, text_out)
+        stats = llm.stats()
         if trace is not None:
-            write_timeline(trace, deployment.trace_events())
-    record = _record(deployment.plan, prompt, ids, sampling, generation, text, stats, deployment.startup_s)
+            write_timeline(trace, llm.timeline())
+    record = _record(deployment.plan, prompt, sampling, stream.completion, stats, deployment.startup_s)
     return record | {
+        "startup_steps_s": llm.startup_steps_s,
         "topology": planned["topology"] | {"notes": planned["notes"]},
         "prediction": planned["prediction"],
         "versions": versions(),
@@ -143,41 +133,25 @@ def _run_attached(
             )
         startup_s = time.monotonic() - begin_s
         generate = partial(lead_of(deployment).generate, deadline_s=_ATTACHED_DEADLINE_S)
-        generation, text = _stream_text(generate, tokenizer, prompt, ids, sampling, text_out)
-        stats = attachment.ask(deployment, "stats")
-    record = _record(plan, prompt, ids, sampling, generation, text, stats, startup_s)
+        stream = TextStream(generate, tokenizer, ids, sampling)
+        _write_text(prompt, stream, text_out)
+        stats = attachment.ask(deployment, "stats").as_dict()
+    record = _record(plan, prompt, sampling, stream.completion, stats, startup_s)
     return {"attached_to": deployment} | record | {"versions": versions()}
 
 
-def _stream_text(
-    generate: Callable[[GenerationRequest], Iterator[TokenEvent]],
-    tokenizer: Tokenizer,
-    prompt: str,
-    ids: tuple[int, ...],
-    sampling: SamplingParams,
-    out: TextIO,
-) -> tuple[Generation, str]:
-    """Write the prompt and its continuation as it comes; all events and the text of the continuation."""
-    request = GenerationRequest(uuid.uuid4().hex, ids, sampling)
-    generation, text = Generation(request.request_id), IncrementalText(tokenizer)
+def _write_text(prompt: str, stream: TextStream, out: TextIO) -> None:
+    """Write the prompt and its continuation as it comes."""
     out.write(prompt)
-    for event in generate(request):
-        generation.add(event)
-        out.write(text.add(event.token_ids))
+    for piece in stream:
+        out.write(piece)
         out.flush()
-    out.write(text.finish() + "\n")
+    out.write("\n")
     out.flush()
-    return generation, text.text
 
 
 def _record(
-    plan: dict[str, Any],
-    prompt: str,
-    ids: tuple[int, ...],
-    sampling: SamplingParams,
-    generation: Generation,
-    text: str,
-    stats: EngineStats,
+    plan: dict[str, Any], prompt: str, sampling: SamplingParams, done: Completion, stats: dict[str, Any],
     startup_s: float,
 ) -> dict[str, Any]:
     """The result as one flat JSON object; the plan and the layers are nested in it."""
@@ -186,16 +160,16 @@ def _record(
         "policy": plan["policy"],
         "lossless": plan["lossless"],
         "prompt": prompt,
-        "prompt_tokens": len(ids),
-        "generated_tokens": len(generation.token_ids),
-        "token_ids": generation.token_ids,
-        "text": text,
-        "finish": generation.finish,
-        "ttft_s": generation.ttft_s,
-        "tpot_s": generation.tpot_s,
+        "prompt_tokens": len(done.prompt_token_ids),
+        "generated_tokens": len(done.token_ids),
+        "token_ids": done.token_ids,
+        "text": done.text,
+        "finish": done.finish,
+        "ttft_s": done.ttft_s,
+        "tpot_s": done.tpot_s,
         "startup_s": startup_s,
         "sampling": asdict(sampling),
-        **stats.as_dict(),
+        **stats,
         "plan": plan,
     }
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from ..config import RunConfig
 from ..registry import Entry, Registry
 from ..report.runtime import placed_tables, plan_table
+from ..report.steps import Steps
 from .options import RUNTIME, Config, checked_config, checked_settings, deployed, with_options
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
         def enter(it: Deployment) -> None:
             entries.append(listed.enter_context(Registry().entered(it.id, it.address, local)))
 
-        deployment = deployed(config, settings, notices, enter)
+        steps = Steps(notices)
+        deployment = deployed(config, settings, notices, steps, enter)
         from ..placement import DeploymentEnded  # Ray
 
         try:
             with ExitStack() as stack:
-                with notices.status("starting Ray and loading the model ..."):
+                with steps:
                     stack.enter_context(deployment)
                 Console().print(plan_table(deployment.plan), *placed_tables(deployment.planned.as_dict()))
                 check = stack.enter_context(beside(deployment))

@@ -1,0 +1,229 @@
+"""`tiermoe.LLM`: a model in a Python program. `tiermoe run` is this class with a terminal around it.
+
+    check -> prepare -> deploy -> generate, as often as wanted -> close
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from ..actors.requests import Generation, GenerationRequest, SamplingParams, TokenEvent
+from ..errors import RuntimeFailure
+from .config import RunConfig, load_run_config
+from .jobs.options import checked_settings, deployed
+from .prompt import IncrementalText, check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
+from .report.steps import Steps
+
+if TYPE_CHECKING:
+    from .deploy import Deployment
+
+Prompt = str | Sequence[int]
+Generate = Callable[[GenerationRequest], Iterator[TokenEvent]]
+
+
+@dataclass
+class Completion:
+    """What a model said to one prompt.
+
+    Attributes:
+        text: without the prompt.
+        finish: "stop" or "length".
+        ttft_s: seconds to the first token. tpot_s: mean seconds of each further one; None: there is none.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class LLM:
+    """A model and the runtime that serves it, which starts when it is first needed and ends with `close` or `with`.
+
+    Args:
+        model: folder, or org/name[@revision] of a Hugging Face hub; None: the model of the project.
+        policy: name in configs/policies, or a YAML file; None: the configuration's.
+        budget: memory of each GPU for experts, such as 0.25, "25%" or "8GB"; None: the configuration's.
+        config: YAML file, or a name in configs/clusters.
+        options: any other key of a configuration file, sections as mappings: `threads=2, link={"gbps": 2}`.
+        progress: show downloads, preparation and the steps of the start on standard error.
+        timeline: record one, see `timeline`.
+
+    Attributes:
+        config: with the model as a folder.
+        startup_steps_s: seconds of each step of the last start.
+
+    Raises:
+        TierMoeError: the configuration, the model or the budget is refused; no process was started.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, policy: str | None = None, budget: str | float | None = None,
+        config: str | None = None, progress: bool = False, timeline: bool = False, **options: Any,
+    ) -> None:
+        chosen = load_run_config(config, {"model": model, "policy": policy, "budget": budget} | options)
+        self._begin(chosen, Console(stderr=True) if progress else Console(stderr=True, quiet=True), timeline)
+
+    @classmethod
+    def of(cls, config: RunConfig, notices: Console, timeline: bool = False) -> LLM:
+        """The model of a checked configuration, with notices about its start on a console. Raises as the class."""
+        made = cls.__new__(cls)
+        made._begin(config, notices, timeline)
+        return made
+
+    def _begin(self, config: RunConfig, notices: Console, timeline: bool) -> None:
+        self.config, self._settings = checked_settings(config, trace=timeline)
+        self._notices = notices
+        self.startup_steps_s: dict[str, float] = {}
+        self._tokenizer: Tokenizer = load_tokenizer(self.config.model_dir)
+        self._model_config = load_model_config(self.config.model_dir)
+        self._stack: ExitStack | None = None
+        self._deployment: Deployment | None = None
+
+    def __enter__(self) -> LLM:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> Deployment:
+        """Prepare the model's store where it is missing, and start the runtime; the running one where there is one.
+
+        Raises:
+            TierMoeError: what was refused, or did not start in time. Nothing stays behind.
+        """
+        if self._deployment is None:
+            with ExitStack() as stack, Steps(self._notices) as steps:
+                self._deployment = stack.enter_context(deployed(self.config, self._settings, self._notices, steps))
+                self.startup_steps_s = steps.seconds
+                self._stack = stack.pop_all()
+        return self._deployment
+
+    def close(self) -> None:
+        """End the runtime with its processes, files and Ray. Idempotent; `generate` starts a new one."""
+        stack, self._stack, self._deployment = self._stack, None, None
+        if stack is not None:
+            stack.close()
+
+    @overload
+    def generate(self, prompts: str, **sampling: Any) -> Completion: ...
+
+    @overload
+    def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Completion]: ...
+
+    def generate(self, prompts: str | Sequence[Prompt], **sampling: Any) -> Completion | list[Completion]:
+        """Continue one text, or several at once: texts, or sequences of token ids.
+
+        Args:
+            sampling: `max_tokens` (64), `temperature` (0.0: greedy), `top_p` (1.0), `top_k` (0: all), `seed`.
+
+        Returns:
+            The completion of a text, or those of several in their order.
+
+        Raises:
+            RequestError: a prompt or an option is refused. RuntimeFailure: the runtime failed.
+        """
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        streams = [self.stream(prompt, **sampling) for prompt in asked]  # all are checked before the first starts
+        deployment = self.start()
+        with ThreadPoolExecutor(max(1, min(len(streams), self.config.kv.max_requests))) as pool:
+            try:
+                done = list(pool.map(lambda stream: stream.finished(), streams))
+            except BaseException:  # Ctrl-C, or one of them failed: the others end now
+                pool.shutdown(wait=False, cancel_futures=True)
+                for stream in streams:
+                    deployment.cancel(stream.request_id)
+                raise
+        return done[0] if isinstance(prompts, str) else done
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> TextStream:
+        """Continue one prompt; iterate over the result for its text, piece by piece. Arguments as `generate`.
+
+        Raises:
+            RequestError: the prompt or an option is refused; iterating raises RuntimeFailure where the runtime fails.
+        """
+        return self.stream_of(prompt, _sampling(**sampling))
+
+    def stream_of(self, prompt: Prompt, params: SamplingParams) -> TextStream:
+        """`stream` with checked sampling options."""
+        ids = encode_prompt(self._tokenizer, prompt) if isinstance(prompt, str) else tuple(prompt)
+        check_length(len(ids), params.max_tokens, self._model_config, self.config.kv)
+        return TextStream(lambda request: self.start().generate(request), self._tokenizer, ids, params)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The effective plan: what is where, with how many bytes. Starts the runtime."""
+        return self.start().plan
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: hits, misses, bytes by cause, waits. Raises RuntimeFailure: not running."""
+        return self._running().stats().as_dict()
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Chrome trace events, with `timeline=True`. Raises RuntimeFailure: not running."""
+        return self._running().trace_events()
+
+    def _running(self) -> Deployment:
+        if self._deployment is None:
+            raise RuntimeFailure("the model is not running", "call `generate`, or use it in a `with` block")
+        return self._deployment
+
+
+class TextStream:
+    """The continuation of one prompt, which is generated while it is iterated over; leaving early cancels it.
+
+    Attributes:
+        completion: what there is of it so far.
+
+    Args:
+        generate: sends a request to a runtime and streams its tokens.
+    """
+
+    def __init__(
+        self, generate: Generate, tokenizer: Tokenizer, ids: tuple[int, ...], sampling: SamplingParams
+    ) -> None:
+        self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self.completion = Completion(ids)
+        self.request_id = uuid.uuid4().hex
+
+    def __iter__(self) -> Iterator[str]:
+        done = self.completion = Completion(self.completion.prompt_token_ids)
+        request = GenerationRequest(self.request_id, done.prompt_token_ids, self._sampling)
+        generation, text = Generation(request.request_id), IncrementalText(self._tokenizer)
+        done.token_ids = generation.token_ids
+        for event in self._generate(request):
+            generation.add(event)
+            done.finish = generation.finish
+            if piece := text.add(event.token_ids):
+                done.text += piece
+                yield piece
+        done.ttft_s, done.tpot_s = generation.ttft_s, generation.tpot_s
+        if rest := text.finish():
+            yield rest
+        done.text = text.text
+
+    def finished(self) -> Completion:
+        """Iterate to the end."""
+        for _ in self:
+            pass
+        return self.completion
+
+
+def _sampling(
+    max_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int | None = None
+) -> SamplingParams:
+    return sampling_params(max_tokens, temperature, top_p, top_k, seed)
