@@ -1,3 +1,30 @@
-"""tiermoe: serve Mixture-of-Experts language models beyond their GPU memory budget."""
+"""tiermoe: serve Mixture-of-Experts language models beyond their GPU memory budget.
+
+`LLM`, `plan` and `replay` are imported when they are first used: importing the package loads nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cluster.jobs.plan import plan
+    from .cluster.jobs.replay import replay_trace as replay
+    from .cluster.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "__version__", "plan", "replay"]
+
+_HOMES = {"LLM": "cluster.llm:LLM", "plan": "cluster.jobs.plan:plan", "replay": "cluster.jobs.replay:replay_trace"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(f".{module}", __name__), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,7 +21,10 @@ from .store.files import StoreView
 from .store.replicas import describe_replicas, read_tables
 
 _REPORT_S = 5.0
-_LIBRARIES = ("torch", ".engine.engine", ".engine.model.model", ".engine.serving.batching", "transformers.models")
+_LIBRARIES = (
+    "torch", ".engine.engine", ".engine.model.model", ".engine.serving.batching", "transformers.models",
+    "transformers.integrations.moe",
+)
 
 
 class GpuWorker:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..errors import BudgetError, ConfigError
-from .base_settings import Settings
+from .base_settings import Settings, in_panel
 from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
@@ -23,6 +23,8 @@ ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
 
 class LinkSettings(Settings):
     """The host-to-device link that the CPU stand-in throttles copies to (ignored on CUDA)."""
+
+    panel = "Emulation"
 
     gbps: float | None = Field(
         default=None, gt=0, description="emulated link, 1e9 bytes/s, on the CPU stand-in only; none: unthrottled"
@@ -67,6 +69,8 @@ class NdpSettings(Settings):
     `cluster.config.engine_settings` resolves `threads` to a number and `hardware` to the content of its file.
     """
 
+    panel = "Cluster"
+
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="threads of an NDP worker; none: 1, and beside a GPU what is left"
     )
@@ -75,9 +79,13 @@ class NdpSettings(Settings):
     )
     group_size: Literal[32, 64, 128] = Field(default=64, description="inputs that share a scale in its replicas")
     hardware: str | dict[str, Any] = Field(
-        default="paper-ndp", description="modelled NDP device: a name in configs/hardware, or a YAML file"
+        default="paper-ndp", description="modelled NDP device: a name in configs/hardware, or a YAML file",
+        json_schema_extra=in_panel("Emulation"),
     )
-    pace: bool = Field(default=False, description="answer no sooner than the modelled NDP device would")
+    pace: bool = Field(
+        default=False, description="answer no sooner than the modelled NDP device would",
+        json_schema_extra=in_panel("Emulation"),
+    )  # fmt: skip
     transport: Literal["auto", "shm", "grpc"] = "auto"
     deadline_s: float = Field(default=5.0, gt=0, description="seconds for one answer, then it is computed here")
 
@@ -163,15 +171,45 @@ class KvSettings(Settings):
     model's attention allows it.
     """
 
+    panel = "Memory"
+
     batching: Literal["auto", "continuous", "serial"] = "auto"
     page_size: int = Field(default=32, ge=4, description="tokens per page")
     num_blocks: int = Field(default=256, ge=2, le=1 << 20, description="pages per layer in all")
     max_batch_tokens: int = Field(default=512, ge=1, description="tokens of one forward pass")
-    max_requests: int = Field(default=64, ge=1, description="requests of one forward pass")
+    max_num_seqs: int = Field(default=64, ge=1, description="requests of one forward pass at most")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="tokens of a request, prompt and text; none: the model's, within the KV cache"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room(cls, given: Any) -> Any:
+        """A longer request than the default KV cache holds gets a KV cache that holds one."""
+        if isinstance(given, dict) and type(given.get("max_model_len")) is int and "num_blocks" not in given:
+            fields = cls.model_fields
+            page = given.get("page_size", fields["page_size"].default)
+            if type(page) is int and page > 0:
+                needed = -(-given["max_model_len"] // page)
+                return given | {"num_blocks": max(needed, fields["num_blocks"].default)}
+        return given
+
+    @model_validator(mode="after")
+    def _fits(self) -> KvSettings:
+        if self.max_model_len is not None and self.max_model_len > self.page_size * self.num_blocks:
+            raise ValueError("max_model_len is more than the KV cache holds: raise num_blocks, or leave it out")
+        return self
+
+    @property
+    def request_tokens(self) -> int:
+        """Tokens that one request may have, as far as the KV cache goes."""
+        return self.max_model_len or self.page_size * self.num_blocks
 
 
 class EngineOptions(Settings):
     """Options of a configuration file that the engine reads unchanged."""
+
+    panel = "Model"
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the worker runs: auto, cpu or cuda"

@@ -205,7 +205,7 @@ class ActorGroup:
             **{kind: found for kind, found in links.items() if found},
             **matcher,
             options={
-                "max_concurrency": self._settings.kv.max_requests,
+                "max_concurrency": self._settings.kv.max_num_seqs,
                 "concurrency_groups": {CONTROL: CONTROL_THREADS},
             },
         )

@@ -6,6 +6,7 @@ description is also the help of its command-line option (`jobs.options`).
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError
 
-from ..actors.base_settings import Settings
+from ..actors.base_settings import Settings, in_panel
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
@@ -39,6 +40,7 @@ _UNITS = {
 }  # fmt: skip
 _BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
 _GPU_WORKER_THREADS = 4
+DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 
 
@@ -58,6 +60,8 @@ class StoreLayout(StoreSettings):
 class ClusterConfig(Settings):
     """How many actors of each kind, and where."""
 
+    panel = "Cluster"
+
     shards: int = Field(
         default=1, ge=1, le=64, description="GPUs, or CPU stand-ins, that share the experts; the lead's is the first"
     )
@@ -67,6 +71,10 @@ class ClusterConfig(Settings):
     gpu_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
         default=None, description="bytes of one GPU, such as 80GB, which Ray does not know; none: not checked"
     )
+    host_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
+        default=None, description="bytes of host memory that the actors of this machine may take, such as 32GB; "
+        "none: what is free", json_schema_extra=in_panel("Memory"),
+    )  # fmt: skip
     store: StoreLayout = StoreLayout()
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="NDP workers, for policies that use them; per-node: one on each node with `ndp`"
@@ -110,14 +118,18 @@ class RunConfig(EngineOptions):
         default=None, description="folder, or org/name[@revision] of a Hugging Face hub; none: the model of the project"
     )
     store: str | None = Field(default=None, description="folder of the expert store; none: in the cache folder")
+    cache_dir: str | None = Field(
+        default=None, description="folder of prepared stores; none: tiermoe/stores in $XDG_CACHE_HOME, or in ~/.cache"
+    )
     policy: str = Field(default="next-gate", description="name in configs/policies, or a YAML file")
     budget: str | StrictFloat | StrictInt = Field(
-        default="0.25", description="memory of each GPU for experts: 0.25, 25%, 512MiB"
+        default="0.25", description="memory of each GPU for experts: 0.25, 25%, 512MiB",
+        json_schema_extra=in_panel("Memory"),
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="threads of the worker; none: cores - 1, on a GPU at most 4"
     )
-    link: LinkSettings = LinkSettings(gbps=16.0, latency_us=10.0)
+    link: LinkSettings = DEFAULT_LINK
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
     hardware: HardwareConfig = HardwareConfig()
@@ -345,8 +357,10 @@ def _preset(section: str, name_or_path: str, what: str) -> Path:
     if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         path = configs_dir() / section / f"{name_or_path}.yaml"
     if not path.is_file():
-        known = ", ".join(_presets(section))
-        raise ConfigError(f"no {what} '{name_or_path}'", f"choose one of {known}, or give the path of a YAML file")
+        known = _presets(section)
+        near = difflib.get_close_matches(name_or_path, known, n=1)
+        choose = f"did you mean '{near[0]}'?" if near else f"choose one of {', '.join(known)},"
+        raise ConfigError(f"no {what} '{name_or_path}'", f"{choose} or give the path of a YAML file")
     return path
 
 

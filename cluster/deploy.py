@@ -249,7 +249,7 @@ class Deployment:
         given = local_ray(self.config, self._settings)
         start_local(
             self._scratch, given.cpus, dict(given.resources), ray_settings.object_store_bytes, threads,
-            ray_settings.dashboard,
+            ray_settings.dashboard, given.memory,
         )  # fmt: skip
 
     def _refuse_early(self, facts: ModelFacts) -> None:

@@ -140,7 +140,7 @@ class LLM:
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         streams = [self.stream(prompt, **sampling) for prompt in asked]  # all are checked before the first starts
         deployment = self.start()
-        with ThreadPoolExecutor(max(1, min(len(streams), self.config.kv.max_requests))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(streams), self.config.kv.max_num_seqs))) as pool:
             try:
                 done = list(pool.map(lambda stream: stream.finished(), streams))
             except BaseException:  # Ctrl-C, or one of them failed: the others end now

@@ -116,11 +116,11 @@ def check_length(prompt_tokens: int, max_tokens: int, model_config: dict[str, An
         raise RequestError(
             f"{asked} exceed the model's {positions} positions", "shorten the prompt or lower --max-tokens"
         )
-    capacity = kv.page_size * kv.num_blocks
-    if prompt_tokens + max_tokens > capacity:
+    if prompt_tokens + max_tokens > kv.request_tokens:
+        limit = "the KV cache of" if kv.max_model_len is None else "--max-model-len, which is"
         raise RequestError(
-            f"{asked} exceed the KV cache of {capacity} tokens",
-            "shorten the prompt, lower --max-tokens, or raise kv.num_blocks in the configuration file",
+            f"{asked} exceed {limit} {kv.request_tokens} tokens",
+            "shorten the prompt, lower --max-tokens, or raise --max-model-len (kv.num_blocks where that is set)",
         )
 
 

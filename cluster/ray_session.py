@@ -41,7 +41,19 @@ def refuse_second() -> None:
         raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
 
 
-class _Head(ray_node.Node):
+class _Node(ray_node.Node):
+    """A head node, whose driver is in the root folder once its processes run, in the user's.
+
+    Ray puts the folder that its driver is in at the front of its workers' module path, where files of a clone would
+    shadow modules (`profile`, `trace`, `triton`). `start_local` goes back.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        os.chdir("/")
+
+
+class _Head(_Node):
     """A head node without dashboard, autoscaler and log monitor: a Ray of one program uses none of them.
 
     Ray has no option for this. Waiting for the dashboard's process alone took seconds of each start.
@@ -57,17 +69,19 @@ class _Head(ray_node.Node):
 
 @contextlib.contextmanager
 def _head_of(kind: type[ray_node.Node]) -> Iterator[None]:
-    """Inside the block, `ray.init` makes its head node of this class."""
-    before = ray_node.Node
+    """Inside the block, `ray.init` makes its head node of this class; then the process is where it was."""
+    before, folder = ray_node.Node, os.getcwd()
     ray_node.Node = kind
     try:
         yield
     finally:
         ray_node.Node = before
+        os.chdir(folder)
 
 
 def start_local(
-    scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int, dashboard: bool = False
+    scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int, dashboard: bool = False,
+    memory: int | None = None,
 ) -> None:
     """Start a Ray of this process's own; it ends with the process.
 
@@ -77,6 +91,7 @@ def start_local(
         resources: custom ones, such as {"ndp": 1}.
         store_bytes: bytes of Ray's shared memory.
         threads: of the arithmetic in each actor.
+        memory: bytes of the node's memory that it may give to actors; None: what is free.
         dashboard: whether Ray's dashboard, autoscaler and log monitor run, too.
 
     Raises:
@@ -86,7 +101,7 @@ def start_local(
     # Actors inherit the thread limits as Ray's environment: a runtime_env would start a new process for each actor.
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
-    head = ray_node.Node if dashboard else _Head
+    head = _Node if dashboard else _Head
     with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor), _head_of(head):
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
@@ -94,6 +109,7 @@ def start_local(
             resources=resources or None,
             include_dashboard=dashboard,
             object_store_memory=store_bytes,
+            _memory=memory,
             _temp_dir=str(scratch.path),
             **_OPTIONS,
         )
@@ -111,7 +127,7 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     if address != "auto":
         check_joinable(address)
     options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
-    with _surroundings(_RAY_SWITCHES):
+    with _surroundings(_RAY_SWITCHES), contextlib.chdir("/"):  # see `_Node`
         try:
             ray.init(address=address, **options, **_OPTIONS)
         except Exception as error:

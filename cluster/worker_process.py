@@ -143,7 +143,7 @@ class WorkerProcess:
         role = self._role
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # -P: no module of the folder that the user is in
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
-_UNPREFIXED = ("cluster",)  # sections whose command-line options do not begin with their name
+_UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -61,7 +61,7 @@ def describe(
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
         "batching": "continuous" if batcher.serial_because is None else "serial",
-        "max_requests": settings.kv.max_requests if batcher.serial_because is None else 1,
+        "max_requests": settings.kv.max_num_seqs if batcher.serial_because is None else 1,
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "notes": _notes(engine, batcher, pinned),

@@ -79,7 +79,7 @@ class RuntimeProcess:
         self._log = Path(self._folder.name) / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tiermoe.cluster.cli", "up", "--config", str(file)],
+                [sys.executable, "-P", "-m", "tiermoe.cluster.cli", "up", "--config", str(file)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self._id = self._wait_until_ready()

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.console import Console
+from rich.markup import escape
 
 from ...actors.policies.sharding import owned_experts
 from ...actors.settings import EngineSettings, budget_bytes
@@ -33,18 +35,27 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "policy", "budget", "device", "dtype", "threads", "link.gbps", "link.latency_us", "ndp.threads",
-    "ndp.hardware", "ndp.pace", "cluster.shards", "cluster.ndp_workers", "store",
+    "model", "store", "cache_dir", "policy", "device", "dtype", "threads", "budget", "kv.max_model_len",
+    "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "ndp.threads", "link.gbps",
+    "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip
 
 
 def option_of(model: type[BaseModel], key: str, **more: Any) -> Any:
-    """A typer option whose help is the description of a field; `more` as for `typer.Option`."""
-    return typer.Option(help=_help(model.model_fields[key].description or ""), **more)
+    """A typer option whose help is the description of a field, and whose panel its; `more` as for `typer.Option`."""
+    field = model.model_fields[key]
+    return typer.Option(help=_help(field.description or ""), rich_help_panel=_panel(model, field), **more)
 
 
 def _help(description: str) -> str:
-    return f"{description[:1].upper()}{description[1:]}."
+    return escape(f"{description[:1].upper()}{description[1:]}.")
+
+
+def _panel(model: type[BaseModel], field: FieldInfo) -> str:
+    """The part of the help that a field's option is in."""
+    own = field.json_schema_extra
+    found = own.get("panel") if isinstance(own, dict) else None
+    return str(found or getattr(model, "panel", "Options"))
 
 
 Config = Annotated[str | None, typer.Option(help="YAML file, or a name in configs/clusters.")]
@@ -159,6 +170,7 @@ def deployed(
     Raises:
         TierMoeError: the checkpoint, the store or the budget was refused.
     """
+    step("preparing the model")
     if config.ray.address is not None:
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
@@ -187,7 +199,8 @@ def _prepared(config: RunConfig, settings: EngineSettings, *, progress: bool) ->
     from .prepare import ensure_prepared, ensure_replicas
 
     out_dir = Path(config.store).expanduser() if config.store is not None else None
-    store = ensure_prepared(config.model_dir, out_dir, progress=progress)
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
+    store = ensure_prepared(config.model_dir, out_dir, cache_dir=cache_dir, progress=progress)
     check_budget(settings, store)
     if widths := settings.policy.replica_widths:
         known = settings.policy.needs_popularity
@@ -232,4 +245,5 @@ def _option(key: str) -> tuple[Any, Any]:
     kinds = [kind for kind in members or (field.annotation,) if kind is not types.NoneType]
     kind: Any = kinds[0] if kinds[0] in (int, float, bool) and len(kinds) == 1 else str
     shown = f" ({value:g})" if isinstance(value, float) else f" ({value})" if value not in (None, False) else ""
-    return Annotated[kind | None, typer.Option(help=_help(field.description or "") + shown)], None
+    option = typer.Option(help=_help(field.description or "") + shown, rich_help_panel=_panel(model, field))
+    return Annotated[kind | None, option], None

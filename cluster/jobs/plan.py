@@ -17,7 +17,7 @@ from ..config import RunConfig, default_model_dir, engine_settings, load_run_con
 from ..host import usable_cores
 from ..hub import located
 from ..report.runtime import topology_tables
-from ..topology.estimate import make_plan
+from ..topology.estimate import PlanResult, make_plan
 from ..topology.inputs import (
     facts_of_checkpoint,
     facts_of_store,
@@ -73,6 +73,44 @@ def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeI
     return this_machine(local_ray(config, engine_settings(config))), f"this machine, {usable_cores()} usable cores"
 
 
+def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) -> PlanResult:
+    """The plan of a configuration; starts nothing.
+
+    Args:
+        nodes: YAML file of nodes; None: this machine, or with `live` those of the Ray that the configuration joins.
+
+    Raises:
+        TierMoeError: the configuration or the model is refused, or a node is short of a resource.
+    """
+    settings = engine_settings(config)  # refused before a hub is asked
+    config = located(config, "sizes")
+    there, nodes_from = _nodes(config, nodes, live)
+    notes = local_notes(config, settings) if config.ray.address is None and nodes is None else ()
+    here = nodes is None and not live
+    result = make_plan(config, settings, model_facts(config), there, nodes_from, notes, here)
+    return with_routing(result, config) if here else result
+
+
+def plan(
+    model: str | None = None, *, policy: str | None = None, budget: str | float | None = None,
+    config: str | None = None, nodes: str | Path | None = None, **options: Any,
+) -> dict[str, Any]:
+    """What would run where, with how many bytes and how fast. What `tiermoe.plan` is; starts nothing.
+
+    Args:
+        model, policy, budget, config, options: as of `tiermoe.LLM`; of a hub's model only sizes are fetched.
+        nodes: YAML file of nodes; None: this machine.
+
+    Returns:
+        what `tiermoe plan --json` prints: `model`, `spec`, `topology`, `prediction`, `notes`.
+
+    Raises:
+        TierMoeError: as `planned`.
+    """
+    chosen = load_run_config(config, {"model": model, "policy": policy, "budget": budget} | options)
+    return planned(chosen, None if nodes is None else Path(nodes)).as_dict()
+
+
 @with_options("model", "policy", "budget", "device", "cluster.shards", "cluster.ndp_workers", "store")
 def plan_command(
     options: dict[str, Any],
@@ -82,15 +120,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Say what would run where, with how many bytes and how fast, and start nothing."""
-    chosen = load_run_config(config, options)
-    engine_settings(chosen)  # refused before a hub is asked
-    chosen = located(chosen, "sizes")
-    there, nodes_from = _nodes(chosen, nodes, live)
-    settings = engine_settings(chosen)
-    notes = local_notes(chosen, settings) if chosen.ray.address is None and nodes is None else ()
-    here = nodes is None and not live
-    planned = make_plan(chosen, settings, model_facts(chosen), there, nodes_from, notes, here)
-    record = with_routing(planned, chosen).as_dict() if here else planned.as_dict()
+    record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
         print(json.dumps(record))
         return

@@ -17,8 +17,8 @@ from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
 from ...errors import BudgetError, ConfigError
-from ..config import load_policy, parse_budget
-from ..report.tables import progress_on
+from ..config import DEFAULT_LINK, load_policy, parse_budget
+from ..report.tables import grid, progress_on, seconds, size
 from ..simulate.executor import Machine, context_of, engine_of, eviction_of, first_cut, load_machine, replays_routing
 from ..simulate.hit_rates import result, serve
 from ..simulate.predictors import Recall, load_predictors, recall, split, train_predictors
@@ -37,14 +37,15 @@ _SHOWN = (
 def replay_command(
     trace: Annotated[Path, typer.Argument(help="Trace folder, as `tiermoe record` makes it.", metavar="TRACE")],
     policy: Policy = "on-demand",
+    policies: Annotated[str | None, typer.Option(help="Several, separated by commas, as a table.")] = None,
     prefetch: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_PREFETCH}.")] = None,
     distance: Annotated[int | None, typer.Option(help="Layers ahead; in place of the policy's.")] = None,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="The forward waits for prefetches.")] = False,
     eviction: Annotated[str | None, typer.Option(help=f"In place of the policy's: {_EVICTION}.")] = None,
     predictors: Annotated[Path | None, typer.Option(help="Of stride; none: trained on the --learn share.")] = None,
     budget: Annotated[str, typer.Option(help="Device memory for experts: 0.25, 25%, 512MiB.")] = "0.25",
-    link_gbps: Annotated[float | None, typer.Option(help="Link, 1e9 bytes/s; none: the machine's.")] = None,
-    link_latency_us: Annotated[float | None, typer.Option(help="Of each copy; none: the machine's.")] = None,
+    link_gbps: Annotated[float | None, typer.Option(help="1e9 bytes/s; none: the machine's, or 16.")] = None,
+    link_latency_us: Annotated[float | None, typer.Option(help="Of each copy; none: the machine's, or 10.")] = None,
     machine: Annotated[Path | None, typer.Option(help="YAML file of costs; none: as recorded.")] = None,
     at_once: Annotated[int, typer.Option(help="Requests in each forward.")] = 1,
     learn: Annotated[float | None, typer.Option(help="Share of the requests run first, uncounted. (0)")] = None,
@@ -52,33 +53,94 @@ def replay_command(
     as_json: AsJson = False,
 ) -> None:
     """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""
-    if at_once < 1:
-        raise ConfigError(f"--at-once is {at_once}", "give a number of at least 1")
-    if learn is not None and not 0 <= learn < 1:
-        raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
-    console, found = Console(stderr=True), Trace(trace)
+    console = Console(stderr=True)
+    names = [policy] if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    if policies is not None and (policy != "on-demand" or as_recall or not names):
+        raise ConfigError(f"--policies is '{policies}', beside --policy or --recall", "give one of the three")
+    for name in names:
+        require_replayable(load_policy(name))  # all are refused before the first runs
     if as_recall:
-        record = recall_table(found, 0.7 if learn is None else learn, console)
+        _check_learn(learn)
+        record = recall_table(Trace(trace), 0.7 if learn is None else learn, console)
     else:
-        settings = replay_policy(policy, eviction)
-        chosen = prefetch if prefetch is not None else settings.prefetch.kind
-        ahead = distance if distance is not None else settings.prefetch.distance
-        share = learn or 0.0
-        first = int(found.header.requests * share + 0.5)
-        waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
-        settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
-        context = _context(found, settings, predictors, first)
-        simulated = load_machine(found.header, machine, link_gbps, link_latency_us)
-        record = {
-            "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
-            "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
-            "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
-            "machine": simulated.model_dump(),
-        }  # fmt: skip
-        record |= replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console)
-        console.print(_figures(record))
+        rows = [
+            replay_trace(
+                trace, name, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous,
+                eviction=eviction, predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us,
+                machine=machine, at_once=at_once, learn=learn, console=console,
+            )
+            for name in names
+        ]  # fmt: skip
+        record = rows[0] if policies is None else {"name": "replays", "rows": rows}
+        console.print(_figures(rows[0]) if policies is None else _policies_table(rows))
     if as_json:
         print(json.dumps(record))
+
+
+def replay_trace(
+    trace: str | Path,
+    policy: str = "on-demand",
+    *,
+    budget: str | float | int = "0.25",
+    prefetch: str | None = None,
+    distance: int | None = None,
+    synchronous: bool = False,
+    eviction: str | None = None,
+    predictors: str | Path | None = None,
+    link_gbps: float | None = None,
+    link_latency_us: float | None = None,
+    machine: str | Path | None = None,
+    at_once: int = 1,
+    learn: float | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Replay a recorded trace under a policy, on a virtual clock; no model is loaded. What `tiermoe.replay` is.
+
+    Args:
+        trace: folder, as `tiermoe record` makes it.
+        policy: name in configs/policies, or a YAML file.
+        budget: device memory for experts: 0.25, "25%", "512MiB".
+        prefetch, distance, synchronous, eviction: in place of the policy's.
+        predictors: file, for stride prefetch; None: trained on the `learn` share.
+        link_gbps, link_latency_us: None: the machine's; where there is no machine, those of `tiermoe run`.
+        machine: YAML file of costs; None: as recorded.
+        at_once: requests in each forward.
+        learn: share of the requests that are run first and not counted.
+        console: where progress goes; None: nowhere.
+
+    Returns:
+        what `tiermoe replay --json` prints: hits, misses, bytes, seconds of the virtual clock.
+
+    Raises:
+        TierMoeError: the trace, the policy or an option is refused.
+    """
+    if at_once < 1:
+        raise ConfigError(f"--at-once is {at_once}", "give a number of at least 1")
+    _check_learn(learn)
+    if machine is None:
+        link_gbps = DEFAULT_LINK.gbps if link_gbps is None else link_gbps
+        link_latency_us = DEFAULT_LINK.latency_us if link_latency_us is None else link_latency_us
+    found, settings = Trace(Path(trace)), replay_policy(policy, eviction)
+    chosen = prefetch if prefetch is not None else settings.prefetch.kind
+    ahead = distance if distance is not None else settings.prefetch.distance
+    first = int(found.header.requests * (learn or 0.0) + 0.5)
+    waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
+    settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
+    context = _context(found, settings, None if predictors is None else Path(predictors), first)
+    file = None if machine is None else Path(machine)
+    simulated = load_machine(found.header, file, link_gbps, link_latency_us)
+    record = {
+        "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
+        "policy": settings.name, "eviction": settings.eviction.kind, "prefetch": chosen, "distance": ahead,
+        "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
+        "machine": simulated.model_dump(),
+    }  # fmt: skip
+    return record | replay(found, settings, context, simulated, parse_budget(budget), at_once, first, console)
+
+
+def _check_learn(learn: float | None) -> None:
+    if learn is not None and not 0 <= learn < 1:
+        raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
 
 
 def replay(
@@ -250,6 +312,21 @@ def _figures(record: dict[str, Any]) -> Table:
         value = record[name]
         table.add_row(name, f"{value:.5g}" if isinstance(value, float) else f"{value}")
     return table
+
+
+def _policies_table(rows: list[dict[str, Any]]) -> Table:
+    """One line for each policy of a replay."""
+    title = f"{rows[0]['trace']}, budget {rows[0]['budget']}: simulated"
+    columns = ("policy", "hit rate", "loaded", "of it prefetched", "wasted", "blocked", "TTFT", "TPOT")
+    cells = [
+        (
+            row["policy"], f"{row['hit_rate']:.1%}",
+            size(row["bytes_loaded_demand"] + row["bytes_loaded_prefetch"]), size(row["bytes_loaded_prefetch"]),
+            size(row["bytes_wasted"]), seconds(row["blocked_io_s"]), seconds(row["ttft_s"]), seconds(row["tpot_s"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return grid(title, columns, cells)
 
 
 def _recalls(rows: list[Recall], distances: range) -> Table:

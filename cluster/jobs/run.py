@@ -49,11 +49,15 @@ def run_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     config: Config = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", rich_help_panel="Sampling")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel="Sampling")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens with this total.", rich_help_panel="Sampling")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many tokens; 0: all.", rich_help_panel="Sampling")
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel="Sampling")] = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,

@@ -32,13 +32,18 @@ def summary_table(result: Mapping[str, Any]) -> Table:
          f"{seconds(tpot_s)} ({1 / tpot_s:.1f} tokens/s)" if tpot_s else "none (fewer than two tokens)"),
         *([("predicted", speed(result["prediction"]))] if result.get("prediction") else []),
         *_counter_rows(result, result.get("plan") or {}),
-        ("start-up", seconds(result["startup_s"])),
+        ("start-up", _startup(result)),
         _executor_row(result),
     ]  # fmt: skip
     if not result["lossless"]:
         quantized = f"{result['ndp_tokens']} pairs on quantized replicas, " if result["ndp_tokens"] else ""
         rows.append(("lossy", f"{quantized}{result['substitutions']} substitutions, {result['dropped']} dropped"))
     return facts("Summary", rows)
+
+
+def _startup(result: Mapping[str, Any]) -> str:
+    steps = ", ".join(f"{name} {seconds(value)}" for name, value in result.get("startup_steps_s", {}).items())
+    return seconds(result["startup_s"]) + (f": {steps}" if steps else "")
 
 
 def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableType]:

@@ -222,6 +222,7 @@ class LocalRay:
 
     cpus: int
     resources: Mapping[str, float]
+    memory: int | None = None  # bytes that its actors may take; None: what is free
 
 
 def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
@@ -230,7 +231,8 @@ def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
     resources = {"ndp": float(ndp)} if ndp else {}
     if config.cluster.store.nodes == "marked":
         resources["store"] = 1.0
-    return LocalRay(config.ray.num_cpus or config.cpus_of_actors(settings.policy), resources)
+    cpus = config.ray.num_cpus or config.cpus_of_actors(settings.policy)
+    return LocalRay(cpus, resources, config.cluster.host_memory)
 
 
 def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
@@ -289,10 +291,11 @@ def nodes_from_ray(records: Sequence[Mapping[str, Any]]) -> list[NodeInfo]:
 
 def this_machine(given: LocalRay) -> list[NodeInfo]:
     """The one node of a local Ray, as `cluster.deploy` starts it."""
+    free = psutil.virtual_memory().available
     resources = {
         "CPU": float(given.cpus),
         "GPU": float(len(list(Path("/dev").glob(_GPU_DEVICES)))),
-        "memory": float(psutil.virtual_memory().available),
+        "memory": float(free if given.memory is None else min(free, given.memory)),
         **given.resources,
     }
     return [NodeInfo("local", "127.0.0.1", True, {name: amount for name, amount in resources.items() if amount})]

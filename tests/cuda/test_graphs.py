@@ -20,7 +20,7 @@ TOKENS = 24
 def _settings(mode: Any, batching: Any) -> EngineSettings:
     return EngineSettings(
         policy=policy("next-gate"), budget=0.5, device="cuda", dtype="float32", compile=mode, integrity_checks=True,
-        kv=KvSettings(page_size=16, num_blocks=64, max_requests=4, batching=batching),
+        kv=KvSettings(page_size=16, num_blocks=64, max_num_seqs=4, batching=batching),
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def test_serve_takes_the_application() -> None:
     settings, runtime = server.init_args
     assert runtime._bound_deployment.name == "Runtime"
     # more requests at a time than the server lets in: it refuses with 429, Serve would keep them waiting
-    inside = settings.limits.waiting + load_run_config(settings.config, settings.runtime).kv.max_requests
+    inside = settings.limits.waiting + load_run_config(settings.config, settings.runtime).kv.max_num_seqs
     assert deployments["ApiServer"].max_ongoing_requests > inside
 
 

@@ -231,7 +231,7 @@ def open_streams(model: Any, kv: KvSettings, watcher: SequenceWatcher | None = N
         eos = text.eos_token_id
     positions = getattr(text, "max_position_embeddings", None)
     return Streams(
-        capacity_tokens=kv.num_blocks * kv.page_size,
+        capacity_tokens=kv.request_tokens,
         eos=[eos] if isinstance(eos, int) else list(eos or []),
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         positions=positions if isinstance(positions, int) and positions > 0 else None,
@@ -252,7 +252,7 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
         **{"page_size" if "page_size" in known else "block_size": kv.page_size},
         num_blocks=kv.num_blocks,
         max_batch_tokens=kv.max_batch_tokens,
-        max_requests_per_batch=kv.max_requests,
+        max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer
         use_async_batching=False,
         per_request_processors=True,

@@ -124,8 +124,8 @@ class Streams:
             )
         if total > self.capacity_tokens:
             raise RequestError(
-                f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens}",
-                "shorten the prompt, lower max_tokens or raise kv.num_blocks",
+                f"prompt and max_tokens are {total} tokens, the KV cache holds {self.capacity_tokens} of a request",
+                "shorten the prompt, lower max_tokens, or raise kv.max_model_len or kv.num_blocks",
             )
         unknown = [t for t in request.prompt_ids if not 0 <= t < self.vocabulary]
         if unknown:

@@ -70,7 +70,8 @@ def start_worker(config: RunConfig) -> Any:
 def prepared_store(config: RunConfig, settings: EngineSettings) -> Path:
     """The store of the configured model, with the replicas that the policy needs."""
     wanted = Path(config.store).expanduser() if config.store is not None else None  # None: in the cache folder
-    store = ensure_prepared(config.model_dir, wanted, progress=False)
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir is not None else None
+    store = ensure_prepared(config.model_dir, wanted, cache_dir=cache_dir, progress=False)
     if widths := settings.policy.replica_widths:
         known = settings.policy.needs_popularity
         ensure_replicas(store, config.model_dir, widths, config.ndp.group_size, calibrated=known, progress=False)

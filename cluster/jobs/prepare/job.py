@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -164,4 +165,6 @@ def _store_dir(checkpoint: Checkpoint, cache_dir: Path | None) -> Path:
 
 
 def _user_cache() -> Path:
-    return Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache") / "tiermoe"
+    own = Path.home() / (Path("Library", "Caches") if sys.platform == "darwin" else ".cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else own) / "tiermoe"

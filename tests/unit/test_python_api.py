@@ -1,0 +1,129 @@
+"""`tiermoe.LLM`, `tiermoe.plan` and `tiermoe.replay`: the commands' own results; `import tiermoe` loads nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+
+import tiermoe
+from tiermoe.cluster.cli import main
+from tiermoe.cluster.config import DEFAULT_LINK
+from tiermoe.cluster.jobs.prepare import ensure_prepared
+from tiermoe.cluster.worker_process import Role, WorkerProcess
+from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure
+
+
+def _json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--json"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 0, captured.err
+    return json.loads(captured.out)
+
+
+def _trace(tmp_path: Path) -> Path:
+    traces.write(tmp_path / "trace", traces.header(), [[1, 2, 3], [4, 5]], 6)
+    return tmp_path / "trace"
+
+
+def test_the_package_is_imported_in_no_time() -> None:
+    code = (
+        "import sys, time; begin_s = time.process_time(); import tiermoe; took_s = time.process_time() - begin_s; "
+        "assert took_s < 0.3, took_s; "
+        "assert not {'torch', 'ray', 'pydantic', 'numpy'} & set(sys.modules), sorted(sys.modules); "
+        "assert {'LLM', 'plan', 'replay', '__version__'} == set(dir(tiermoe))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        _ = tiermoe.llm  # type: ignore[attr-defined]
+
+
+def test_a_plan_is_the_command_s(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tiermoe.plan(str(checkpoint), policy="on-demand", budget=0.5, cluster={"shards": 2})
+    args = ("--model", str(checkpoint), "--policy", "on-demand", "--budget", "0.5", "--shards", "2")
+    theirs = _json(capsys, "plan", *args)
+    for record in (found, theirs):
+        for load in record["topology"]["loads"]:
+            load.pop("host_total")  # what is free now
+            load["resources"].pop("memory", None)
+    assert json.loads(json.dumps(found)) == theirs
+
+
+def test_a_replay_is_the_command_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = _trace(tmp_path)
+    ours = tiermoe.replay(trace, "next-gate", budget="50%")
+    args = (str(trace), "--policy", "next-gate", "--budget", "50%")
+    assert json.loads(json.dumps(ours)) == _json(capsys, "replay", *args)
+    assert ours["machine"]["link_gbps"] == DEFAULT_LINK.gbps
+    assert ours["blocked_io_s"] > 0
+    table = _json(capsys, "replay", str(trace), "--policies", "on-demand, next-gate", "--budget", "50%")["rows"]
+    assert [row["policy"] for row in table] == ["on-demand", "next-gate"]
+    assert table[1] == json.loads(json.dumps(ours))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policies", "on-demand,on-demnd"], "did you mean 'on-demand'"),
+        (["--policies", "on-demand", "--policy", "lru"], "--policies is 'on-demand', beside --policy or --recall"),
+        (["--policies", " , "], "--policies is"),
+        (["--policies", "on-demand,context-ndp-full"], "computes on an NDP worker"),
+    ],
+)
+def test_policies_are_all_refused_before_the_first_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(_trace(tmp_path)), *args])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"policy": "on-demnd"}, ConfigError),
+        ({"budget": 2.0}, BudgetError),
+        ({"threats": 2}, ConfigError),
+        ({"link": {"gbps": -1}}, ConfigError),
+    ],
+)
+def test_options_are_refused_at_once(checkpoint: Path, options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        tiermoe.LLM(str(checkpoint), **options)
+    with pytest.raises(error):
+        tiermoe.plan(str(checkpoint), **options)
+
+
+def test_requests_are_refused_before_a_process_starts(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model at"):
+        tiermoe.LLM(str(tmp_path / "none"))
+    llm = tiermoe.LLM(str(checkpoint))
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.generate("")
+    with pytest.raises(RequestError, match="exceed the model's"):
+        llm.generate(["a", "b"], max_tokens=100_000)
+    with pytest.raises(RequestError, match="--temperature"):
+        llm.stream("a", temperature=-1.0)
+    with pytest.raises(RuntimeFailure, match="not running"):
+        llm.stats()
+    llm.close()
+
+
+def test_a_started_process_imports_nothing_from_the_user_s_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ensure_prepared(checkpoint, tmp_path / "store", progress=False)
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("numpy", "pydantic", "trace", "profile"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the folder of the user')")
+    monkeypatch.chdir(folder)
+    with WorkerProcess(Role.store_of(0, [0]), store) as process:
+        assert process.pid
