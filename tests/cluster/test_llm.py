@@ -14,6 +14,7 @@ from serving import default_model_greedy
 
 import tiermoe
 from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
 from tiermoe.errors import RuntimeFailure
 
 _PROMPTS = ["import os", "def read_config(path):", "static int"]
@@ -31,20 +32,20 @@ def test_a_model_in_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("profile", "triton", "numpy", "models", "proto"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the folder of the user')")
     monkeypatch.chdir(tmp_path)
+    ids = [encode_prompt(load_tokenizer(default_model_dir()), prompt) for prompt in _PROMPTS]
+    expected = default_model_greedy(ids, _TOKENS)
     threads, files = set(threading.enumerate()), _scratch()
     llm = tiermoe.LLM(policy="next-gate", budget="50%", threads=1)
     assert set(threading.enumerate()) == threads  # nothing starts before it is needed
     with llm:
         done = llm.generate(_PROMPTS, max_tokens=_TOKENS)
-        expected = default_model_greedy([c.prompt_token_ids for c in done], _TOKENS)
         assert [c.token_ids for c in done] == expected
         assert llm.generate(_PROMPTS[0], max_tokens=_TOKENS).text == done[0].text
         stream = llm.stream(_PROMPTS[1], max_tokens=_TOKENS)
         assert "".join(stream) == stream.completion.text == done[1].text
         assert (stream.completion.token_ids, stream.completion.finish) == (expected[1], "length")
         assert stream.completion.ttft_s is not None
-        ids = llm.generate([done[2].prompt_token_ids], max_tokens=_TOKENS)[0]
-        assert ids.token_ids == expected[2]
+        assert llm.generate([ids[2]], max_tokens=_TOKENS)[0].token_ids == expected[2]
         for _ in llm.stream(_PROMPTS[0], max_tokens=1000):
             break  # leaving early cancels it
         assert Path.cwd() == tmp_path
