@@ -148,12 +148,16 @@ def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in names:
         if name not in missing:
-            tensors = read_header(folder / name)
-            found |= {tensor: (spec["dtype"], tuple(spec["shape"])) for tensor, spec in tensors.items()}
+            found |= tensors_of(folder / name)
     if missing:
         assert repository is not None
         found |= _remote_headers(repository, sorted(missing))
     return found
+
+
+def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type code and shape of every tensor of a safetensors file. Raises CheckpointError: it is not one."""
+    return {name: (str(spec.get("dtype")), tuple(spec["shape"])) for name, spec in read_header(file).items()}
 
 
 def name_of(folder: Path) -> str:

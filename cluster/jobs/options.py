@@ -170,7 +170,6 @@ def deployed(
     Raises:
         TierMoeError: the checkpoint, the store or the budget was refused.
     """
-    step("preparing the model")
     if config.ray.address is not None:
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
@@ -218,7 +217,8 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     """
     manifest = read_manifest(store)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
-    slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
+    published = manifest.published
+    slot_bytes = published.slot_bytes if published else manifest.experts.nbytes(4 if dtype == "float32" else 2)
     layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
     experts = layers * each
     budget = budget_bytes(settings.budget, slot_bytes, experts)

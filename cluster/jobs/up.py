@@ -60,8 +60,7 @@ def serve_until_ended(config: RunConfig, beside: Callable[[Deployment], Abstract
             entries.append(listed.enter_context(Registry().entered(it.id, it.address, local)))
 
         steps = Steps(notices)
-        with steps:
-            deployment = deployed(config, settings, notices, steps, enter)
+        deployment = deployed(config, settings, notices, steps, enter)
         from ..placement import DeploymentEnded  # Ray
 
         try:

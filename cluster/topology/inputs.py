@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ..config import RunConfig
 from ..host import usable_cores
-from ..hub import headers, name_of
+from ..hub import headers, name_of, tensors_of
 from ..prompt import load_model_config, read_json_object
 from ..quantization import HF_QUANT_CONFIG, expected_experts, read_quantization
 from ..ray_auth import check_joinable
@@ -38,18 +38,22 @@ ROUTED = re.compile(r"\.experts\.")  # not `.shared_experts.`: those run for eve
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
+_NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _DTYPES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     """From a store's manifest; routing and attention from the checkpoint's config.json.
 
-    The dense part is the length of its file, with some kilobytes of header.
+    Without its file here the dense part is taken for the file's length, which has some kilobytes of header.
 
     Raises:
         StoreError: it is not a store. CheckpointError: config.json is of no use.
     """
     manifest, config = read_manifest(store), load_model_config(model_dir)
+    file = store / manifest.dense.file
+    dense = _elements(shape for _, shape in tensors_of(file).values()) if file.is_file() else None
     item, shape = ITEM_BYTES[DTYPE_CODES[manifest.dtype]], manifest.experts
     return ModelFacts(
         name=manifest.model,
@@ -60,7 +64,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         intermediate=shape.intermediate,
         gates=shape.gates,
         expert_elements=shape.elements(),
-        dense_elements=manifest.dense.nbytes // item,
+        dense_elements=manifest.dense.nbytes // item if dense is None else dense,
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
@@ -89,11 +93,16 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     layers = _moe_layers(config, model_dir)
     form = _expected_form(config, model_dir, hidden, width)
-    dense, source = None, "config.json and the headers of the weights"
-    if form is None:  # else the headers have packed numbers
-        dense = _dense_in_files(model_dir)
-    if dense is None:
-        dense, source = _dense_elements(config, model_dir, layers), "config.json"
+    tensors = headers(model_dir) or {}
+    source = "config.json and the headers of the weights" if tensors else "config.json"
+    routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
+    each = 3 * hidden * width
+    found = _elements(shape for _, shape in routed.values()) / (layers * experts)
+    if form is None and each / 2 < found < 2 * each:
+        each = round(found)  # with biases, without a gate
+    rest = [found for name, found in tensors.items() if name not in routed and not _SCALES.search(name)]
+    estimated = not rest or any(code not in _NUMBERS for code, _ in rest)  # packed: several numbers in one
+    dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
     return ModelFacts(
         name=name_of(model_dir),
         layers=layers,
@@ -102,12 +111,12 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         hidden=hidden,
         intermediate=width,
         gates=2,
-        expert_elements=3 * hidden * width,
+        expert_elements=each,
         dense_elements=dense,
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=source,
-        dense_estimated=source == "config.json",
+        dense_estimated=estimated,
         form=None if form is None else form[0],
         form_bytes=0 if form is None else form[1],
         mapped=form is not None and form[2],
@@ -131,6 +140,10 @@ def _expected_form(
     form, mapped = expected
     kinds = dict.fromkeys(f"{matrix.kind}{matrix.bits or ''}" for matrix in form.matrices.values())
     return ", ".join(kinds), form.nbytes(), mapped
+
+
+def _elements(shapes: Iterable[Sequence[int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
@@ -206,14 +219,6 @@ def _dense_elements(config: Mapping[str, Any], model_dir: Path, moe_layers: int)
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     dense_layers = total - moe_layers
     return embeddings + total * per_layer + moe_layers * per_moe_layer + dense_layers * per_dense_layer
-
-
-def _dense_in_files(model_dir: Path) -> int | None:
-    """Numbers in the weights that are not routed experts; None where the weights are neither here nor reachable."""
-    tensors = headers(model_dir)
-    if tensors is None:
-        return None
-    return sum(math.prod(shape) for name, (_, shape) in tensors.items() if not ROUTED.search(name))
 
 
 @dataclass(frozen=True)
