@@ -221,6 +221,8 @@ class DeviceBackend:
             out = out.index_add(0, rows, part.to(out.dtype))
         if timeline.enabled:
             timeline.span("compute", f"L{step.index} experts", began_s, time.perf_counter())
+            if step.index == len(self.cache.stats.layers) - 1:
+                timeline.end("forward")
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     def _join(self, layer: int, task: RemoteTask) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -236,7 +238,8 @@ class DeviceBackend:
             name = "NDP" if peer.kind == "ndp" else peer.label
             timeline.span("wait", f"L{layer} {name} wait", start_s, start_s + waited_s)
             if answer is not None:
-                timeline.span("ndp", f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s)
+                args = {"experts": call.experts, "pairs": call.pairs, "kernel_us": round(answer.measured_s * 1e6, 1)}
+                timeline.span(peer.name, f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s, args)
         if answer is not None and peer.kind == "shard":
             task.blocked_s, task.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         stats.count_answer(peer.kind, waited_s, call.experts, call.pairs, answer)

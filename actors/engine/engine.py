@@ -114,6 +114,8 @@ class ExpertEngine:
         self.ndp: NdpPool | None = None
         self.shards: Shards | None = None
         self.matcher = matcher
+        if matcher is not None:
+            matcher.timeline = self.timeline
         self.prefetching: RouterPrefetching | None = None
         self.pre_evicting: PreEvicting | None = None
         self.configuring: Configuring | None = None
@@ -179,6 +181,16 @@ class ExpertEngine:
         self.cache.decode_only = bool(sequences) and all(s.decode for s in sequences)
         for begin in self._at_begin:
             begin(sequences)
+        if self.timeline.enabled:
+            self._show_forward(sequences)
+
+    def _show_forward(self, sequences: Sequence[SequenceRows]) -> None:
+        """A forward, and what is made around it, begin on the timeline."""
+        rows = sum(sequence.stop - sequence.start for sequence in sequences)
+        kind = "decode" if self.cache.decode_only else "prefill"
+        name, args = f"{kind}, {rows} rows", {"sequences": [sequence.name for sequence in sequences], "rows": rows}
+        self.timeline.begin("token", name, args)
+        self.timeline.begin("forward", name, args)
 
     def _begin_hooks(self) -> Iterator[Callable[[Sequence[SequenceRows]], None]]:
         """What runs when a forward begins, in this order."""
@@ -200,6 +212,7 @@ class ExpertEngine:
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
         self._placer.end_sequence(name)
+        self.timeline.end("token")
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
 

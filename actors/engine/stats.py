@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -220,12 +221,15 @@ class EngineStats:
         return flat | own | {"layers": [asdict(x) for x in self.layers]}
 
 
-TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "ndp": 5}
+TRACKS = {"compute": 1, "wait": 2, "copy": 3, "prefetch": 4, "token": 5, "forward": 6, "matcher": 7}  # and peers
+_ORDER = ("token", "forward", "compute", "wait", "copy", "prefetch", "matcher")  # in which a viewer shows them
 
 
 class Timeline:
     """Spans in `time.perf_counter` seconds; recording is a tuple append.
 
+    Tracks: `token`, from one forward's begin to the next; `forward`, to the end of its last MoE layer; `compute`;
+    `wait`; `copy` and `prefetch`, with bytes and cause; `matcher`; and one for each peer, such as `ndp/0`.
     Callers test `enabled` before they build a span's name. At most `limit` spans are stored; `dropped` counts the rest.
     """
 
@@ -233,31 +237,51 @@ class Timeline:
         self.enabled = enabled
         self.dropped = 0
         self._limit = limit
-        self._spans: list[tuple[str, str, float, float]] = []
+        self._spans: list[tuple[str, str, float, float, dict[str, Any] | None]] = []
+        self._open: dict[str, tuple[str, float, dict[str, Any]]] = {}  # by track
 
-    def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
+    def span(self, track: str, name: str, start_s: float, end_s: float, args: dict[str, Any] | None = None) -> None:
+        """Record one. args: what a viewer shows beside it."""
         if not self.enabled:
             return
         if len(self._spans) >= self._limit:
             self.dropped += 1
             return
-        self._spans.append((track, name, start_s, end_s))
+        self._spans.append((track, name, start_s, end_s, args))
+
+    def begin(self, track: str, name: str, args: dict[str, Any]) -> None:
+        """A span begins now, and ends the one that is open on its track."""
+        self.end(track)
+        self._open[track] = (name, time.perf_counter(), args)
+
+    def end(self, track: str) -> None:
+        """The open span of a track ends now, if there is one."""
+        if (found := self._open.pop(track, None)) is not None:
+            name, start_s, args = found
+            self.span(track, name, start_s, time.perf_counter(), args)
 
     def clear(self) -> None:
         self._spans.clear()
+        self._open.clear()
         self.dropped = 0
 
     def events(self) -> list[dict[str, Any]]:
         """Chrome trace events: microseconds from the first span, one thread row per track."""
         spans = list(self._spans)
         origin_s = min((s[2] for s in spans), default=0.0)
-        rows: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}}
-            for track, tid in TRACKS.items()
-        ]
+        tids = dict(TRACKS)
+        for peer in sorted({s[0] for s in spans} - set(tids)):
+            tids[peer] = len(tids) + 1
+        shown = [*_ORDER, *(track for track in tids if track not in _ORDER)]
+        rows: list[dict[str, Any]] = []
+        for place, track in enumerate(shown):
+            head = {"ph": "M", "pid": 1, "tid": tids[track]}
+            rows.append(head | {"name": "thread_name", "args": {"name": track}})
+            rows.append(head | {"name": "thread_sort_index", "args": {"sort_index": place}})
         if self.dropped:
             rows.append({"ph": "M", "name": "dropped_spans", "pid": 1, "tid": 0, "args": {"count": self.dropped}})
-        for track, name, start_s, end_s in spans:
+        for track, name, start_s, end_s, args in spans:
+            row = {"ph": "X", "pid": 1, "tid": tids[track], "name": name}
             times = {"ts": (start_s - origin_s) * 1e6, "dur": (end_s - start_s) * 1e6}
-            rows.append({"ph": "X", "pid": 1, "tid": TRACKS[track], "name": name} | times)
+            rows.append(row | times | ({"args": args} if args else {}))
         return rows

@@ -17,7 +17,8 @@ from tiermoe.cluster.scratch import Scratch
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
 _BLOCK = re.compile(r"## One node.*?```bash\n(.*?)```", re.DOTALL)
-_UNTIL_READY = "until tiermoe status --address 127.0.0.1:{port} > status 2>&1 && grep -q serving status; do sleep 1; done"
+_ASK = "tiermoe status --address 127.0.0.1:{port} > status 2>&1 && grep -q serving status"
+_UNTIL_READY = f"until {_ASK}; do sleep 1; done"
 
 pytestmark = [
     pytest.mark.slow,

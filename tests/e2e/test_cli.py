@@ -234,6 +234,11 @@ def test_a_run_keeps_its_contract(tmp_path: Path) -> None:
     spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert spans
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    copies = [event["args"] for event in spans if event["tid"] in (3, 4)]
+    assert sum(copy["bytes"] for copy in copies) == result["bytes_loaded"]
+    assert {copy["cause"] for copy in copies} == {"demand", "prefetch"}
+    tokens = [event for event in spans if event["name"].startswith("decode")]
+    assert len(tokens) >= 2 * (result["generated_tokens"] - 1)  # the token, and its forward
 
     resident = _run("--policy", "all-resident", "--budget", "1.0")
     assert resident["token_ids"] == result["token_ids"]

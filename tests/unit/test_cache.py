@@ -111,6 +111,29 @@ def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
     assert fixture.stats.layers[1].total_io_s > 0
     tracks = [event["tid"] for event in fixture.cache.timeline.events() if event["ph"] == "X"]
     assert tracks == [2, 3]  # wait, copy
+    (copy,) = (event for event in fixture.cache.timeline.events() if event["tid"] == 3 and event["ph"] == "X")
+    assert (copy["args"]["bytes"], copy["args"]["cause"]) == (fixture.cache.residency.slot_bytes, "demand")
+
+
+def test_a_timeline_shows_forwards_tokens_and_each_peer() -> None:
+    timeline = Timeline(True)
+    timeline.begin("token", "prefill, 3 rows", {"rows": 3})
+    timeline.span("ndp/0", "L0 NDP", 1.0, 2.0, {"experts": 2})
+    timeline.span("shard/1", "L0 shard 1", 1.0, 2.0)
+    timeline.begin("token", "decode, 1 rows", {"rows": 1})  # ends the one before
+    timeline.end("token")
+    timeline.end("token")
+    events = timeline.events()
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    order = {names[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert list(order) == ["token", "forward", "compute", "wait", "copy", "prefetch", "matcher", "ndp/0", "shard/1"]
+    spans = [(names[e["tid"]], e["name"], e.get("args")) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("ndp/0", "L0 NDP", {"experts": 2}), ("shard/1", "L0 shard 1", None),
+        ("token", "prefill, 3 rows", {"rows": 3}), ("token", "decode, 1 rows", {"rows": 1}),
+    ]  # fmt: skip
+    timeline.clear()
+    assert not [event for event in timeline.events() if event["ph"] == "X"]
 
 
 def test_an_arrived_copy_is_not_waited_for(make: Make) -> None:

@@ -231,7 +231,8 @@ class CacheCounters:
 
     def _show(self, job: LoadJob, copied: Copied) -> None:
         track, key = "prefetch" if job.prefetch else "copy", job.reservation.key
-        self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s)
+        args = {"bytes": job.nbytes, "cause": job.cause, "link_us": round(copied.link_s * 1e6, 1)}
+        self.timeline.span(track, f"L{job.layer} E{key % self._experts}", copied.start_s, copied.end_s, args)
 
     def _count_premature(self, stats: LayerStats, layer: int, plan: LayerPlan) -> None:
         first = layer * self._experts

@@ -31,6 +31,7 @@ from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, probability_of
 from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, new_wanted, ranked
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
+from ..stats import Timeline
 
 _log = logging.getLogger(__name__)
 _WINDOW, _JUDGED_FROM = 64, 16  # outcomes that decide whether the matcher is slow
@@ -56,6 +57,9 @@ class MatcherLink:
         link: looks up the matcher's address.
         settings: transport and deadline; distance and capacity are the matcher's.
         shape: of the model; a matcher for another model is not used.
+
+    Attributes:
+        timeline: each answered context is a span of the track `matcher`; the engine puts its own here.
     """
 
     def __init__(self, link: PeerLink, settings: MatcherSettings, shape: MapShape) -> None:
@@ -75,6 +79,7 @@ class MatcherLink:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._publish_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._lag_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self.timeline = Timeline(False)
 
     def start(self) -> None:
         """Connect in the background."""
@@ -228,7 +233,11 @@ class MatcherLink:
             self._counts["silent"] += 1
             return None
         self._forecasts = True
-        self._lag_s.append(time.perf_counter() - asked.sent_s)
+        now_s = time.perf_counter()
+        self._lag_s.append(now_s - asked.sent_s)
+        if self.timeline.enabled:
+            args = {"experts": len(answer.keys) - answer.hints, "iteration": answer.iteration}
+            self.timeline.span("matcher", f"search {answer.iteration}", asked.sent_s, now_s, args)
         return answer
 
     def _in_time(self, command: PrefetchCommand, iteration: int, layer: int) -> PrefetchCommand | None:
