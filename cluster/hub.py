@@ -225,7 +225,8 @@ def _repository_of(folder: Path) -> Repository | None:
 def _weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files that belong to a checkpoint, also of those that are not there."""
     if not (folder / INDEX).is_file():
-        return [SINGLE]
+        there = sorted(path.name for path in folder.glob("*.safetensors"))
+        return there if SINGLE not in there and there else [SINGLE]
     weight_map = read_json_object(folder / INDEX).get("weight_map")
     names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
     if (folder / SINGLE).is_file() and SINGLE not in names:  # transformers prefers it, too
