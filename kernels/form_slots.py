@@ -93,20 +93,21 @@ class TorchFormKernel:
         return combined(y, weights)
 
     def _expert(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        form, parts = self._form, slot_parts(self._form, [part[slot] for part in self._slots])
-
-        def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            own = {part: parts[f"{name}.{part}"] for part in form.matrices[name].parts()}
-            bias = parts[f"{name}.bias"].to(x.dtype) if form.bias else None
-            return functional.linear(x, dequantize(form.matrices[name], own).to(x.dtype), bias)
-
+        form = self._form
         if form.gate_up is None:
-            both = torch.stack([product(x, "gate"), product(x, "up")], dim=-1).flatten(1)  # [n, I*2]
+            both = torch.stack([self._product(slot, name, x) for name in ("gate", "up")], dim=-1).flatten(1)  # [n, I*2]
         else:
-            both = product(x, "gate_up")
+            both = self._product(slot, "gate_up", x)
             if not form.interleaved:
                 both = both.view(len(x), 2, -1).transpose(1, 2).reshape(len(x), -1)
-        return product(self._gate(both), "down")
+        return self._product(slot, "down", self._gate(both))
+
+    def _product(self, slot: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x [n, inputs] times a transposed matrix of an expert, plus its bias: [n, outputs]."""
+        form, parts = self._form, slot_parts(self._form, [part[slot] for part in self._slots])
+        own = {part: parts[f"{name}.{part}"] for part in form.matrices[name].parts()}
+        bias = parts[f"{name}.bias"].to(x.dtype) if form.bias else None
+        return functional.linear(x, dequantize(form.matrices[name], own).to(x.dtype), bias)
 
 
 class CpuFormKernel:
@@ -160,9 +161,14 @@ class CpuFormKernel:
 def slot_parts(form: ExpertForm, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The bytes of one slot as the parts of an expert; types of eight bits stay uint8."""
     return {
-        name: (part.view(_TYPES[code]) if code in _TYPES else part).view(shape)
+        name: typed(part, code).view(shape)
         for part, (name, (code, shape)) in zip(slots, form.parts().items(), strict=True)
     }
+
+
+def typed(part: torch.Tensor, code: str) -> torch.Tensor:
+    """Bytes as numbers of this type; types of eight bits stay uint8."""
+    return part.view(_TYPES[code]) if code in _TYPES else part
 
 
 def dequantize(form: MatrixForm, parts: TorchParts) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -129,3 +134,83 @@ def test_what_is_refused() -> None:
             kernel.run(hidden, pairs, [], 2, y)
         with pytest.raises(ValueError, match="y must be"):
             kernel.run(hidden, pairs, [], 1, y[:1])
+
+
+TRITON = [name for name in FORMS if name.startswith(("fp8", "mxfp4", "nvfp4", "int")) and name != "mxfp4_gguf"]
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_decodes_every_weight_to_the_bit(name: str) -> None:
+    """Rows with a single 1 read the columns of gate."""
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.forms import TritonFormKernel
+
+    of = ExpertForm(down=form("mxfp4", 288, 32), gate=form(name, 32, 288), up=form(name, 32, 288))
+    slots, experts = slots_of(of, 2)
+    kernel = TritonFormKernel(slots, of, gate)
+    found = kernel._product(1, "gate", torch.eye(288))
+    np.testing.assert_array_equal(found.numpy(), of.dequantize(experts[1]).gate.T)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4", "int, 4 bits, order"])
+def test_triton_experts(name: str, strided: bool) -> None:
+    """Against the torch reference, at few rows and at many; a row does not depend on the others of its class."""
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.forms import TritonFormKernel
+
+    of = fused_form(name, 256, 128, interleaved=strided, bias="F32" if strided else "")
+    slots, _ = slots_of(of, 2, strided=strided)
+    hidden = torch.from_numpy(RNG.standard_normal((40, 256), dtype=np.float32))
+    neurons = of.intermediate
+    groups = [(0, 3, neurons, neurons, False), (3, 40, 0, neurons, False)]
+    ys = [torch.zeros(40, 256) for _ in range(2)]
+    for y, make in zip(ys, (TorchFormKernel, TritonFormKernel), strict=True):
+        make(slots, of, gate).run(hidden, torch.arange(40), groups, 1, y)
+    torch.testing.assert_close(ys[1], ys[0], rtol=1e-4, atol=1e-5 * float(ys[0].abs().max()))
+    alone = torch.zeros(40, 256)
+    TritonFormKernel(slots, of, gate).run(hidden, torch.arange(40), [(2, 3, neurons, neurons, False)], 1, alone)
+    assert torch.equal(alone[2], ys[1][2])
+    with pytest.raises(FormError, match="no Triton kernel"):
+        TritonFormKernel(slots, expert_form("q8_0", 256, 128), gate)
+
+
+_COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tiermoe.kernels.triton import forms
+
+dtype, codes, scale, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+kernel = forms._linear_kernel
+types = dict.fromkeys(("rows", "slot", "WIDTH", "DEPTH", "G"), "i32") | dict.fromkeys(
+    ("weight_slot", "scale_slot", "zero_slot", "whole_slot", "order_slot"), "i32")
+types |= dict(x="*" + dtype, y="*" + dtype, weight="*u8", zero="*u8", whole="*fp32", order="*i32",
+              scale="*u8" if scale else "*fp16")
+constants = dict(CODES=codes, SCALE=scale, GROUP=32, BLOCK=1, ZEROS=codes == 2, ORDER=codes == 2, DIVIDES=scale == 2,
+                 ROWS=16, OUTPUTS=32, INPUTS=64)
+source = ASTSource(
+    fn=kernel, signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+    constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+)
+ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+assert ".target sm_%d" % capability in ptx
+print("mma" if "mma" in ptx else "fma")
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes", "scale", "capability", "by"),
+    [("bf16", 1, 1, 80, "mma"), ("fp16", 2, 0, 90, "mma"), ("fp32", 0, 0, 90, "fma"), ("bf16", 1, 2, 90, "mma")],
+)
+def test_triton_compiles(dtype: str, codes: int, scale: int, capability: int, by: str, tmp_path: Path) -> None:
+    """For GPUs, which it takes none to compile for."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, dtype, str(codes), str(scale), str(capability)],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [by]
