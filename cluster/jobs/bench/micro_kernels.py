@@ -23,6 +23,8 @@ from ....actors.policies.buddymoe.substitution import substitute as sequential_s
 from ....actors.policies.routing import RerouteView
 from ....errors import ConfigError
 from ....kernels import _cpu
+from ....kernels.form_ffn import FormLayer
+from ....kernels.forms import ExpertForm, MatrixForm
 from ....kernels.pack import BITS, GROUPS, PackedShape
 from ....kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
@@ -34,8 +36,15 @@ SHAPES = ((2048, 768), (4096, 14336))  # hidden size, neurons: Qwen3-30B-A3B, Mi
 ROWS = (1, 8, 64)
 COLD_BYTES = 128 << 20  # of each competitor's experts: several times a last-level cache
 
+# published forms that are measured
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "fp8_block": {}, "mxfp4": {}, "nvfp4": {}, "int 4 bits": {"bits": 4, "group": 128, "zeros": True}, "q4_k": {},
+}  # fmt: skip
+
 # ours, theirs, least ratio of weights per second at one row
 AGAINST = (
+    ("mxfp4", "full float32", 2.0),
+    ("int 4 bits", "full float32", 2.0),
     ("4 bits", "torch fp32", 4.0),
     ("4 bits", "ggml Q4_0", 1.2),
     ("3 bits", "ggml Q3_K", 1.5),
@@ -90,6 +99,7 @@ def kernel(options: Kernel, progress: Progress | None) -> Report:
         shape = _Shape(hidden, neurons, threads, group)
         for rows in ROWS:
             cases = [shape.read(), *(shape.packed(bits, rows) for bits in BITS)]
+            cases += [shape.form(kind, rows) for kind in PUBLISHED]
             if rows == 1:
                 cases += [shape.full(name) for name in ("float32", "bfloat16")]
                 cases += [shape.ggml(other, fmt) for fmt in FORMATS] if other is not None else []
@@ -148,6 +158,25 @@ class _Shape:
         layer = PackedLayer(arrays, shape, "silu", self._threads)
         return self._case(_width(bits), self._runner(layer, rows), shape.nbytes(), rows)
 
+    def form(self, kind: str, rows: int) -> Case:
+        """Experts as published: `kind` is one of `PUBLISHED`."""
+        gate, down = (
+            MatrixForm(kind.split()[0], *size, **PUBLISHED[kind])
+            for size in ((self._neurons, self._hidden), (self._hidden, self._neurons))
+        )
+        form = ExpertForm(down=down, gate=gate, up=gate)
+        experts = math.ceil(COLD_BYTES / form.nbytes())
+        # scales are finite whatever they are: exponents of 100 to 115 of e8m0
+        fills = {"F32": self._values, "F16": self._values.astype(np.float16), "U8": self._bytes}
+        arrays = {
+            name: np.resize(self._bytes % 16 + 100 if name.endswith("scale") and code == "U8" else
+                            fills.get(code, self._bytes), (experts, *size))
+            for name, (code, size) in form.parts().items()
+        }  # fmt: skip
+        parts = [{name: array[expert] for name, array in arrays.items()} for expert in range(experts)]
+        layer = FormLayer(parts, [form] * experts, "silu", self._threads)
+        return self._case(kind, self._runner(layer, rows), form.nbytes(), rows)
+
     def full(self, dtype: str) -> Case:
         values = self._values if dtype == "float32" else (self._values.view(np.uint32) >> 16).astype(np.uint16)
         size = self._weights * values.itemsize
@@ -193,7 +222,7 @@ class _Shape:
 
         return self._case(f"ggml {fmt.name}", run, size, 1)
 
-    def _runner(self, layer: PackedLayer | FullLayer, rows: int) -> Callable[[int], None]:
+    def _runner(self, layer: PackedLayer | FullLayer | FormLayer, rows: int) -> Callable[[int], None]:
         x = self._inputs(rows)
         out, numbers = np.empty_like(x), np.arange(rows, dtype=np.int32)
         weights = np.ones(rows, dtype=np.float32)
