@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import FakeGpu
+from form_cases import expert_form
 from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
 from torch import nn
 
+from tiermoe.actors.engine.cache.form_slots import FormKernels, FormPool
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.model import kernels as kernel_choice
@@ -22,7 +24,7 @@ from tiermoe.actors.engine.model.kernels import (
     problem_of,
 )
 from tiermoe.actors.engine.model.model import MoeBlock
-from tiermoe.actors.store.format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape, Published
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert_ffn import CpuKernel, Group, Operands, TorchKernel
 
@@ -174,3 +176,19 @@ def test_a_candidate_that_fails_is_left_out_and_said(quick: None, monkeypatch: p
     assert sum("RuntimeError: out of resource: shared memory" in note for note in plan.notes) == 3
     with pytest.raises(ConfigError, match=r"expert_kernel 'triton' cannot run these experts; triton .*out of resource"):
         on_gpu(pool, "triton", monkeypatch)
+
+
+def test_kernels_of_published_forms() -> None:
+    """On the CPU: C++ for the activations that it knows, else torch; each form of a mixed pool has its own."""
+    forms = tuple(expert_form(name, 64, 32) for name in ("mxfp4", "bfloat16"))
+    published = Published(forms=forms, layers=(0, 1, 0), checkpoint=None)
+    pool = FormPool.allocate(published, 2, torch.float32, torch.device("cpu"))
+    blocks = [block(), block(), block(None)]
+    found = [FormKernels(pool, "auto", blocks).of(b) for b in blocks]
+    assert [kernel.name for kernel in found] == ["cpu", "cpu", "torch"]
+    assert found[0] is not found[1]
+    assert FormKernels(pool, "loop", blocks).plan.chosen["decode"] == "torch"
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        FormKernels(pool, "triton", blocks)
+    with pytest.raises(ConfigError, match="does not run experts in the form"):
+        FormKernels(pool, "grouped", blocks)

@@ -125,17 +125,23 @@ class FormKernels:
     """
 
     def __init__(self, pool: FormPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
-        if setting not in ("auto", "loop"):
+        if setting not in ("auto", "loop", "triton"):
             raise ConfigError(
                 f"expert_kernel '{setting}' does not run experts in the form {pool.published.label()}", "use auto"
             )
+        if setting == "triton":
+            _check_triton(pool)
         self._of: dict[int, ExpertKernel] = {}
         made: dict[tuple[ExpertForm, str], ExpertKernel] = {}
         name = ""
         for layer, block in enumerate(blocks):
             form, activation = pool.published.of(layer), _activation(block)
             kernel: ExpertKernel
-            if activation is None or setting == "loop" or pool.device.type != "cpu":
+            if setting == "triton":
+                from ....kernels.triton.forms import TritonFormKernel
+
+                kernel = TritonFormKernel(pool.parts(form), form, block.gate)
+            elif activation is None or setting == "loop" or pool.device.type != "cpu":
                 kernel = TorchFormKernel(pool.parts(form), form, block.gate)
             elif (form, activation) in made:
                 kernel = made[form, activation]
@@ -149,6 +155,20 @@ class FormKernels:
     def of(self, block: MoeBlock) -> ExpertKernel:
         """The kernel of a layer."""
         return self._of[id(block.experts)]
+
+
+def _check_triton(pool: FormPool) -> None:
+    """Raise ConfigError unless Triton's kernels run these forms here. `auto` does not choose them: none was timed."""
+    if pool.device.type == "cpu":
+        raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
+    try:
+        from ....kernels.triton.forms import TritonFormKernel
+    except ImportError as error:
+        raise ConfigError("expert_kernel 'triton' needs triton", "pip install 'tiermoe[gpu]', or use auto") from error
+    if not all(TritonFormKernel.supports(form) for form in pool.published.forms):
+        raise ConfigError(
+            f"expert_kernel 'triton' does not run experts in the form {pool.published.label()}", "use auto"
+        )
 
 
 def _activation(block: MoeBlock) -> str | None:
