@@ -133,7 +133,7 @@ def check(path: Path, oracle: Path) -> None:
             assert greedy(worker, PROMPTS, TOKENS) == expected
 
 
-@pytest.mark.parametrize("kind", ["BF16", pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
+@pytest.mark.parametrize("kind", ["BF16", *(pytest.param(k, marks=pytest.mark.slow) for k in ("F16", "F32", "Q8_0"))])
 def test_a_gguf_of_the_default_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_tokens: list[list[int]]
 ) -> None:
@@ -172,7 +172,10 @@ def test_gpt_oss_as_gguf(tmp_path: Path) -> None:
     check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "RedHatAI/Qwen3-30B-A3B-NVFP4"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", pytest.param("RedHatAI/Qwen3-30B-A3B-NVFP4", marks=pytest.mark.slow)],
+)
 def test_ndp_workers_compute_the_published_form(name: str, tmp_path: Path) -> None:
     """Cold experts are computed near data from the mapped checkpoint, without replicas."""
     published, oracle = write(next(release for release in RELEASES if release.name == name), tmp_path)
