@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..actors.store.format import first_problem
 from ..errors import CheckpointError, FormError, UnsupportedModelError
 from ..kernels.forms import ExpertForm, MatrixForm
+from .prompt import read_json_object
 
 HF_QUANT_CONFIG = "hf_quant_config.json"  # ModelOpt's own file
 KEYS = ("quantization_config", "compression_config")
@@ -116,6 +118,21 @@ def read_quantization(config: Mapping[str, Any], hf_quant: Mapping[str, Any] | N
         raise CheckpointError(
             f"the quantization_config of config.json is malformed ({first_problem(error)})", "download it again"
         ) from error
+
+
+def published_as(model_dir: Path) -> str | None:
+    """How a checkpoint's folder publishes its weights, such as "fp8" or "GGUF"; None: as plain numbers, or a store.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `read_quantization`; or a file is no JSON object.
+    """
+    config, beside = model_dir / "config.json", model_dir / HF_QUANT_CONFIG
+    if any(model_dir.glob("*.gguf")) and not any(model_dir.glob("*.safetensors")):
+        return "GGUF"
+    if not config.is_file():
+        return None
+    found = read_quantization(read_json_object(config), read_json_object(beside) if beside.is_file() else None)
+    return None if found is None else found.method
 
 
 def _refused(what: str) -> UnsupportedModelError:

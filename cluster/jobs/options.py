@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...actors.policies.sharding import owned_experts
-from ...actors.settings import EngineSettings, budget_bytes
+from ...actors.settings import EngineSettings, budget_bytes, check_published
 from ...actors.store.format import read_manifest
 from ...errors import BudgetError, ConfigError, RequestError
 from ..config import RunConfig, check_model_dir, engine_settings, load_run_config
 from ..host import has_gpu
 from ..hub import located
+from ..quantization import published_as
 from ..ray_auth import adopt_mode
 from ..yaml_file import option_name
 
@@ -190,6 +191,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
         raise ConfigError("this machine has no CUDA device", "use --device cpu, or join a cluster that has one")
     config = located(config)
     check_model_dir(config.model_dir)
+    check_published(settings.policy, published_as(config.model_dir))
     return config, settings
 
 
@@ -217,8 +219,9 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     """
     manifest = read_manifest(store)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
-    published = manifest.published
-    slot_bytes = published.slot_bytes if published else manifest.experts.nbytes(4 if dtype == "float32" else 2)
+    slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
+    if manifest.published is not None:
+        slot_bytes, dtype = manifest.published.slot_bytes, manifest.published.label()
     layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
     experts = layers * each
     budget = budget_bytes(settings.budget, slot_bytes, experts)

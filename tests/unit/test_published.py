@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import RELEASES, SIZES, Release, write, write_gguf
+from published import FP8_CONFIG, RELEASES, SIZES, Release, write, write_gguf
 from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
@@ -26,6 +26,8 @@ from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
 from tiermoe.cluster.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
+from tiermoe.cluster.quantization import published_as
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import ConfigError
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
@@ -198,3 +200,23 @@ def test_policies_that_need_full_precision_are_refused(preset: str) -> None:
         check_published(policy, "fp8_block")
     check_published(policy, None)
     check_published(load_policy("next-gate"), "fp8_block")
+
+
+def test_the_plan_from_a_configuration_alone(tmp_path: Path) -> None:
+    """Form, bytes and disk of published models before any weight is there."""
+    head = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_experts": 128,
+            "num_experts_per_tok": 8, "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "dtype": "bfloat16"}  # fmt: skip
+    each = 3 * 2048 * 768
+    expected = {  # bytes of an expert: codes and scales
+        "fp8": (each + 3 * 6 * 16 * 4, True), "gptq": (each // 2 + each // 128 * 2, False),
+        "nvfp4": (each // 2 + each // 16 + 3 * 4, True),
+    }  # fmt: skip
+    configs = {"fp8": FP8_CONFIG, "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+               "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}}  # fmt: skip
+    for name, (nbytes, mapped) in expected.items():
+        (tmp_path / "config.json").write_text(json.dumps({**head, "quantization_config": configs[name]}))
+        facts = facts_of_checkpoint(tmp_path)
+        assert (facts.expert_bytes, facts.mapped) == (nbytes, mapped)
+        assert (facts.store_bytes < 10e9) == mapped
+        assert published_as(tmp_path) is not None

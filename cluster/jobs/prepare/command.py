@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ....actors.store.files import published_refused
+from ....actors.store.format import read_manifest
 from ....errors import ConfigError
 from ...hub import locate
 from ..profile.command import profile_request
@@ -123,6 +125,8 @@ def prepare_command(
         store = model
     else:
         store = prepare(model, out if out is not None else default_store_dir(model, cache_dir), force=force)
+    if (options, neuron_order, gates, sensitivity) != (None,) * 4 and read_manifest(store).published is not None:
+        raise published_refused(f"store {store}")
     for add in additions():
         add(store)
     typer.echo(store)
