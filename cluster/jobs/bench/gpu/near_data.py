@@ -23,7 +23,7 @@ from ....host import usable_cores
 from ....worker_process import Role, WorkerProcess
 
 if TYPE_CHECKING:
-    from .job import NO_TIME, Context, Record
+    from .job import Context, Record
 
 WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 REPEATS = 3
@@ -35,6 +35,7 @@ DISTINCT_LAYERS = 2  # that have replicas of their own, which serve all layers i
 def run(context: Context, record: Record) -> None:
     """Time the kernels, 1 to 4 bits, on half of the cores and on all: fewer threads may saturate the memory."""
     from ..micro_kernels import THREADS_COLD_BYTES, kernel_threads
+    from .job import NO_TIME
 
     cores = usable_cores()
     shapes, cold_bytes = (TOY_SHAPES, TOY_BYTES) if context.toy else (SHAPES, THREADS_COLD_BYTES)

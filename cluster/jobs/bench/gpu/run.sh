@@ -17,4 +17,4 @@ ln -sfn "$root" "$names/tiermoe"  # the clone under the name of its package
 export PYTHONPATH="$names${PYTHONPATH:+:$PYTHONPATH}"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 cd "$root"
-exec "$python" -m tiermoe.cluster.jobs.bench.gpu "$@"
+exec "$python" -m tiermoe.cluster.jobs.bench.gpu --spent "$SECONDS" "$@"
