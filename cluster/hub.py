@@ -93,12 +93,12 @@ def locate(model: str | None, need: Need = "text") -> Path:
             return gguf_folder(found)
         return found
     match = _NAME.fullmatch(model)
-    if match is None or ".." in model or "--" in match["repo"]:
+    if match is None or ".." in model or "--" in match["repo"] or path.suffix in (".gguf", ".safetensors"):
         return path  # `check_model_dir` says what is wrong with it
     repository = Repository(match["repo"], match["revision"] or "main")
-    found = _cached(_cache() / _folder(repository.name), repository.revision)
-    if found is not None and all((found / name).is_file() for name in _NEEDED[need]):
-        return found
+    cached = _cached(_cache() / _folder(repository.name), repository.revision)
+    if cached is not None and all((cached / name).is_file() for name in _NEEDED[need]):
+        return cached
     return _fetch_small(repository, need)
 
 

@@ -111,7 +111,10 @@ def plan(
     return planned(chosen, None if nodes is None else Path(nodes)).as_dict()
 
 
-@with_options("model", "policy", "budget", "device", "cluster.shards", "cluster.ndp_workers", "store")
+@with_options(
+    "model", "store", "policy", "device", "budget", "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory",
+    "cluster.shards", "cluster.ndp_workers",
+)
 def plan_command(
     options: dict[str, Any],
     config: Config = None,

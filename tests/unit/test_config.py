@@ -18,9 +18,10 @@ from serving import policy, prepared, settings
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors import ndp_worker
-from tiermoe.actors.settings import LinkSettings, NdpSettings, ShardSettings
+from tiermoe.actors.settings import KvSettings, LinkSettings, NdpSettings, ShardSettings
 from tiermoe.cluster import config as config_module
 from tiermoe.cluster import host as cores_module
+from tiermoe.cluster.cli import main
 from tiermoe.cluster.config import (
     ClusterConfig,
     RunConfig,
@@ -35,7 +36,8 @@ from tiermoe.cluster.config import (
     policy_names,
 )
 from tiermoe.cluster.jobs.options import RUNTIME, check_budget, with_options
-from tiermoe.cluster.topology.inputs import LocalRay, local_ray
+from tiermoe.cluster.jobs.prepare import default_store_dir
+from tiermoe.cluster.topology.inputs import LocalRay, local_ray, this_machine
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
@@ -377,3 +379,42 @@ def test_options_are_made_of_the_fields() -> None:
 def _about(model: type[BaseModel], field: str) -> str:
     text = model.model_fields[field].description or ""
     return text[0].upper() + text[1:]
+
+
+def test_a_longer_request_gets_a_kv_cache_that_holds_one() -> None:
+    assert KvSettings().request_tokens == 32 * 256
+    longer = KvSettings(max_model_len=10_000)
+    assert (longer.num_blocks, longer.request_tokens) == (313, 10_000)
+    assert KvSettings(max_model_len=100).num_blocks == 256
+    with pytest.raises(ValueError, match="more than the KV cache holds"):
+        KvSettings(max_model_len=10_000, num_blocks=4)
+
+
+def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = capsys.readouterr().out
+    panels = ["Options", "Model", "Memory", "Cluster", "Emulation", "Sampling"]
+    places = [text.index(f"─ {panel} ─") for panel in panels]
+    assert places == sorted(places)
+    assert "org/name[@revision]" in text  # no markup
+    memory = text[places[2] : places[3]]
+    assert all(option in memory for option in ("--budget", "--max-model-len", "--max-num-seqs", "--host-memory"))
+
+
+def test_a_near_name_is_proposed() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'on-demand'"):
+        load_policy("on-demnd")
+
+
+def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_store_dir(default_model_dir()).parent == tmp_path / "tiermoe" / "stores"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_store_dir(default_model_dir()).parent == Path.home() / ".cache" / "tiermoe" / "stores"
+
+
+def test_host_memory_bounds_what_a_plan_may_take() -> None:
+    config = load_run_config(None, {"cluster": {"host_memory": "1MB"}})
+    (node,) = this_machine(local_ray(config, engine_settings(config)))
+    assert node.resources["memory"] == 1e6

@@ -231,7 +231,9 @@ def test_a_repository_without_safetensors(server: HubServer, checkpoint: Path) -
         hub.complete(hub.locate(NAME), progress=False)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../x/y", "o/..", "org/na me", "org/x--y", "-o/x", "o/x@../../y"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "a/b/c", "../x/y", "o/..", "org/na me", "org/x--y", "-o/x", "o/x@../../y", "o/x.gguf"]
+)
 def test_what_is_no_name_asks_no_hub(server: HubServer, name: str) -> None:
     assert not hub.locate(name).is_dir()
     assert server.requests == []
