@@ -132,11 +132,11 @@ class FormKernels:
         if setting == "triton":
             _check_triton(pool)
         self._of: dict[int, ExpertKernel] = {}
-        made: dict[tuple[ExpertForm, str], ExpertKernel] = {}
+        made: dict[tuple[ExpertForm, str], CpuFormKernel] = {}
         name = ""
         for layer, block in enumerate(blocks):
             form, activation = pool.published.of(layer), _activation(block)
-            kernel: ExpertKernel
+            kernel: TorchFormKernel | CpuFormKernel
             if setting == "triton":
                 from ....kernels.triton.forms import TritonFormKernel
 
