@@ -75,8 +75,10 @@ def fit_layer(
     ]
     powers = np.empty((experts, neurons, 3), dtype=np.float32)
     into = [
-        (m.bits, *(m.arrays[name].ctypes.data for name in ("gate_up", "gate_up_scales", "down", "down_scales")),
-         m.errors.ctypes.data)
+        (
+            m.bits, m.arrays["gate_up"].ctypes.data, m.arrays["gate_up_scales"].ctypes.data,
+            m.arrays["down"].ctypes.data, m.arrays["down_scales"].ctypes.data, m.errors.ctypes.data,
+        )
         for m in made
     ]  # fmt: skip
     _cpu.fit(

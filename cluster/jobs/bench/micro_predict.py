@@ -73,7 +73,7 @@ def predict(options: Predict, progress: Progress | None) -> Report:
             for model, base in bases.items():
                 for budget in ("1.0",) if settings.preload == "all" else options.budget:
                     config = _config(base, name, budget, options.link_gbps)
-                    row = {"model": model, "policy": name, "budget": budget}
+                    row: dict[str, Any] = {"model": model, "policy": name, "budget": budget}
                     row |= _predicted(config, costs, traces[model])
                     row |= _measured(config, prompts[model][RECORDED:], options, report, progress, f"{model}, {name}")
                     ratio = row["predicted"] / row["measured"]

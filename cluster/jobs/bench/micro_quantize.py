@@ -101,7 +101,7 @@ def _speeds(repeats: int, progress: Progress | None) -> dict[tuple[str, int], di
     made = torch.Generator().manual_seed(0)
     gate_up = (0.02 * torch.randn(SPEED_EXPERTS, neurons, 2, hidden, generator=made)).bfloat16()
     down = (0.02 * torch.randn(SPEED_EXPERTS, neurons, hidden, generator=made)).bfloat16()
-    stored = [t.view(torch.uint16).numpy() for t in (gate_up, down)]
+    stored = gate_up.view(torch.uint16).numpy(), down.view(torch.uint16).numpy()
     mega = sum(array.nbytes for array in stored) / 1e6
     inputs = LayerInputs(
         torch.randn(SPEED_ROWS, hidden, generator=made).numpy(), np.zeros((SPEED_ROWS, 1), np.int32),
@@ -159,8 +159,8 @@ def _measure(
         task = progress.add_task("comparing", total=len(blocks))
         for layer, block in enumerate(blocks):
             activation, arrays = block.activation or "", opened.layers[layer]
-            weights = host_weights([arrays])[0].tensors[:2]
-            full, heldout = Matrices.of(*weights), open_inputs(inputs["heldout"], layer)
+            gate_up, down = host_weights([arrays])[0].tensors[:2]
+            full, heldout = Matrices.of(gate_up, down), open_inputs(inputs["heldout"], layer)
             rows = [expert_rows(heldout, expert, ROWS) for expert in range(len(full.down))]
             outputs = expert_outputs(full, rows, activation)
             power += [float(y.square().mean()) for y in outputs]
@@ -170,7 +170,7 @@ def _measure(
 
             calibrated = open_inputs(inputs["calibration"], layer)
             parts: dict[int, list[Matrices]] = {bits: [] for bits in WIDTHS}
-            for result in widths_of(*weights, calibrated, activation, WIDTHS, GROUP, False):
+            for result in widths_of(gate_up, down, calibrated, activation, WIDTHS, GROUP, False):
                 parts[result.bits].append(result.experts.dequantized())
             fitted, _ = fit_layer(arrays.gate_up, arrays.down, arrays.dtype, WIDTHS, GROUP, threads)
             for each in fitted:

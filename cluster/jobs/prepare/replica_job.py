@@ -122,6 +122,7 @@ class ReplicaJob(ABC):
     def make(self, console: Console) -> None:
         """Quantize and publish. Raises StoreError: as `add_replicas`."""
         opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
+        layers = range(len(opened.layers))  # refused before anything is written where experts are in a published form
         options = [self.method, self.options.group, self.options.act_order]
         inputs = {
             MANIFEST_NAME: store_digest(self.store),
@@ -131,7 +132,6 @@ class ReplicaJob(ABC):
             inputs["calibration"] = self.calibration.sha256
         journal = Journal(folder, inputs, _ALGORITHM)
         self._require_space(opened, folder)
-        layers = range(len(opened.layers))
         with self._progress(console) as bar:
             title, total = self._work(opened)
             task = bar.add_task(title, total=total)
@@ -188,7 +188,7 @@ class ReplicaJob(ABC):
             tensors, parts = self._shape(opened, bits).tensors(), made[bits].arrays
             experts = opened.manifest.experts.num_experts
             header = {name: (code, (experts, *dims)) for name, (code, dims) in tensors.items()}
-            data = (memoryview(part[name].reshape(-1)).cast("B") for name in header for part in parts)
+            data = (part[name].reshape(-1).view(np.uint8).data for name in header for part in parts)
             written = write_tensors(folder / self._name(bits, layer), header, data)
             losses = _write_figures(folder / _figures_name(bits, layer), made[bits].figures)
             journal.add(written)
