@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_the_benchmark_measures_its_inputs_and_its_cells(
     monkeypatch.setattr(micro_predict, "RANDOM", replace(micro_predict.RANDOM, experts=8, hidden=128, layers=2))
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "heldout").mkdir()
-    (model / "heldout" / "text.txt").write_text("\n\n".join([TEXT[:400]] * 12))
+    (model / "heldout" / "text.jsonl").write_text("\n".join(json.dumps({"text": TEXT[i : i + 60]}) for i in range(6)))
     report = measure(Predict(model=str(model), preset=("next-gate",), budget=("0.5",), repeats=1, max_tokens=6))
     assert [(row["model"], row["policy"]) for row in report.rows] == [("model", "next-gate"), ("random", "next-gate")]
     for row in report.rows:
