@@ -27,7 +27,8 @@ from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
-from .store.files import ExpertStore, FormArrays, open_views
+from .store.files import ExpertStore, open_views
+from .store.published import FormArrays
 from .store.replicas import describe_replicas, open_replicas
 
 _PACE_SPIN_S = 200e-6  # a sleep may last longer by about this much; the rest is spun

@@ -25,9 +25,9 @@ from ...proto.messages import FileReply, FileRequest, HealthReport, HealthReques
 from ...proto.options import ServerOptions, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
-from .files import ExpertStore, FormArrays, LayerArrays, StoreView
+from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
-from .published import mapped_files
+from .published import FormArrays, mapped_files
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
 

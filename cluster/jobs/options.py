@@ -219,9 +219,9 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     """
     manifest = read_manifest(store)
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if settings.device == "cpu" else "bfloat16")
-    slot_bytes = manifest.experts.nbytes(4 if dtype == "float32" else 2)
+    slot_bytes, form = manifest.experts.nbytes(4 if dtype == "float32" else 2), str(dtype)
     if manifest.published is not None:
-        slot_bytes, dtype = manifest.published.slot_bytes, manifest.published.label()
+        slot_bytes, form = manifest.published.slot_bytes, manifest.published.label()
     layers, each, shards = len(manifest.layers), manifest.experts.num_experts, settings.shards
     experts = layers * each
     budget = budget_bytes(settings.budget, slot_bytes, experts)
@@ -229,7 +229,7 @@ def check_budget(settings: EngineSettings, store: Path) -> None:
     if settings.policy.preload == "all" and budget < most * slot_bytes:
         where = "" if shards.count == 1 else f" on the fullest of {shards.count} GPUs"
         raise BudgetError(
-            f"policy '{settings.policy.name}' keeps all experts resident, {most * slot_bytes} bytes in {dtype}{where}; "
+            f"policy '{settings.policy.name}' keeps all experts resident, {most * slot_bytes} bytes in {form}{where}; "
             f"the budget is {budget}",
             f"pass --budget {math.ceil(1e4 * most / experts) / 1e4}, or choose a policy that loads on demand",
         )

@@ -17,8 +17,8 @@ from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel
 from ....kernels.form_slots import CpuFormKernel, TorchFormKernel
 from ....kernels.forms import ExpertForm
 from ...settings import EngineSettings, ExpertKernelName
-from ...store.files import FormArrays
 from ...store.format import Published, part_bytes
+from ...store.published import FormArrays
 from ..model.kernels import KernelPlan, Kernels
 from ..model.model import MoeBlock
 from .device import Tensors

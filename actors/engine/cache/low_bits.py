@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -50,7 +51,8 @@ class ReplicaWeights:
             left = settings.pinned_gib - (experts.registered + experts.copied) / (1 << 30)
             settings = settings.model_copy(update={"pinned_gib": max(0.0, left)})
         layers, mine = device.pin(self.layers, settings)
-        return replace(self, layers=list(layers)), mine if experts is None or mine is None else experts.beside(mine)
+        found = cast(list[LayerWeights], list(layers))
+        return replace(self, layers=found), mine if experts is None or mine is None else experts.beside(mine)
 
 
 @dataclass(frozen=True)

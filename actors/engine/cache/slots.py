@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -351,6 +351,6 @@ class SlotMap:
             if self._forms is not None and len(self._forms.forms) > 1:
                 return found  # a slot's target depends on the form, too
         else:
-            found = self.pool.neuron_range(self._segments.first[slot], self._segments.neurons[segment])
+            found = cast(SlotPool, self.pool).neuron_range(self._segments.first[slot], self._segments.neurons[segment])
         self.targets[slot, self._bytes[segment]] = found
         return found

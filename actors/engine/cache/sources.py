@@ -39,8 +39,9 @@ from numpy.typing import NDArray
 from ....errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
 from ....proto.peers import Reconnecting, StoreLink
 from ...settings import CopySettings, StoreSettings
-from ...store.files import FormArrays, LayerArrays, StoreView, open_views
+from ...store.files import LayerArrays, StoreView, open_views
 from ...store.format import Manifest
+from ...store.published import FormArrays
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
 from ..model.model import DTYPES
 from .device import Device, PinReport, Tensors

@@ -111,7 +111,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
                 raise CheckpointError(f"{first} and {shard.name} both hold tensor {spec.name!r}", REFETCH)
             tensors[spec.name] = TensorEntry(shard, spec)
     _check_index(path, tensors)
-    return Checkpoint(path, config, tensors, tuple(source), quantization)
+    return Checkpoint(path, config, {**tensors}, tuple(source), quantization)
 
 
 def _open_gguf(path: Path, config: dict[str, Any]) -> Checkpoint:

@@ -200,7 +200,7 @@ def _parts(layer: LayerExperts, advance: Advance) -> Iterator[memoryview]:
         held: dict[str, list[memoryview]] = {}
         for parts in layer.read(matrix):
             for part, array in parts.items():
-                piece = memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+                piece = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
                 if layer.mapped:
                     advance(len(piece))
                 else:

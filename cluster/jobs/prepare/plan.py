@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from ....actors.engine.model.model import quiet_logger
 from ....actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ....errors import CheckpointError, UnsupportedModelError
 from ...quantization import KEYS
-from .checkpoint import REFETCH, Checkpoint, Entry, read_bytes
+from .checkpoint import REFETCH, Checkpoint, Entry, TensorEntry, read_bytes
 from .published import QuantizedEntry, join
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
@@ -381,7 +381,7 @@ def dequantized_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[
     """The checkpoint's tensors, quantized matrices as one tensor each. Raises CheckpointError as `join`."""
     if checkpoint.quantization is None:
         return dict(checkpoint.tensors)
-    return join(checkpoint.tensors, checkpoint.quantization, type_code(model.dtype))
+    return join(cast(dict[str, TensorEntry], checkpoint.tensors), checkpoint.quantization, type_code(model.dtype))
 
 
 def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> None:
