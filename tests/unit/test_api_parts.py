@@ -85,7 +85,7 @@ def test_a_port_is_ours_alone() -> None:
         (["--api-key-file", "/nowhere/key"], "cannot be read"),
         (["--chat-template", "/nowhere/template"], "cannot be read"),
         (["--deployment", "abcdef"], "--attach"),
-        (["--attach", "127.0.0.1:1", "--budget", "25%"], "--budget"),
+        (["--attach", "127.0.0.1:1", "--budget", "25%"], "is a matter of the runtime"),
         (["--policy", "nothing"], "no policy"),
     ],
     ids=str,
