@@ -124,6 +124,7 @@ def _is_back(runtime: Deployment, before: ActorRecord) -> bool:
     return restarted and set(peers) == {"connected"}
 
 
+@pytest.mark.slow
 def test_a_worker_finds_the_lead_again_after_the_directory_was_lost(
     runtime: Deployment, prompt: tuple[int, ...], undisturbed: list[int]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_cluster_without_the_resource_is_refused(address: str, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_ndp_worker_goes_where_the_resource_is(tmp_path: Path) -> None:
     with head("--resources", '{"ndp": 1}', cpus=4) as address:
         done = _run_with_ndp(address, tmp_path)

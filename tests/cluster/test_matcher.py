@@ -10,6 +10,8 @@ from ray_nodes import until
 
 from tiermoe.cluster.deploy import Deployment
 
+pytestmark = pytest.mark.slow
+
 _TOKENS = 80
 
 

@@ -50,6 +50,7 @@ def _assert_gone(family: list[psutil.Process], scratch: Path) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name]
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_then_one_is_interrupted_and_one_killed() -> None:
     with _driver("generate") as interrupted, _driver("generate") as killed:
         for process in (interrupted, killed):
@@ -76,6 +77,7 @@ def test_an_interrupt_during_the_start_leaves_nothing() -> None:
         _assert_gone(*family)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_with_shards_and_ndp_workers() -> None:
     """Real workers with channels in shared memory between them; each run has its own, and leaves none."""
     options = ["--policy", "context-ndp-full", "--shards", "2", "--ndp-workers", "2", "--threads", "1", "--json"]

@@ -233,6 +233,7 @@ def press(worker: Any, seed: int, share: float) -> None:
 # a failing example is shown as it is: shrinking one would serve the model a hundred times
 @examples(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 2**32), budget=st.sampled_from([0.02, 0.05, 0.25, 0.6]), share=st.floats(0.0, 0.9))
+@pytest.mark.slow
 def test_under_random_eviction(
     seed: int, budget: float, share: float, store: ExpertStore, reference: Reference
 ) -> None:

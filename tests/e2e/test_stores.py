@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from serving import Reference, settings
 
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -89,6 +90,7 @@ def test_two_slices_and_files_of_the_own_node(store: ExpertStore, reference: Ref
         ]
 
 
+@pytest.mark.slow
 def test_a_replica_takes_over_midway(store: ExpertStore, reference: Reference) -> None:
     with _stores(store, LAYERS, LAYERS) as stores, _lead(_elsewhere(store), _config(), stores) as lead:
         remote = lead._sources.remote

@@ -121,7 +121,7 @@ def test_a_host_that_falls_behind_the_ring_is_told() -> None:
         list(case.device.routed(3))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_experts_come_and_go_while_steps_run(seed: int) -> None:
     """Copies end late and in any order; each step gives the host's values, whatever is resident."""
     case = Case(seed=seed)

@@ -43,6 +43,7 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
     assert (spread["host"]["minimum"], spread["host"]["maximum"]) == (pytest.approx(3.0), pytest.approx(21.0))
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_token_are_its_measured_time() -> None:
     """Also that nothing stays replaced: the second preset runs on the same classes."""
     report = host(Host(preset=("on-demand",), batch=(2,), repeats=1, ray=False), None)
