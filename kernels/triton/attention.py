@@ -26,7 +26,7 @@ from ..device import on_device
 from .launch import Launch
 
 SPLIT = 512  # keys of a program
-_KEYS = 32  # of a step of it; two steps of both sources take under 64 KiB of shared memory
+_KEYS = 32  # of a step of it
 _DECODE, _PROMPT = 16, 64  # pairs of a program, least and in prompts
 
 
@@ -71,16 +71,13 @@ def _attend(
             j = start + tl.arange(0, N)
             there = (j >= 0) & (j < end)
             cached = there & (j < past)
-            new = there & (j >= past)
             at = tl.load(index + first_key + j, mask=cached, other=0).to(tl.int64)
             at = (at * kv_heads + head)[:, None] * WIDTH + d[None, :]
             fresh = ((first + j - past).to(tl.int64) * kv_heads + head)[:, None] * WIDTH + d[None, :]
-            from_cache = cached[:, None] & wide[None, :]
-            from_new = new[:, None] & wide[None, :]
-            k = tl.load(k_cache + at, mask=from_cache, other=0.0)
-            k = tl.where(new[:, None], tl.load(k_new + fresh, mask=from_new, other=0.0), k)
-            v = tl.load(v_cache + at, mask=from_cache, other=0.0)
-            v = tl.where(new[:, None], tl.load(v_new + fresh, mask=from_new, other=0.0), v)
+            # one load from either place: half the shared memory and registers of a load from each
+            wanted = there[:, None] & wide[None, :]
+            k = tl.load(tl.where(cached[:, None], k_cache + at, k_new + fresh), mask=wanted, other=0.0)
+            v = tl.load(tl.where(cached[:, None], v_cache + at, v_new + fresh), mask=wanted, other=0.0)
             if WIDEN:  # the interpreter does not multiply bfloat16
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
