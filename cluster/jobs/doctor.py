@@ -182,10 +182,12 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
     if (costs := report.get("costs")) is not None:
         rows.append(("experts' kernels", f"{costs['expert_us']:.0f} us and {costs['expert_gbps']:.1f} GB/s each"))
+        rows.append(("copies", f"{costs['copy_us']:.0f} us and {costs['copy_gbps']:.1f} GB/s each, "
+                               f"waits end {costs['wait_us']:.0f} us later"))  # fmt: skip
         rows.append(("dense part", f"{costs['dense_layer_us']:.0f} us a layer and {costs['dense_gbps']:.1f} GB/s"))
         for name, policy in costs["policies"].items():
-            step, layer, load = (f"{policy[key]:.0f} us" for key in ("step_us", "layer_us", "load_us"))
-            rows.append((f"host, {name}", f"{step} a step, {layer} a layer, {load} a load"))
+            step, layer, miss, load = (f"{policy[f'{key}_us']:.0f} us" for key in ("step", "layer", "miss", "load"))
+            rows.append((f"host, {name}", f"{step} a step, {layer} a layer, {miss} a layer that misses, {load} a load"))
     if model is None:
         rows.append(("model", "none: make the default one with `make train-default-model`"))
         return rows

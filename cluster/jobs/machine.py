@@ -1,54 +1,65 @@
 """Measures what this machine takes to run a step: the inputs of a prediction (`topology/machine.py`).
 
 Two random models, a small and a large one, with everything resident: their dense parts and their experts' kernels give
-two points each of `calls + bytes / bandwidth`. Then the small one under each preset, with all experts resident and with
-a quarter: the host's time of a layer, and what a load adds. Half a minute on an idle machine, half a gigabyte.
+two points each of `calls + bytes / bandwidth`. On demand, their copies give two points of the same. Then the small one
+under each preset, at all, a quarter and three quarters of the experts: whatever a layer takes beyond its dense part,
+its kernels and its waits is the preset's, by layers, layers that miss, and loads. Half a minute on an idle machine,
+half a gigabyte.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import Any
 
+import numpy as np
 from rich.progress import Progress
 
+from ...kernels.pack import PackedShape
 from ..config import RunConfig, load_policy
 from ..host import versions
 from ..topology.machine import MachineCosts, PolicyCosts, machine_name
 from .bench.random_model import MoeShape, save_random_model
 from .bench.serving import ensure_artifacts, run_config, serve, start_worker
 
-if TYPE_CHECKING:  # torch
-    from ...actors.engine.model.profile import HostStep
-
 PRESETS = ("all-resident", "on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit")
 SMALL = MoeShape(layers=4, experts=64, top_k=4, hidden=256, intermediate=128, vocabulary=4096)
 LARGE = MoeShape(layers=2, experts=8, top_k=4, hidden=1024, intermediate=512, vocabulary=4096)
-PROMPT, TOKENS = tuple(range(3, 35)), 32
-_BUDGET, _LINK = "0.25", {"gbps": 16.0, "latency_us": 10.0}
+PROMPTS, TOKENS = tuple(tuple(range(first, first + 32)) for first in (3, 103, 203, 303)), 32
+BUDGETS = ("0.25", "0.75")  # of presets that load
+_LINK = {"gbps": 16.0, "latency_us": 10.0}
 _NO_LINK = {"gbps": None, "latency_us": 0.0}
 _LEAST_GBPS, _MOST_GBPS = 0.1, 1e5
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Means over the decode steps of one run: seconds, and loads of a layer.
+    """One run's decode steps: medians in seconds (of passes, see `_typical`), and counts.
 
-    step_s: of the batching loop outside the model. dense_s: of the model outside its MoE layers. layer_s: of the host
-    in an MoE layer outside kernels and waits. kernel_s: of a layer's kernels. dense_bytes: on the device.
+    step_s: of the batching loop outside the model. dense_s: of the model outside its MoE layers. pass_s: of an MoE
+    layer without waits for copies. kernel_s: of a layer's kernels. waited_s: of a layer's waits. missing: experts that
+    each pass missed. loads: copies a layer, and copy_s: of each, on the link. dense_bytes: on the device.
     """
 
     step_s: float
     dense_s: float
-    layer_s: float
+    pass_s: float
     kernel_s: float
+    waited_s: float
+    missing: tuple[int, ...]
     loads: float
+    copy_s: float
     dense_bytes: int
+
+    @property
+    def missed(self) -> float:
+        """Share of the passes that missed an expert."""
+        return fmean(count > 0 for count in self.missing)
 
 
 def measure_machine(
@@ -58,52 +69,93 @@ def measure_machine(
 
     Args:
         presets: whose host time is measured.
-        rounds: requests of each case; cases take turns within a preset.
+        rounds: requests of each case.
     """
     from .doctor import devices
 
-    task = None if progress is None else progress.add_task("measuring steps", total=2 + 2 * len(presets))
-
-    def advance() -> None:
-        if progress is not None and task is not None:
-            progress.advance(task)
+    total = 5 + (1 + len(BUDGETS)) * len(presets)
+    task = None if progress is None else progress.add_task("measuring steps", total=total)
 
     with tempfile.TemporaryDirectory(prefix="tiermoe-probe-") as folder:
         models = {name: _model(shape, Path(folder) / name) for name, shape in (("small", SMALL), ("large", LARGE))}
-        whole: dict[str, Probe] = {}
-        for name, base in models.items():
-            whole[name] = probe(_with(base, "all-resident", "1.0", threads), rounds)
-            advance()
+
+        def probed(model: str, preset: str, budget: str, link: Mapping[str, Any] = _NO_LINK) -> Probe:
+            settings = {"policy": preset, "budget": budget, "threads": threads, "link": link}
+            found = probe(run_config(str(models[model].model_dir), None, store=models[model].store, **settings), rounds)
+            if progress is not None and task is not None:
+                progress.advance(task)
+            return found
+
+        small, large = (probed(name, "all-resident", "1.0") for name in models)
+        copied = [probed(name, "on-demand", budget) for name, budget in (("small", "0.25"), ("large", "0.5"))]
+        waiting = probed("small", "on-demand", "0.25", _LINK)
+        dense = _line(*((shape.layers, p.dense_bytes, p.dense_s) for shape, p in ((SMALL, small), (LARGE, large))))
+        expert = _line(*(
+            (shape.top_k, shape.top_k * slot_bytes(shape), p.kernel_s) for shape, p in ((SMALL, small), (LARGE, large))
+        ))  # fmt: skip
+        copy = _line(*((1, slot_bytes(shape), p.copy_s) for shape, p in zip((SMALL, LARGE), copied, strict=True)))
         ensure_artifacts(models["small"], [load_policy(name) for name in presets])
-        policies: dict[str, PolicyCosts] = {}
+        policies = {}
         for name in presets:
-            full = probe(_with(models["small"], name, "1.0", threads), rounds)
-            advance()
-            part = full if load_policy(name).preload == "all" else probe(
-                _with(models["small"], name, _BUDGET, threads), rounds
-            )  # fmt: skip
-            advance()
-            extra_s = max(0.0, part.layer_s - full.layer_s)
-            policies[name] = PolicyCosts(
-                step_us=fmean((full.step_s, part.step_s)) * 1e6,
-                layer_us=full.layer_s * 1e6,
-                load_us=extra_s / part.loads * 1e6 if part.loads else 0.0,
-            )
-    dense_us, dense_gbps = _line(
-        (SMALL.layers, whole["small"].dense_bytes, whole["small"].dense_s),
-        (LARGE.layers, whole["large"].dense_bytes, whole["large"].dense_s),
-    )
-    expert_us, expert_gbps = _line(
-        *((shape.top_k, shape.top_k * 12 * shape.hidden * shape.intermediate, whole[name].kernel_s)
-          for name, shape in (("small", SMALL), ("large", LARGE)))
-    )  # fmt: skip
+            budgets = () if load_policy(name).preload == "all" else BUDGETS
+            parts = [probed("small", name, budget, _LINK) for budget in budgets]
+            policies[name] = _policy_costs(small, probed("small", name, "1.0"), parts)
     device = devices()[0]
     return MachineCosts(
-        machine=machine_name(), tiermoe=versions()["tiermoe"], threads=threads, copy_gbps=device.link_gbps,
+        machine=machine_name(), tiermoe=versions()["tiermoe"], threads=threads,
         executor="emulated" if "emulated" in device.link else "real",
-        dense_layer_us=dense_us, dense_gbps=dense_gbps, expert_us=expert_us, expert_gbps=expert_gbps,
-        policies=policies,
+        copy_us=copy[0], copy_gbps=copy[1], wait_us=_lateness(waiting, small.kernel_s / SMALL.top_k) * 1e6,
+        dense_layer_us=dense[0], dense_gbps=dense[1], expert_us=expert[0], expert_gbps=expert[1], policies=policies,
     )  # fmt: skip
+
+
+def slot_bytes(shape: MoeShape) -> int:
+    """Of an expert in float32."""
+    return 12 * shape.hidden * shape.intermediate
+
+
+def _policy_costs(resident: Probe, full: Probe, parts: Sequence[Probe]) -> PolicyCosts:
+    """What a preset adds to `resident`'s dense part and kernels; full, parts: with all and with some experts."""
+
+    def layer_s(found: Probe) -> float:
+        return max(0.0, found.pass_s - resident.kernel_s + (found.dense_s - resident.dense_s) / SMALL.layers)
+
+    layer = layer_s(full)
+    miss, load = _two([(layer_s(p) - layer, p.missed, p.loads) for p in parts])
+    return PolicyCosts(
+        step_us=fmean(p.step_s for p in (full, *parts)) * 1e6, layer_us=layer * 1e6, miss_us=miss * 1e6,
+        load_us=load * 1e6,
+    )  # fmt: skip
+
+
+def _two(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The x and y >= 0 with the least squared error of seconds = a x + b y at points (seconds, a, b)."""
+    if not points:
+        return 0.0, 0.0
+    values, matrix = np.array([p[0] for p in points]), np.array([p[1:] for p in points])
+    both = np.linalg.lstsq(matrix, values, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    squares = (matrix**2).sum(axis=0)
+    alone = np.maximum(0.0, np.divide(matrix.T @ values, squares, out=np.zeros(2), where=squares > 0))
+    errors = [float(((values - matrix[:, i] * alone[i]) ** 2).sum()) for i in range(2)]
+    return (float(alone[0]), 0.0) if errors[0] < errors[1] else (0.0, float(alone[1]))
+
+
+def _lateness(on_demand: Probe, kernel_s: float) -> float:
+    """Seconds from a copy's end until a waiting layer goes on: of waits beyond those of a prompt host.
+
+    That one runs the residents of a layer while the first copy is under way, and each arrival while the next is.
+    """
+    waits, ideal_s = 0, 0.0
+    for missing in on_demand.missing:
+        at_s = (SMALL.top_k - missing) * kernel_s
+        for number in range(1, missing + 1):
+            arrived_s = number * on_demand.copy_s
+            if arrived_s > at_s:
+                waits, ideal_s, at_s = waits + 1, ideal_s + arrived_s - at_s, arrived_s
+            at_s += kernel_s
+    return max(0.0, on_demand.waited_s * len(on_demand.missing) - ideal_s) / waits if waits else 0.0
 
 
 def _model(shape: MoeShape, folder: Path) -> RunConfig:
@@ -111,44 +163,103 @@ def _model(shape: MoeShape, folder: Path) -> RunConfig:
     return run_config(str(model), None, store=str(folder / "store"))
 
 
-def _with(base: RunConfig, preset: str, budget: str, threads: int) -> RunConfig:
-    settings = {
-        "policy": preset, "budget": budget, "threads": threads,
-        "link": _NO_LINK if budget == "1.0" else _LINK, "store": base.store,
-    }  # fmt: skip
-    return run_config(str(base.model_dir), None, **settings)
-
-
-def probe(config: RunConfig, rounds: int, prompt: tuple[int, ...] = PROMPT, tokens: int = TOKENS) -> Probe:
-    """Serve a prompt `rounds` times with the step's parts timed, after once without."""
+def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
+    """Serve `rounds` prompts with the step's parts timed, after one without."""
     from ...actors.engine.model.profile import host_steps
 
     with closing(start_worker(config)) as worker:
-        serve(worker.submit, [prompt], tokens)
-        before = _loads(worker)
-        with host_steps(worker.engine, worker.model, worker.batcher) as steps:
-            for _ in range(rounds):
+        serve(worker.submit, [PROMPTS[-1]], tokens)
+        worker.reset_stats()
+        watch, low_bit = _Watch(worker.engine), worker.settings.policy.low_bit
+        if low_bit is not None:
+            packed = PackedShape(SMALL.hidden, SMALL.intermediate, low_bit.bits, config.ndp.group_size)
+            watch.replica_bytes = packed.nbytes()
+        with host_steps(worker.engine, worker.model, worker.batcher) as steps, watch:
+            for prompt in PROMPTS[:rounds]:
                 serve(worker.submit, [prompt], tokens)
+        copies, link_s = watch.copies, worker.stats().total().total_io_s
         decode = [step for step in steps if step.rows == 1]
-        loads = (_loads(worker) - before) / max(1, len(steps) * len(worker.engine.layers))
-        return _probe(decode, loads, worker.plan()["dense_bytes"])
+        layers, missing = [layer for step in decode for layer in step.layers], tuple(watch.missing)
+        return Probe(
+            step_s=median(sum(value for part, value in step.parts.items() if part != "dense") for step in decode),
+            dense_s=median(step.parts["dense"] for step in decode),
+            pass_s=_typical([layer.total_s - layer.parts["wait"] - layer.parts["copies"] for layer in layers], missing),
+            kernel_s=_typical([layer.kernel_s for layer in layers], missing),
+            waited_s=_typical([layer.parts["copies"] for layer in layers], missing),
+            missing=missing,
+            loads=watch.decode_copies / (watch.decode_steps * len(worker.engine.layers)),
+            copy_s=link_s / copies if copies else 0.0,
+            dense_bytes=worker.plan()["dense_bytes"],
+        )
 
 
-def _loads(worker: Any) -> float:
-    total = worker.stats().total()
-    return float(total.bytes_loaded / worker.engine.slot_bytes)
+class _Watch:
+    """Counts, inside the `with` block, misses of each decode pass of a layer, and copies of decode steps.
+
+    Attributes:
+        missing: experts that each decode pass missed. decode_copies, decode_steps: of the steps that a decode step
+            follows, since copies count when they land. replica_bytes: of a copy in low precision.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._layers = engine.layers
+        self._slot_bytes = engine.slot_bytes
+        self.replica_bytes = 1
+        self.missing: list[int] = []
+        self.decode_copies, self.decode_steps = 0.0, 0
+        self._before: list[Callable[..., Any]] = []
+        self._begun: float | None = None  # copies at the begin of the decode step before
+
+    @property
+    def copies(self) -> float:
+        """That landed since the counters were reset."""
+        found = 0.0
+        for layer in self._layers:
+            s = layer.stats
+            low = s.bytes_loaded_low_bit
+            nbytes = s.bytes_loaded_demand + s.bytes_loaded_prefetch - low
+            found += nbytes / self._slot_bytes + low / self.replica_bytes
+        return found
+
+    def __enter__(self) -> None:
+        self._before = [layer.forward for layer in self._layers]
+        for layer, forward in zip(self._layers, self._before, strict=True):
+            layer.forward = self._counted(layer, forward)
+
+    def __exit__(self, *exception: object) -> None:
+        for layer, forward in zip(self._layers, self._before, strict=True):
+            layer.forward = forward
+
+    def _counted(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: Any, *inputs: Any) -> Any:
+            one = len(hidden) == 1
+            if layer.index == 0:
+                self._step(one)
+            before = layer.stats.misses + layer.stats.low_bit_misses
+            out = forward(hidden, *inputs)
+            if one:
+                self.missing.append(layer.stats.misses + layer.stats.low_bit_misses - before)
+            return out
+
+        return run
+
+    def _step(self, one: bool) -> None:
+        copies = self.copies if one else 0.0
+        if one and self._begun is not None:
+            self.decode_copies += copies - self._begun
+            self.decode_steps += 1
+        self._begun = copies if one else None
 
 
-def _probe(steps: Sequence[HostStep], loads: float, dense_bytes: int) -> Probe:
-    layers = [layer for step in steps for layer in step.layers]
-    return Probe(
-        step_s=fmean(sum(value for part, value in step.parts.items() if part != "dense") for step in steps),
-        dense_s=fmean(step.parts["dense"] for step in steps),
-        layer_s=fmean(layer.outside_s for layer in layers),
-        kernel_s=fmean(layer.kernel_s for layer in layers),
-        loads=loads,
-        dense_bytes=dense_bytes,
-    )
+def _typical(values: Sequence[float], missing: Sequence[int]) -> float:
+    """The mean over all passes, each taken as the median of those that missed as many experts.
+
+    A pass in which another program had the core does not count, and the passes that cost more do.
+    """
+    of: dict[int, list[float]] = {}
+    for value, count in zip(values, missing, strict=True):
+        of.setdefault(count, []).append(value)
+    return sum(median(some) * len(some) for some in of.values()) / len(values)
 
 
 def _line(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:

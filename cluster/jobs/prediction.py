@@ -15,7 +15,7 @@ from ..config import RunConfig, load_policy
 from ..simulate.executor import Machine, context_of
 from ..simulate.trace import Trace, TraceHeader
 from ..topology.estimate import WITHIN, PlanResult, Prediction, layer_bytes
-from ..topology.machine import MachineCosts, known_costs
+from ..topology.machine import MachineCosts, PolicyCosts, known_costs
 from ..topology.spec import ClusterSpec, ModelFacts
 from .replay import replay, require_replayable
 
@@ -64,15 +64,15 @@ def predict_by_trace(
     _require_same(header, facts)
     policy, note = costs.of_policy(settings.name)
     slots = spec.budget_bytes // spec.slot_bytes
-    machine = simulated_machine(header, spec, facts, costs, assumed, policy.step_us, policy.layer_us)
+    machine = simulated_machine(header, spec, facts, costs, assumed, policy)
     record = replay(trace, settings, context_of(header), machine, slots * header.slot_bytes)
     forwards = max(1, record["forwards_run"])
     nbytes = record["bytes_loaded"] / header.slot_bytes * spec.slot_bytes / forwards
-    loads = record["bytes_loaded"] / header.slot_bytes / forwards  # of a step
-    token_s = record["tpot_s"] + loads * policy.load_us * 1e-6
+    loads = record["bytes_loaded"] / header.slot_bytes / forwards / facts.layers  # of a layer
+    token_s = record["tpot_s"]
     parts = dict(assumed.parts_s) | {
         "dense_s": costs.dense_s(layer_bytes(spec, facts)),
-        "host_s": policy.layer_us * 1e-6 + loads / facts.layers * policy.load_us * 1e-6,
+        "host_s": (policy.layer_us + loads * policy.load_us) * 1e-6,
         "hit_s": record["hit_rate"] * facts.top_k * costs.expert_s(spec.slot_bytes),
         "miss_s": (1 - record["hit_rate"]) * facts.top_k * costs.expert_s(spec.slot_bytes),
         "load_s": record["blocked_io_s"] / forwards / facts.layers,
@@ -94,18 +94,22 @@ def predict_by_trace(
 
 def simulated_machine(
     header: TraceHeader, spec: ClusterSpec, facts: ModelFacts, costs: MachineCosts, assumed: Prediction,
-    step_us: float, layer_us: float,
+    policy: PolicyCosts,
 ) -> Machine:  # fmt: skip
     """The machine on which a trace is replayed. The host's time of a layer counts as dense: prefetches overlap it."""
     hardware = assumed.hardware
-    dense_s = costs.dense_s(layer_bytes(spec, facts)) + layer_us * 1e-6
+    dense_s = costs.dense_s(layer_bytes(spec, facts)) + policy.layer_us * 1e-6
     expert_s = costs.expert_s(spec.slot_bytes)
     # a copy's bytes are those of this run's slots, not of the recording's
     nbytes = facts.expert_bytes if spec.gpu else spec.slot_bytes
+    latency_us, gbps = hardware.link_latency_us, hardware.link_gbps
+    if latency_us * 1e-6 + nbytes / (gbps * 1e9) < costs.copy_s(nbytes):  # the link is faster than the copies on it
+        latency_us, gbps = costs.copy_us, costs.copy_gbps
     return Machine(
-        name=costs.machine, forward_s=step_us * 1e-6, dense_s=dense_s, dense_row_s=dense_s / 16, expert_s=expert_s,
-        expert_row_s=expert_s / 4, link_gbps=hardware.link_gbps * header.slot_bytes / nbytes,
-        link_latency_us=hardware.link_latency_us,
+        name=costs.machine, forward_s=policy.step_us * 1e-6, dense_s=dense_s, dense_row_s=dense_s / 16,
+        expert_s=expert_s, expert_row_s=expert_s / 4, link_gbps=gbps * header.slot_bytes / nbytes,
+        link_latency_us=latency_us, miss_s=policy.miss_us * 1e-6, load_s=policy.load_us * 1e-6,
+        wait_s=costs.wait_us * 1e-6,
     )  # fmt: skip
 
 

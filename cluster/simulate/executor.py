@@ -53,6 +53,9 @@ class Machine(Costs):
     name: Annotated[str, Field(min_length=1)]
     link_gbps: Annotated[float, Field(gt=0)] | None = None  # gigabytes (1e9) per second; None: copies take no time
     link_latency_us: Annotated[float, Field(ge=0)] = 0.0  # of each copy
+    miss_s: Annotated[float, Field(ge=0)] = 0.0  # of the host in a layer that misses an expert
+    load_s: Annotated[float, Field(ge=0)] = 0.0  # of the host for each expert that is loaded
+    wait_s: Annotated[float, Field(ge=0)] = 0.0  # from a copy's end until a layer that waits for it goes on
 
     @property
     def link(self) -> Link | None:
@@ -216,8 +219,9 @@ class RecordedLayer:
 class _RecordedBackend:
     """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
-    def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner) -> None:
+    def __init__(self, clock: VirtualClock, machine: Machine, runner: ExpertRunner, loader: VirtualLoader) -> None:
         self._clock, self._machine, self._runner = clock, machine, runner
+        self._loader, self._submitted = loader, 0
 
     def resident(self, step: MoeLayer) -> None:
         return None
@@ -234,7 +238,13 @@ class _RecordedBackend:
         self, step: MoeLayer, plan: LayerPlan, spans: Spans, routing: Routing, view: RecordedLayer,
         tasks: Sequence[Any],
     ) -> None:  # fmt: skip
-        nothing = cast(Any, None)
+        nothing, machine, submitted = cast(Any, None), self._machine, self._loader.submitted
+        host_s = (submitted - self._submitted) * machine.load_s  # of prefetches, too
+        if plan.resident < len(plan.run):
+            host_s += machine.miss_s
+        self._submitted = submitted
+        if host_s:
+            self._clock.advance(host_s)
         self._runner.run(step.index, plan, spans, nothing, nothing, routing.top_k, step.kernel, nothing)
 
 
@@ -289,16 +299,19 @@ class SimulatedEngine:
         )  # fmt: skip
         neurons = 1 if cut is None else cut.neurons
         memory = cast(Any, _NoPool(slots * slot_bytes, neurons, slots * neurons))
+        loader = VirtualLoader(self.clock, machine.link, late_s=machine.wait_s)
         self.cache = ExpertCache(
             memory, [memory] * header.layers, cast(Any, _NoDevice()), Residency(keys, slots, slot_bytes), eviction,
             governor if governor is not None else PrefetchGovernor(0.0), self.stats, Timeline(False),
-            VirtualLoader(self.clock, machine.link), self.clock, cut, writeback,
+            loader, self.clock, cut, writeback,
             replicas,
         )  # fmt: skip
         runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, _TimedReplicas(self.clock, machine)))
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
         hooks = self._hooks(rerouting, low_bit)
-        kernel, backend = _TimedKernel(self.clock, machine, neurons), _RecordedBackend(self.clock, machine, runner)
+        kernel, backend = _TimedKernel(self.clock, machine, neurons), _RecordedBackend(
+            self.clock, machine, runner, loader
+        )
         self.layers = [
             MoeLayer(
                 i, header.experts, self.cache, backend, Placer(self.cache), cast(Any, kernel), None, hooks, check

@@ -29,7 +29,8 @@ the machine's measured costs (`machine.py`), whose terms replace those above,
 
     dense_s = dense_layer + (dense bytes / L + KV bytes / L) / dense_gbps
     hit_s, miss_s: expert + slot bytes / expert_gbps for each expert
-    host_s  = layer(policy) + loads load(policy)              in which prefetches overlap, as in dense_s
+    host_s  = layer(policy) + m (miss(policy) + wait) + loads load(policy)      m = 1 - r^K: some expert is missing
+    load_s  = no less than copy + slot bytes / copy_gbps for each load          prefetches overlap host_s, as dense_s
     token_s = step(policy) + L layer_s
 
 and r = o + (1 - o) (slots / experts), o the share of experts that the next token uses again: a cache that holds a
@@ -135,7 +136,7 @@ def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, 
 
 def measured_hardware(hardware: Hardware, costs: MachineCosts, link_gbps: float | None) -> Hardware:
     """The machine's measured bandwidths in place of assumed ones; link_gbps: to which the stand-in is throttled."""
-    link = costs.copy_gbps if link_gbps is None else min(link_gbps, costs.copy_gbps)
+    link = costs.copy_gbps if link_gbps is None else link_gbps
     return replace(hardware, name=costs.machine, memory_gbps=costs.expert_gbps, link_gbps=link)
 
 
@@ -212,7 +213,8 @@ def _layer(
     if costs is not None:
         policy, _ = costs.of_policy(spec.policy)
         loads = 0.0 if spec.ndp is not None else missing
-        parts["host_s"] = (policy.layer_us + loads * policy.load_us) * 1e-6
+        missed = 0.0 if spec.ndp is not None else 1 - share**facts.top_k
+        parts["host_s"] = (policy.layer_us + missed * (policy.miss_us + costs.wait_us) + loads * policy.load_us) * 1e-6
         ahead_s += parts["host_s"]
     here_s = parts["hit_s"] + parts["shard_s"]
     if spec.ndp is not None:
@@ -222,7 +224,8 @@ def _layer(
     mapped = sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
     parts["miss_s"] = (1 - share) * experts_s
     nbytes = facts.expert_bytes if costs is None or spec.gpu else spec.slot_bytes  # the stand-in copies what slots hold
-    parts["load_s"] = missing / parallel * _load_s(hardware, nbytes, mapped)
+    each_load_s = _load_s(hardware, nbytes, mapped)
+    parts["load_s"] = missing / parallel * (each_load_s if costs is None else max(each_load_s, costs.copy_s(nbytes)))
     early_s = parts["load_s"] * (hardware.prefetch_useful if spec.prefetch else 0.0)
     layer_s = max(ahead_s, early_s) + max(here_s, parts["load_s"] - early_s) + parts["miss_s"]
     return parts, layer_s, missing * facts.expert_bytes * facts.layers

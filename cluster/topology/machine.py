@@ -4,10 +4,12 @@
 `configs/machines/` has those of known machines. With L MoE layers and K experts a token, the seconds of one decode step
 of one request without waits are
 
-    step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + loads x load(policy)
+    step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + m miss(policy) + n load(policy)
                       + K (expert + slot bytes / expert_gbps))
 
-where step is the batching loop, and layer the host's part of an MoE layer outside kernels and waits.
+where step is the batching loop, and layer the host's part of an MoE layer outside kernels and waits. m is the share of
+layers that miss an expert, n the number of experts that are loaded for a layer. A copy occupies the link for
+copy + bytes / copy_gbps, or longer where the link is throttled; a wait for it ends wait later.
 """
 
 from __future__ import annotations
@@ -31,19 +33,22 @@ class PolicyCosts(Settings):
     """What a preset costs the host, in microseconds, at one row a step."""
 
     step_us: float = Field(ge=0, description="of the batching loop: scheduling, sampling, delivery")
-    layer_us: float = Field(ge=0, description="of an MoE layer outside kernels and waits, without loads")
-    load_us: float = Field(ge=0, description="for each expert that is loaded")
+    layer_us: float = Field(ge=0, description="of an MoE layer outside kernels and waits, without misses")
+    miss_us: float = Field(ge=0, description="more in a layer that misses an expert")
+    load_us: float = Field(ge=0, description="more for each expert that is loaded")
 
 
 class MachineCosts(Settings):
     """One machine's; microseconds, and 1e9 bytes a second."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     machine: str = Field(min_length=1, description="processor or GPU, and cores")
     executor: Literal["real", "emulated"] = "emulated"
     tiermoe: str = Field(min_length=1, description="version that was measured")
     threads: int = Field(ge=1)
-    copy_gbps: float = Field(gt=0, description="host to device")
+    copy_us: float = Field(ge=0, description="of an expert's copy to the device, whatever its size")
+    copy_gbps: float = Field(gt=0, description="at which experts are copied to the device")
+    wait_us: float = Field(ge=0, description="from a copy's end until a waiting layer goes on")
     dense_layer_us: float = Field(ge=0, description="of calls outside the experts, for each layer")
     dense_gbps: float = Field(gt=0, description="at which dense weights are read")
     expert_us: float = Field(ge=0, description="of an expert's kernel, whatever its size")
@@ -64,6 +69,10 @@ class MachineCosts(Settings):
     def expert_s(self, nbytes: float) -> float:
         """Seconds of one expert at one row."""
         return self.expert_us * 1e-6 + nbytes / (self.expert_gbps * 1e9)
+
+    def copy_s(self, nbytes: float) -> float:
+        """Seconds of one expert's copy to the device."""
+        return self.copy_us * 1e-6 + nbytes / (self.copy_gbps * 1e9)
 
 
 def machine_name() -> str:

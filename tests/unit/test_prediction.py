@@ -14,7 +14,7 @@ from tiny_models import TEXT
 from topology_cases import FACTS, SPEC, a_node
 
 from tiermoe.cluster.config import RunConfig
-from tiermoe.cluster.jobs.machine import _line
+from tiermoe.cluster.jobs.machine import SMALL, Probe, _lateness, _line, _policy_costs, _typical
 from tiermoe.cluster.jobs.prediction import predict_by_trace, with_routing
 from tiermoe.cluster.report.tables import speed
 from tiermoe.cluster.simulate.trace import Trace
@@ -26,18 +26,18 @@ from tiermoe.errors import ConfigError
 
 HARDWARE = Hardware("test", 1e-3, 1e-3, 0.0, 1e-3, 0.0, 0.5)  # a byte a microsecond everywhere
 COSTS = MachineCosts(
-    machine="here", tiermoe="1", threads=1, copy_gbps=1e-3, dense_layer_us=10, dense_gbps=1e-3, expert_us=5,
-    expert_gbps=1e-3,
+    machine="here", tiermoe="1", threads=1, copy_us=0, copy_gbps=1e-3, wait_us=3, dense_layer_us=10, dense_gbps=1e-3,
+    expert_us=5, expert_gbps=1e-3,
     policies={
-        "p": PolicyCosts(step_us=1000, layer_us=100, load_us=7),
-        "on-demand": PolicyCosts(step_us=500, layer_us=50, load_us=0),
+        "p": PolicyCosts(step_us=1000, layer_us=100, miss_us=20, load_us=7),
+        "on-demand": PolicyCosts(step_us=500, layer_us=50, miss_us=0, load_us=0),
     },
 )  # fmt: skip
 
 
-def _predict(**changes: Any) -> Prediction:
+def _predict(costs: MachineCosts = COSTS, **changes: Any) -> Prediction:
     spec = replace(SPEC, gpu=False, **changes)
-    return predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE, COSTS, "measured")
+    return predict(plan_topology(spec, FACTS, [a_node("a", CPU=3)]), spec, FACTS, HARDWARE, costs, "measured")
 
 
 def test_a_step_is_the_sum_of_its_measured_parts() -> None:
@@ -58,8 +58,11 @@ def test_a_cache_that_holds_a_token_hits_what_the_next_token_uses_again() -> Non
     got = _predict(budget_bytes=16 * 192)
     assert got.hit_share == pytest.approx(OVERLAP + (1 - OVERLAP) * 0.5)
     missing = 2 * (1 - got.hit_share)
-    assert got.parts_s["host_s"] == pytest.approx((100 + 7 * missing) * 1e-6)
+    missed = 1 - got.hit_share**2
+    assert got.parts_s["host_s"] == pytest.approx((100 + missed * (20 + 3) + 7 * missing) * 1e-6)
     assert got.parts_s["load_s"] == pytest.approx(192e-6 * missing)  # the stand-in copies what slots hold
+    slow = _predict(COSTS.model_copy(update={"copy_us": 8.0}), budget_bytes=16 * 192)
+    assert slow.parts_s["load_s"] == pytest.approx(200e-6 * missing)  # no faster than the machine copies
     assert got.low is not None
     assert got.high is not None
     assert got.low < got.tokens_per_s < got.high
@@ -90,6 +93,38 @@ def test_two_points_give_calls_and_bandwidth() -> None:
     assert _line((4, 1e6, 1e-6), (2, 9e6, 9e-3)) == (0.0, pytest.approx(1.0))  # noise: calls cannot take less than 0
     us, _ = _line((4, 1e6, 8e-3), (2, 9e6, 2e-3))
     assert us == pytest.approx(1000)
+
+
+def _probe(pass_us: float, missing: tuple[int, ...], loads: float, **more: float) -> Probe:
+    times = {"step_s": 1e-3, "dense_s": 2e-3, "kernel_s": 80e-6, "waited_s": 0.0, "copy_s": 0.0} | more
+    return Probe(pass_s=pass_us * 1e-6, missing=missing, loads=loads, dense_bytes=1, **times)
+
+
+def test_a_presets_costs_explain_its_runs() -> None:
+    """50 us a layer, 30 more where it misses, 10 a load; the dense part's more is the layers', too."""
+    resident, full = _probe(85, (0,) * 4, 0), _probe(80 + 50, (0,) * 4, 0)
+    parts = [
+        _probe(80 + 50 + 30 * 1.0 + 10 * 3 - 5, (3,) * 4, 3, dense_s=2e-3 + SMALL.layers * 5e-6),
+        _probe(80 + 50 + 30 * 0.5 + 10 * 1, (2, 0, 2, 0), 1),
+    ]
+    costs = _policy_costs(resident, full, parts)
+    assert (costs.step_us, costs.layer_us) == (pytest.approx(1000), pytest.approx(50))
+    assert (costs.miss_us, costs.load_us) == (pytest.approx(30), pytest.approx(10))
+    alone = _policy_costs(resident, full, [replace(part, pass_s=full.pass_s + 9e-6 * part.loads) for part in parts[1:]])
+    assert alone.miss_us + alone.load_us > 0  # one point: either explains it, none is negative
+    assert _policy_costs(resident, full, []).load_us == 0
+
+
+def test_a_run_is_typical_by_its_misses() -> None:
+    assert _typical([1, 1, 9, 5, 5, 5, 50], [0, 0, 0, 1, 1, 1, 1]) == pytest.approx((3 * 1 + 4 * 5) / 7)
+
+
+def test_waits_beyond_those_of_a_prompt_host_are_late() -> None:
+    """Two residents run for 20 us; copies arrive at 50 and 100 us, so the waits are of 30 and 40 us; each 6 more."""
+    waiting = _probe(0, (2, 0), 1, waited_s=(30 + 40 + 2 * 6) / 2 * 1e-6, copy_s=50e-6)
+    assert SMALL.top_k == 4
+    assert _lateness(waiting, 10e-6) == pytest.approx(6e-6)
+    assert _lateness(_probe(0, (0, 0), 0), 10e-6) == 0
 
 
 def test_costs_are_kept_for_this_machine_and_shipped_for_others(

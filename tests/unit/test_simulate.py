@@ -133,6 +133,20 @@ def test_a_miss_blocks_for_its_copy(trace: Trace) -> None:
     assert engine.clock.now_s == pytest.approx(1e-3 + 3 * (1e-4 + 2e-3 + 2e-4))
 
 
+def test_the_host_spends_time_on_misses_loads_and_waits(trace: Trace) -> None:
+    """As above, with 0.1 ms for a layer's miss and 0.05 for each load, while the copy runs, and 0.2 after each wait."""
+    costs = machine(gbps=1e-3).model_copy(update={"miss_s": 1e-4, "load_s": 5e-5, "wait_s": 2e-4})
+    engine = SimulatedEngine(trace.header, costs, 1.0, Lru(), check=True)
+    step = list(trace.requests())[1].iterations[0]
+    engine.forward([("a", step)])
+    # per layer: 0.2 ms of host and a wait of 0.8, 0.2 late, one runs for 0.2, a wait of 0.6, 0.2 late, the other
+    assert engine.stats.total().blocked_io_s == pytest.approx(3 * (0.8e-3 + 0.2e-3 + 0.6e-3 + 0.2e-3))
+    first_s = 1e-3 + 3 * (1e-4 + 2e-3 + 2e-4 + 2e-4)
+    assert engine.clock.now_s == pytest.approx(first_s)
+    engine.forward([("a", step)])  # all resident
+    assert engine.clock.now_s == pytest.approx(first_s + 1e-3 + 3 * (1e-4 + 2 * 2e-4))
+
+
 def test_a_perfect_gate_hits_and_synchronous_waiting_counts(trace: Trace) -> None:
     figures = {}
     for synchronous in (False, True):

@@ -82,10 +82,14 @@ class VirtualLoader(HostWaits):
     """
 
     def __init__(
-        self, clock: VirtualClock, link: Link | None, carry: Callable[[LoadJob], None] | None = None
-    ) -> None:
-        """`link` None: copies take no time. `carry`: moves a job's bytes, when its copy ends; None: nothing moves."""
-        self.clock, self._link, self._carry = clock, link, carry
+        self, clock: VirtualClock, link: Link | None, carry: Callable[[LoadJob], None] | None = None,
+        late_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`link` None: copies take no time. `carry`: moves a job's bytes, when its copy ends; None: nothing moves.
+
+        late_s: from a copy's end until who waits for it goes on.
+        """
+        self.clock, self._link, self._carry, self._late_s = clock, link, carry, late_s
         self.caught_up_s = 0.0  # when copies were last ended and started
         self._closed = False
         self._heap: list[tuple[int, int, float, LoadJob]] = []  # priority, number, submitted at, job
@@ -145,13 +149,22 @@ class VirtualLoader(HostWaits):
             entry[3].cancelled = True
         self._heap.clear()
 
+    @property
+    def submitted(self) -> int:
+        """Copies that were ever queued."""
+        return self._number
+
     def wait(self, job: LoadJob) -> None:
-        """Let time pass until a copy has ended."""
+        """Let time pass until a copy has ended, and `late_s` more where it had not."""
         self.catch_up()
+        begin_s = self.clock.now_s
         while job.copied is None and job.error is None and not job.cancelled:
             if self._current is None:
                 raise AssertionError("waiting for a copy that is not queued")
             self.clock.now_s = self._current[2]
+            self.catch_up()
+        if self._late_s and self.clock.now_s > begin_s:
+            self.clock.advance(self._late_s)
             self.catch_up()
 
     def catch_up(self) -> None:

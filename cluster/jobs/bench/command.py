@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
+from ...report.files import check_writable
 from ..options import as_command
 from . import micro
 from .experiment import Experiment, Option, field_at, load_experiment, options_of, read_experiment
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = ("compare", "ndp", "fmoe", "moepic", "activeevict", "buddymoe")
 _PageOut = Annotated[Path | None, typer.Option(help="FILE.json: the object; a folder: page, data and plots.")]
+_Html = Annotated[Path | None, typer.Option(help="FILE.html: one page with tables, ranges and plots inside it.")]
 _Address = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a Ray cluster, or auto: cells run on its nodes. A Ray job uses its own."),
@@ -64,15 +66,15 @@ def experiment_command(source: str) -> Callable[..., None]:
     options = options_of(raw)
 
     def run(
-        model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool, address: str | None,
-        **given: Any,
+        model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool, check: bool,
+        address: str | None, **given: Any,
     ) -> None:  # fmt: skip
         changed = {name: given[name.replace("-", "_")] for name in options}
         experiment = load_experiment(source, changed)
-        _run(experiment, model, config, out, as_json, check, address)
+        _run(experiment, model, config, out, html, as_json, check, address)
 
-    common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "as_json": (Json, False),
-              "check": (Check, False), "address": (_Address, None)}  # fmt: skip
+    common = {"model": (Model, None), "config": (Config, None), "out": (_PageOut, None), "html": (_Html, None),
+              "as_json": (Json, False), "check": (Check, False), "address": (_Address, None)}  # fmt: skip
     own = {name.replace("-", "_"): _option(name, option, raw) for name, option in options.items()}
     return as_command(run, Path(source).stem, raw.summary, own | common)
 
@@ -97,8 +99,8 @@ def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any
 
 
 def _run(
-    experiment: Experiment, model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool,
-    address: str | None,
+    experiment: Experiment, model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool,
+    check: bool, address: str | None,
 ) -> None:  # fmt: skip
     from .cells import journal_file
     from .run import run_experiment
@@ -107,6 +109,8 @@ def _run(
     file, folder = (out, None) if out is None or out.suffix == ".json" else (None, out)
     if folder is not None:
         check_folder(folder)
+    if html is not None:
+        check_writable(html, "--html")
     result = file if folder is None else folder / f"{experiment.name}.json"
     discard: list[Callable[[], None]] = []
 
@@ -117,6 +121,14 @@ def _run(
             from .table import write_folder
 
             write_folder(experiment, report.as_dict(), folder)
+        if html is not None:
+            from .web_page import html_page
+
+            html.write_text(html_page(experiment, report.as_dict()), encoding="utf-8")
+        if experiment.printed is not None:
+            from .table import table_of
+
+            report.printed = table_of(experiment, experiment.printed, report.as_dict())
         discard.append(journal.discard)
         return report
 

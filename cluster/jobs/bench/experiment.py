@@ -271,7 +271,8 @@ class Experiment(Settings):
     """A whole experiment; its fields' classes describe the parts.
 
     own_keys: keys of the configuration that the experiment sets. regime: range of ratios that bars refer to.
-    shown: keys of the printed table. paper: published figures, for tables.
+    shown: keys of the printed table. printed: the one of `tables` that is printed in its place. paper: published
+    figures, for tables.
     """
 
     name: str
@@ -286,6 +287,7 @@ class Experiment(Settings):
     metrics: tuple[Metric, ...] = ()
     bars: tuple[RatioBar, ...] = ()
     shown: tuple[str, ...] = ()
+    printed: str | None = None
     tables: dict[str, Table] = Field(default_factory=dict)
     plots: dict[str, Plot] = Field(default_factory=dict)
     paper: dict[str, Any] = Field(default_factory=dict)
@@ -445,6 +447,8 @@ def _check(experiment: Experiment) -> None:
         if any(number is not None and not 0 < number < float("inf") for number in numbers):
             option = _named(names, f"grid.{name}")
             raise ConfigError(f"--{option} must be above 0", "give numbers, or none for a link")
+    if experiment.printed is not None and experiment.printed not in experiment.tables:
+        raise ConfigError(f"there is no table '{experiment.printed}' to print", "name one of `tables`")
     known = dict.fromkeys(name for section in experiment.sections for name in (section.name, section.executor))
     if unknown := set(experiment.parts) - set(known):
         raise ConfigError(f"--parts has '{', '.join(sorted(unknown))}'", f"give some of {', '.join(known)}")

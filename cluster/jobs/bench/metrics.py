@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
 from rich.table import Table
 
@@ -68,7 +69,7 @@ class Report:
     """The result of a benchmark; `as_dict` is what `--json` prints.
 
     shown: keys of the rows that the table shows; empty: all but "values". figures: other results by key of the JSON
-    object.
+    object. printed: lines of Markdown that are printed in place of the rows.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     shown: tuple[str, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
+    printed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -237,13 +239,17 @@ def fill_report_page(page: Path, report: Report) -> None:
 
 def print_report(report: Report, console: Console) -> None:
     """Print rows and bars as tables."""
-    if report.rows:
+    # a log has no width, and a table of 80 columns is unreadable
+    wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
+    title = f"{report.name} ({report.executor}, {cpu()['model']})"
+    if report.printed:
+        wide.print(title, highlight=False)
+        wide.print(Markdown("\n".join(report.printed)))
+    elif report.rows:
         shown, cells = table_of(report)
-        table = Table(*shown, title=f"{report.name} ({report.executor}, {cpu()['model']})")
+        table = Table(*shown, title=title)
         for line in cells:
             table.add_row(*line)
-        # a log has no width, and a table of 80 columns is unreadable
-        wide = console if console.is_terminal else Console(file=console.file, width=_LOG_WIDTH)
         wide.print(table)
     for bar in report.bars:
         verdict = "[green]holds[/]" if bar.ok else "[red]missed[/]"

@@ -109,7 +109,7 @@ def _record(base: RunConfig, prompts: Sequence[Prompt], tokens: int, out: Path, 
 
 
 def _predicted(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str, Any]:
-    """Tokens per second, with and without the routing, and the hit rate that the former expects."""
+    """Tokens per second with and without the routing; the hit rate, and a token's waits for copies, of the former."""
     settings = engine_settings(config)
     facts = facts_of_store(prepared_store(config, settings), config.model_dir)
     plan = make_plan(config, settings, facts, this_machine(local_ray(config, settings)), "this machine", here=False)
@@ -119,6 +119,7 @@ def _predicted(config: RunConfig, costs: MachineCosts, trace: Trace) -> dict[str
     return {
         "predicted": replayed.tokens_per_s, "without_routing": formula.tokens_per_s,
         "predicted_hit_rate": replayed.hit_share,
+        "predicted_wait_ms": replayed.parts_s["load_s"] * facts.layers * 1e3,
     }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def _measured(
     config: RunConfig, prompts: Sequence[Prompt], options: Predict, report: Report, progress: Progress | None,
     label: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Median tokens per second and the spread over the prompts, and the hit rate."""
+    """Median tokens per second and the spread over the prompts, the hit rate, and a token's waits for copies."""
     task = None if progress is None else progress.add_task(label, total=len(prompts))
     speeds: list[float] = []
     with closing(start_worker(config)) as worker:
@@ -139,5 +140,9 @@ def _measured(
                 speeds.append(1 / measures["tpot_s"])
             if progress is not None and task is not None:
                 progress.advance(task)
-        hits = worker.stats().hit_rate
-    return {"measured": median(speeds), "least": min(speeds), "most": max(speeds), "hit_rate": hits}
+        stats = worker.stats()
+    forwards = options.max_tokens * (len(prompts) - 1)  # a prompt's counts as one
+    return {
+        "measured": median(speeds), "least": min(speeds), "most": max(speeds), "hit_rate": stats.hit_rate,
+        "wait_ms": stats.total().blocked_io_s / forwards * 1e3,
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,7 @@ def save_random_model(shape: MoeShape, folder: Path, seed: int = 0) -> Path:
         num_key_value_heads=heads, vocab_size=shape.vocabulary, max_position_embeddings=1024,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
+    return _save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
 
 
 def save_qwen3_layers(layers: int, folder: Path, seed: int = 0) -> Path:
@@ -46,7 +45,12 @@ def save_qwen3_layers(layers: int, folder: Path, seed: int = 0) -> Path:
         max_position_embeddings=4096, tie_word_embeddings=True, norm_topk_prob=True,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return _save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
+
+
+def _save(model: Any, folder: Path) -> Path:
+    import torch
+
     with torch.no_grad():  # else the mean over the context dominates, and all tokens take the same experts
         model.get_input_embeddings().weight.normal_()
     model.save_pretrained(folder)
