@@ -226,3 +226,8 @@ def dense_begin(
 
 def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> None:
     """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""
+
+def router_scores(
+    hidden: int, rows: int, weight: int, width: int, experts: int, bias: int, softmax: bool, out: NDArray[np.float32], /
+) -> None:
+    """Raises ValueError: `out` has another size."""

@@ -159,8 +159,11 @@ class LayerView:
             fetched = self._scores = {}
         found = fetched.get(asked)
         if found is None:
-            scores = scores_of(asked, self.hidden)
-            found = scores.numpy() if self._fetch is share else self._fetch((scores,))[0]
+            on_host = getattr(asked.probe, "on_host", None) if self._fetch is share and not asked.rows else None
+            found = None if on_host is None else on_host(self.hidden, asked.softmax)
+            if found is None:
+                scores = scores_of(asked, self.hidden)
+                found = scores.numpy() if self._fetch is share else self._fetch((scores,))[0]
             fetched[asked] = found
         return found
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
+from ...kernels.router import LinearRouter
 from ...kernels.substitute import replaceable_arrays, substitute_arrays
 from ..policies.baselines import Predictor
 from ..policies.eviction import EvictionPolicy
@@ -21,7 +22,7 @@ from ..policy_settings import PolicySettings
 from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
 from .host_view import Asked, Asker, LayerView
-from .model.model import MoeBlock, RouterProbe, linear_probe
+from .model.model import MoeBlock, RouterProbe
 from .peers.matcher import MatcherLink, MatcherPrefetch
 from .peers.shards import Shards
 from .pre_evicting import PreEvicting
@@ -140,7 +141,7 @@ def gate_probes(
             "train them with `tiermoe prepare MODEL --gates TEXT`",
         )
     return [
-        linear_probe(torch.from_numpy(gate.weight).to(device), torch.from_numpy(gate.bias).to(device)) for gate in gates
+        LinearRouter(torch.from_numpy(gate.weight).to(device), torch.from_numpy(gate.bias).to(device)) for gate in gates
     ]
 
 

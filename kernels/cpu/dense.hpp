@@ -99,4 +99,9 @@ class DenseProgram {
     std::unique_ptr<Threads> threads_;  // null: one thread
 };
 
+// out[r] = x[r] . weight^T + bias, with `soft` its softmax: a router's scores on rows of its input, apart from any
+// program. x [rows, width], weight [experts, width], bias [experts] or null, out [rows, experts].
+void router_scores(const float* x, std::int64_t rows, const float* weight, std::int64_t width, std::int64_t experts,
+                   const float* bias, bool soft, float* out);
+
 }  // namespace tiermoe

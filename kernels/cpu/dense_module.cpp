@@ -161,9 +161,32 @@ PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
 }
 
+// router_scores(hidden, rows, weight, width, experts, bias or 0, softmax, out: buffer of rows * experts floats)
+PyObject* router_scores(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect(count, 8)) return nullptr;
+    const float* hidden = address<const float>(args[0]);
+    const std::int64_t rows = PyLong_AsLongLong(args[1]);
+    const float* weight = address<const float>(args[2]);
+    const std::int64_t width = PyLong_AsLongLong(args[3]), experts = PyLong_AsLongLong(args[4]);
+    const float* bias = address<const float>(args[5]);
+    const int soft = PyObject_IsTrue(args[6]);
+    if (PyErr_Occurred()) return nullptr;
+    Py_buffer out;
+    if (PyObject_GetBuffer(args[7], &out, PyBUF_WRITABLE) != 0) return nullptr;
+    if (rows < 1 || width < 1 || experts < 1 || out.len != rows * experts * static_cast<Py_ssize_t>(sizeof(float))) {
+        PyBuffer_Release(&out);
+        refuse("the scores have another size", static_cast<long long>(out.len));
+        return nullptr;
+    }
+    tiermoe::router_scores(hidden, rows, weight, width, experts, bias, soft != 0, static_cast<float*>(out.buf));
+    PyBuffer_Release(&out);
+    Py_RETURN_NONE;
+}
+
 }  // namespace
 
 PyMethodDef dense_methods[] = {
+    {"router_scores", fast(router_scores), METH_FASTCALL, "A router's scores on a few rows; see dense.hpp."},
     {"dense_program", fast(dense_program), METH_FASTCALL, "A program of row operators; see dense.hpp."},
     {"dense_bind", fast(dense_bind), METH_FASTCALL, "Where a layer's keys and values are; see dense.hpp."},
     {"dense_begin", fast(dense_begin), METH_FASTCALL, "The rows and cache tables of the next step; see dense.hpp."},

@@ -24,6 +24,7 @@ from torch import nn
 
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
+from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.format import Manifest
 from .attention import attention_for
@@ -355,10 +356,5 @@ def _router_probe(classes: tuple[type[nn.Module], ...], block: nn.Module, expert
         for module in router.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] == experts:
-                return linear_probe(weight, getattr(module, "bias", None))
+                return LinearRouter(weight, getattr(module, "bias", None))
     return None
-
-
-def linear_probe(weight: torch.Tensor, bias: torch.Tensor | None) -> RouterProbe:
-    """Scores [T, E] for hidden states [T, H], with weight [E, H] and bias [E]; in the weight's dtype."""
-    return lambda hidden: nn.functional.linear(hidden.to(weight.dtype), weight, bias)
