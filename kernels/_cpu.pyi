@@ -23,6 +23,9 @@ class Copy:
 class Resident:
     """A layer on a pool: an opaque capsule."""
 
+class Importance:
+    """The state of ActiveEvict's eviction: an opaque capsule."""
+
 Piece = tuple[int, int, int, bool]  # target, source, count of bytes, or of bfloat16 numbers to widen
 
 def expert_ffn(
@@ -231,3 +234,30 @@ def router_scores(
     hidden: int, rows: int, weight: int, width: int, experts: int, bias: int, softmax: bool, out: NDArray[np.float32], /
 ) -> None:
     """Raises ValueError: `out` has another size."""
+
+def importance(
+    layers: int,
+    experts: int,
+    window: int,
+    top_k: int,
+    alpha: float,
+    powers: int,
+    values: int,
+    picked: int,
+    seen: int,
+    predicted: int,
+    resident: int,
+    stamp: int,
+    /,
+) -> Importance:
+    """The addresses of a state's arrays, as in importance.hpp; the caller keeps them alive."""
+
+def importance_saw(state: Importance, layer: int, ids: NDArray[np.int64], /) -> None:
+    """Raises ValueError: no such layer or expert, or rows of another width."""
+
+def importance_target(
+    state: Importance, layer: int, logits: NDArray[np.float32], held: NDArray[np.bool_], tau: float, most: int, /
+) -> int:
+    """Raises ValueError: no such layer, no rows, or other experts."""
+
+def importance_lowest(state: Importance, count: int, /) -> list[int]: ...

@@ -163,8 +163,10 @@ def make_pre_evicting(
             "choose a policy without pre_evict, such as on-demand",
         )
 
+    asked = [_asked(block) for block in blocks]
+
     def score(layer: int, view: LayerView) -> NDArray[np.floating] | None:
-        return view.scores(_asked(blocks[layer]))
+        return view.scores(asked[layer])
 
     return PreEvicting(decide, cache, len(blocks), experts, score)
 

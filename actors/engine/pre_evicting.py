@@ -33,7 +33,7 @@ class PreEvicting:
 
     def __init__(self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score) -> None:
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
-        self._importance = cache.eviction if isinstance(cache.eviction, ImportanceEviction) else None
+        self._importance = cache.eviction.state if isinstance(cache.eviction, ImportanceEviction) else None
         self._last_rows: list[int] | None = None
         self._first: NDArray[np.floating] | None = None  # logits of the first layer, one row a sequence
 
@@ -68,15 +68,14 @@ class PreEvicting:
     def _release(self, layer: int, logits: NDArray[np.floating] | None) -> None:
         if logits is None:
             return
-        cache, first = self._cache, layer * self._experts
-        predicted = predicted_distribution(logits)
+        residency, decide, first = self._cache.residency, self._decide, layer * self._experts
+        held = residency.occupied(first, first + self._experts)
         if self._importance is not None:
-            self._importance.expect(layer, predicted)
-        occupied = cache.residency.occupied(first, first + self._experts)
-        target = self._decide.target(logits, predicted, occupied)
-        slots = min(target.slots, self._experts - int(occupied.sum()))
-        if slots > cache.residency.free_slots:
-            cache.vacate(slots, layer)
+            slots = self._importance.target(layer, logits, held, decide.threshold, decide.most)
+        else:
+            slots = decide.slots(logits, predicted_distribution(logits), held)
+        if slots > residency.free_slots:
+            self._cache.vacate(slots, layer)
 
 
 def last_rows(spans: Sequence[Any]) -> list[int]:

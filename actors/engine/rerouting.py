@@ -25,8 +25,8 @@ _NOWHERE = np.zeros(0, np.bool_)
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """One layer's cache as a rerouting rule sees it."""
     available, slots = cache.standing(layer)
-    free = slots - int(available.sum())
-    return RerouteView(available, free, top_k, cache.vacant(layer), emptied=cache.residency.emptied)
+    free = slots - int(np.count_nonzero(available))
+    return RerouteView(available, free, top_k, cache.vacant(layer), None, None, cache.residency.emptied)
 
 
 class Rerouter:
@@ -67,9 +67,12 @@ class Rerouter:
 
     def layer(self, index: int, view: View) -> frozenset[int]:
         """Apply the rule to the view's routing."""
-        rule, asked = self.rule, self._asked[index] if self.rule.needs_probabilities else None
+        rule, now = self.rule, self._view(index)
+        if rule.keeps(view.picked, now):
+            return NO_KEYS
+        asked = self._asked[index] if rule.needs_probabilities else None
         probabilities = None if asked is None else view.scores(asked)  # type: ignore[attr-defined]  # of a `LayerView`
-        found = rule.reroute(index, view.picked, view.weights, probabilities, self._view(index))
+        found = rule.reroute(index, view.picked, view.weights, probabilities, now)
         if found.substituted or found.dropped:
             stats = self._cache.stats
             stats.substitutions += found.substituted

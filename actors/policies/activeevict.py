@@ -7,15 +7,15 @@ routing budget-aware     each token uses as many of its experts as are resident 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from .eviction import SortedEviction
+from .eviction import EvictionPolicy, first_evictable
 from .prefetch import predicted_experts
 from .registry import PolicyContext, PolicyOptions, register
 from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights, drop_pairs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
 
 Floats = NDArray[np.float64]
+_SPARE = 16  # residents that an eviction looks at beyond those that it needs: some are pinned or kept
 
 
 class Hotness:
@@ -38,10 +39,7 @@ class Hotness:
     """
 
     def __init__(self, layers: int, experts: int, gamma: float, window: int) -> None:
-        if not 0 < gamma <= 1:
-            raise ValueError(f"gamma is {gamma}, not in (0, 1]")
-        if window < 1:
-            raise ValueError(f"the window holds {window} tokens, not at least 1")
+        check_decay(gamma, window)
         self._window = window
         self._powers: Floats = gamma ** np.arange(2 * window, dtype=np.float64)  # by age; batches as long as the window
         self.values: Floats = np.zeros((layers, experts))  # [L, E]
@@ -75,20 +73,96 @@ class Hotness:
         self._tokens[layer] = seen + n
 
 
+def check_decay(gamma: float, window: int) -> None:
+    """Raises ValueError: gamma is not in (0, 1], or the window holds no token."""
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, not in (0, 1]")
+    if window < 1:
+        raise ValueError(f"the window holds {window} tokens, not at least 1")
+
+
+class Importance(Protocol):
+    """The state behind `ImportanceEviction`; the reference is `ImportanceState`.
+
+    Attributes:
+        values: u [L, E]. predicted: p-hat [L, E]. resident: [L*E]. stamp: number of the last use [L*E].
+    """
+
+    values: Floats
+    predicted: Floats
+    resident: NDArray[np.bool_]
+    stamp: NDArray[np.int64]
+
+    def saw(self, layer: int, ids: NDArray[np.int64]) -> None:
+        """Tokens of a layer picked these distinct experts: ids [n, K]."""
+        ...
+
+    def target(
+        self, layer: int, logits: NDArray[np.floating], held: NDArray[np.bool_], threshold: float, most: int
+    ) -> int:
+        """Predict a layer from its router's logits [T, E]; the slots of its release target, as `PreEviction.slots`."""
+        ...
+
+    def lowest(self, count: int) -> list[int]:
+        """The first `count` residents by rising s, then least recently used, then by key."""
+        ...
+
+
+MakeImportance = Callable[[int, int, float, float, int, int], Importance]  # arguments of `ImportanceState`
+
+
+class ImportanceState:
+    """u, p-hat and the residents as arrays, and what follows from them (equations 8 to 17).
+
+    Args:
+        layers, experts: L and E. alpha: weight of h in s. gamma, window: see `Hotness`. top_k: K.
+    """
+
+    def __init__(self, layers: int, experts: int, alpha: float, gamma: float, window: int, top_k: int) -> None:
+        self._alpha, self._top_k, self._hotness = alpha, top_k, Hotness(layers, experts, gamma, window)
+        self.values, self.predicted = self._hotness.values, np.zeros((layers, experts))
+        self.resident, self.stamp = np.zeros(layers * experts, np.bool_), np.zeros(layers * experts, np.int64)
+
+    def saw(self, layer: int, ids: NDArray[np.int64]) -> None:
+        self._hotness.saw(layer, ids)
+
+    def target(
+        self, layer: int, logits: NDArray[np.floating], held: NDArray[np.bool_], threshold: float, most: int
+    ) -> int:
+        self.predicted[layer] = predicted_distribution(logits)
+        return PreEviction(self._top_k, threshold, most).slots(logits, self.predicted[layer], held)
+
+    def lowest(self, count: int) -> list[int]:
+        keys = self.resident.nonzero()[0]
+        scores = importance(self.values, self.predicted, self.resident, self._alpha)[keys]
+        found: list[int] = keys[np.lexsort((self.stamp[keys], scores))[:count]].tolist()
+        return found
+
+
+def importance(values: Floats, predicted: Floats, residents: NDArray[np.bool_], alpha: float) -> Floats:
+    """s of every expert, by key [L*E]; of experts that are not resident only the second part."""
+    used = values * residents.reshape(values.shape)
+    sums = used.sum(axis=1, keepdims=True)
+    hot = np.divide(used, sums, out=np.zeros_like(used), where=sums > 0)
+    scores: Floats = (alpha * hot + (1 - alpha) * predicted).ravel()
+    return scores
+
+
 @register("eviction", "importance")
-class ImportanceEviction(SortedEviction):
+class ImportanceEviction(EvictionPolicy):
     """Evicts the expert of least importance (ActiveEvict, section 3.2, equations 9 and 13).
 
     Symbols: u(e) `Hotness.values`; h(e) = u(e) / sum of u over the residents C_l of its layer, 0 where none was used
-    within the window; p-hat(e), the latest predicted probability (`expect`); s(e) = alpha * h(e) + (1 - alpha) *
+    within the window; p-hat(e), the latest predicted probability (`target`); s(e) = alpha * h(e) + (1 - alpha) *
     p-hat(e), `scores`. The paper gives each layer its own slots. In a pool for all layers s compares across layers:
     both parts sum to at most 1 per layer.
 
     State: u [L, E], p-hat [L, E], residents and their last use. Ties: least recently used, then by key. O(1) per key
-    admitted, used or removed; the first `victims` after a change sorts, O(L*E + n log n) for n resident.
+    admitted, used or removed, `victims` O(L*E + n log count) for n resident.
 
     Args:
-        layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`.
+        layers, experts: L and E. alpha: 1 is use alone, 0 is prediction alone. gamma, window: see `Hotness`. top_k: of
+            the router. make_state: makes the `Importance`.
     """
 
     class Options(PolicyOptions):
@@ -100,47 +174,63 @@ class ImportanceEviction(SortedEviction):
             if policy.pre_evict.kind == "off":
                 raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
 
+    per_layer = False
+
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ImportanceEviction:
-        return cls(context.layers, context.experts, options.alpha, options.gamma, options.window)
+        made: MakeImportance = ImportanceState if context.importance is None else context.importance
+        sizes = context.layers, context.experts, options.alpha, options.gamma, options.window, context.top_k
+        return cls(*sizes, made)
 
-    def __init__(self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128) -> None:
+    def __init__(
+        self, layers: int, experts: int, alpha: float = 0.5, gamma: float = 0.97, window: int = 128, top_k: int = 1,
+        make_state: MakeImportance = ImportanceState,
+    ) -> None:  # fmt: skip
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is {alpha}, not in [0, 1]")
-        super().__init__(layers, experts)
-        self._alpha, self.hotness = alpha, Hotness(layers, experts, gamma, window)
-        self._predicted: Floats = np.zeros((layers, experts))
+        check_decay(gamma, window)
+        self._alpha, self._clock = alpha, 0
+        self.state = make_state(layers, experts, alpha, gamma, window, top_k)
+        self._resident, self._stamp = memoryview(self.state.resident), memoryview(self.state.stamp)
 
-    def saw(self, layer: int, ids: NDArray[np.integer]) -> None:
-        """Tokens of a layer picked these experts: ids [n, K]."""
-        self.hotness.saw(layer, ids)
-        self._order = None
+    def admitted(self, key: int) -> None:
+        self._resident[key] = True
+        self._clock += 1
+        self._stamp[key] = self._clock
 
-    def expect(self, layer: int, probabilities: NDArray[np.floating]) -> None:
-        """p-hat of a layer's experts [E], for its next forward."""
-        self._predicted[layer] = probabilities
-        self._order = None
+    def used(self, keys: Iterable[int]) -> None:
+        stamp, clock = self._stamp, self._clock
+        for key in keys:
+            clock += 1
+            stamp[key] = clock
+        self._clock = clock
+
+    def removed(self, key: int) -> None:
+        if not self._resident[key]:
+            raise KeyError(key)
+        self._resident[key] = False
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        if count <= 0:  # as asked wherever slots are free: no reason to sort
+            return []
+        looked = count + _SPARE
+        while True:
+            order = self.state.lowest(looked)
+            found = first_evictable(order, count, evictable)
+            if len(found) == count or len(order) < looked:
+                return found
+            looked *= 4
 
     def scores(self) -> Floats:
         """s of every expert, by key [L*E]; of experts that are not resident only the second part."""
-        return self._scores(self._resident)
+        return importance(self.state.values, self.state.predicted, self.state.resident, self._alpha)
 
     def ranked(self, keys: Sequence[int]) -> list[int]:
         """By falling s as if these were the residents, then most recently used first."""
-        asked = np.zeros_like(self._resident)
+        asked = np.zeros_like(self.state.resident)
         asked[list(keys)] = True
-        scores = self._scores(asked)
+        scores = importance(self.state.values, self.state.predicted, asked, self._alpha)
         return sorted(keys, key=lambda key: (-scores[key], -self._stamp[key]))
-
-    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        return keys[np.lexsort((self._stamp[keys], self._scores(self._resident)[keys]))]
-
-    def _scores(self, residents: NDArray[np.bool_]) -> Floats:
-        used = self.hotness.values * residents.reshape(self._predicted.shape)
-        sums = used.sum(axis=1, keepdims=True)
-        hot = np.divide(used, sums, out=np.zeros_like(used), where=sums > 0)
-        scores: Floats = (self._alpha * hot + (1 - self._alpha) * self._predicted).ravel()
-        return scores
 
 
 def predicted_distribution(logits: NDArray[np.floating]) -> Floats:
@@ -225,6 +315,10 @@ class PreEviction:
         width = self.top_k if len(logits) == 1 else len(predicted_experts(logits, self.top_k))
         return self.target_for(width, predicted, held)
 
+    def slots(self, logits: NDArray[np.floating], predicted: Floats, held: NDArray[np.bool_]) -> int:
+        """The slots of `target`, at most as many as the layer has experts without a slot."""
+        return min(self.target(logits, predicted, held).slots, len(held) - int(np.count_nonzero(held)))
+
     def target_for(self, width: int, predicted: Floats, held: NDArray[np.bool_]) -> ReleaseTarget:
         """`target` for a known width k, at most E."""
         order = (-predicted).argsort(kind="stable")
@@ -261,11 +355,15 @@ def routing_widths(
     tokens, top_k = ids.shape
     narrowest = min(narrowest, top_k)
     widths = np.full(tokens, top_k, np.int64)
-    if len(set(ids[~resident[ids]].tolist())) <= available:
+    if misses_fit(ids, resident, available):
         return widths
     order = np.argsort(-weights, axis=1, kind="stable")
     by_rank = np.take_along_axis(ids, order, axis=1)  # [T, K]
     missing = ~resident[by_rank]
+    if tokens == 1:
+        misses = missing[0].cumsum()  # u(1) .. u(K)
+        widths[0] = np.count_nonzero(misses <= max(available, int(misses[narrowest - 1])))
+        return widths
     granted = set(by_rank[:, :narrowest][missing[:, :narrowest]].tolist())
     ranked = np.take_along_axis(weights, order, axis=1)
     for rank in range(narrowest, top_k):
@@ -280,6 +378,12 @@ def routing_widths(
             else:
                 widths[token] = rank
     return widths
+
+
+def misses_fit(ids: NDArray[np.integer], resident: NDArray[np.bool_], available: int) -> bool:
+    """Whether all missing experts of a routing [T, K] fit into `available` slots."""
+    missing = ids[~resident[ids]]
+    return missing.size <= available or len(set(missing.tolist())) <= available
 
 
 def kept_pairs(weights: NDArray[np.floating], widths: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -318,10 +422,13 @@ class BudgetAwareTopK(Rerouting):
     def __init__(self, renormalise: bool = True, narrowest: int = 1) -> None:
         self._renormalise, self._narrowest = renormalise, narrowest
 
+    def keeps(self, ids: Ids, view: RerouteView) -> bool:
+        return misses_fit(ids, view.available, view.vacant)
+
     def reroute(
         self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
     ) -> Rerouted:
         widths = routing_widths(ids, weights, view.available, view.vacant, self._narrowest)
-        if (widths == ids.shape[1]).all():
+        if widths.min() == ids.shape[1]:
             return Rerouted(ids, weights)
         return drop_pairs(ids, weights, ~kept_pairs(weights, widths), self._renormalise)

@@ -67,6 +67,7 @@ class PolicyContext:
         predictors, sensitivity, profile: of `tiermoe prepare`, see `StridePrefetch`, `AdaptiveGating`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
         replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
+        importance: makes the state of `ImportanceEviction`; None: in NumPy.
     """
 
     layers: int
@@ -85,6 +86,7 @@ class PolicyContext:
     gpus: int = 1
     replaceable: Callable[..., NDArray[np.bool_]] | None = None
     substitute: Callable[..., Any] | None = None
+    importance: Callable[..., Any] | None = None
 
 
 class NotPrepared(ValueError):

@@ -32,5 +32,6 @@ extern PyMethodDef measure_methods[];   // measure_module.cpp
 extern PyMethodDef link_methods[];      // link_module.cpp
 extern PyMethodDef resident_methods[];  // resident_module.cpp
 extern PyMethodDef dense_methods[];     // dense_module.cpp
+extern PyMethodDef importance_methods[];  // importance_module.cpp
 
 }  // namespace tiermoe::bindings

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from tiermoe.actors.policies.activeevict import (
     Hotness,
     ImportanceEviction,
+    ImportanceState,
     PreEviction,
     kept_pairs,
     predicted_distribution,
     routing_widths,
 )
+from tiermoe.kernels.importance import NativeImportance
 
 E, K = 8, 3
 SEEDS = st.integers(0, 2**32 - 1)
@@ -73,6 +75,47 @@ class TestHotness:
             Hotness(1, E, gamma, window)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEEDS, gamma=st.sampled_from([0.3, 0.97, 1.0]), window=st.integers(1, 9),
+    alpha=st.sampled_from([0.0, 0.5, 1.0]),
+    batches=st.lists(st.integers(1, 12), min_size=1, max_size=8), tau=st.sampled_from([0.0, 0.02, 1.0]),
+    most=st.integers(0, 2 * E),
+)  # fmt: skip
+def test_the_native_state_is_the_reference(
+    seed: int, gamma: float, window: int, alpha: float, batches: list[int], tau: float, most: int
+) -> None:
+    rng, layers = np.random.default_rng(seed), 2
+    ours, theirs = (made(layers, E, alpha, gamma, window, K) for made in (ImportanceState, NativeImportance))
+    for tokens in batches:
+        layer, ids, held = int(rng.integers(layers)), picks(rng, tokens), rng.random(E) < 0.5
+        logits = np.round(rng.normal(0, 2, (tokens, E)), 1).astype(np.float32)  # rounded: some are equal
+        resident, stamp = rng.random(layers * E) < 0.5, rng.permutation(layers * E)
+        targets = []
+        for state in (ours, theirs):
+            state.saw(layer, ids)
+            targets.append(state.target(layer, logits, held, tau, most))
+            state.resident[:], state.stamp[:] = resident, stamp
+        np.testing.assert_allclose(theirs.values, ours.values, rtol=1e-12)
+        np.testing.assert_allclose(theirs.predicted, ours.predicted, rtol=1e-12)
+        assert targets[0] == targets[1]
+        theirs.predicted[:] = ours.predicted  # so that ties are ties
+        for count in (0, 3, 2 * E + 1):
+            assert theirs.lowest(count) == ours.lowest(count)
+
+
+def test_the_native_state_refuses() -> None:
+    state = NativeImportance(2, E, 0.5, 0.9, 4, K)
+    with pytest.raises(ValueError, match="no such layer: 2"):
+        state.saw(2, np.zeros((1, K), np.int64))
+    with pytest.raises(ValueError, match=f"no such expert: {E}"):
+        state.saw(0, np.full((1, K), E))
+    with pytest.raises(ValueError, match="another row"):
+        state.saw(0, np.zeros((1, K + 1), np.int64))
+    with pytest.raises(ValueError, match="no rows, other experts"):
+        state.target(0, np.zeros((1, E), np.float32), np.zeros(2 * E, bool), 0.0, 1)
+
+
 def filled(keys: Iterable[int], layers: int, experts: int, alpha: float = 0.5) -> ImportanceEviction:
     policy = ImportanceEviction(layers, experts, alpha)
     for key in keys:
@@ -90,8 +133,8 @@ class TestImportance:
         scores = np.zeros(2 * E)
         for layer in range(2):
             ids, predicted = picks(rng, 9), rng.dirichlet(np.ones(E))
-            policy.saw(layer, ids)
-            policy.expect(layer, predicted)
+            policy.state.saw(layer, ids)
+            policy.state.predicted[layer] = predicted
             u = usage(ids, 0.8, 6)
             residents = [e for e in range(E) if layer * E + e in held]
             total = sum(u[e] for e in residents)
@@ -113,14 +156,14 @@ class TestImportance:
         """Guards a ranking of all that is held at every prefetch into a free slot."""
         policy = filled((5, 3, 1), 1, E)
         with monkeypatch.context() as free:
-            free.setattr(policy, "_sorted", lambda keys: pytest.fail("sorted for nothing"))
+            free.setattr(policy.state, "lowest", lambda count: pytest.fail("sorted for nothing"))
             assert policy.victims(0, anything) == policy.victims(-2, anything) == []
         assert policy.victims(1, anything) == [5]
 
     def test_a_hot_and_a_predicted_expert_stay(self) -> None:
         policy = filled(range(4), 1, 4, alpha=0.5)
-        policy.saw(0, np.array([[0], [0], [1]]))
-        policy.expect(0, np.array([0.0, 0.0, 1.0, 0.0]))
+        policy.state.saw(0, np.array([[0], [0], [1]]))
+        policy.state.predicted[0] = np.array([0.0, 0.0, 1.0, 0.0])
         assert policy.victims(4, anything) == [3, 1, 0, 2]
         assert policy.ranked([3, 2, 1, 0])[0] == 2
         policy.removed(3)
@@ -128,8 +171,8 @@ class TestImportance:
 
     def test_alone_hotness_ignores_predictions(self) -> None:
         policy = filled(range(3), 1, 3, alpha=1.0)
-        policy.saw(0, np.array([[0], [1], [1], [2], [2], [2]]))
-        policy.expect(0, np.array([1.0, 0.0, 0.0]))
+        policy.state.saw(0, np.array([[0], [1], [1], [2], [2], [2]]))
+        policy.state.predicted[0] = np.array([1.0, 0.0, 0.0])
         assert policy.victims(3, anything) == [0, 1, 2]
 
     def test_refuses(self) -> None:
@@ -148,9 +191,7 @@ def test_prediction_is_equations_10_to_12() -> None:
     assert predicted_distribution(np.full((1, E), 1e4, np.float32)).tolist() == pytest.approx([1 / E] * E)
 
 
-def direct_target(
-    p: NDArray[np.float64], held: NDArray[np.bool_], k: int, tau: float, r_max: int
-) -> tuple[int, int]:
+def direct_target(p: NDArray[np.float64], held: NDArray[np.bool_], k: int, tau: float, r_max: int) -> tuple[int, int]:
     """Equations 14 to 16, term by term; p_(j) is `order[j - 1]`'s."""
     order = sorted(range(len(p)), key=lambda e: (-p[e], e))
     here = sum(bool(held[e]) for e in order[:k])

@@ -112,12 +112,12 @@ class TestVacate:
 
 class TestPreEvicting:
     def test_the_least_important_experts_make_room_for_the_predicted_ones(self, make: Make) -> None:
-        eviction = ImportanceEviction(LAYERS, EXPERTS, alpha=0.5)
+        eviction = ImportanceEviction(LAYERS, EXPERTS, alpha=0.5, top_k=2)
         cache = make(4, eviction)
         forward(cache, 0, 0, 1)
         forward(cache, 1, 2, 3)
         pre = PreEvicting(PreEviction(2, 0.0, 2), cache, LAYERS, EXPERTS, scores([5.0, 4.0, 0.0, 0.0]))
-        eviction.saw(0, np.array([[0, 1], [0, 1]]))
+        eviction.state.saw(0, np.array([[0, 1], [0, 1]]))
         pre.layer(0, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 2  # experts 0 and 1 of layer 1 are predicted, and not there
         assert set(cache.residency.held()) == {0, 1}

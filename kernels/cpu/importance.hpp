@@ -1,0 +1,37 @@
+// ActiveEvict on arrays: time-decayed use, predicted probabilities, the release target, and the residents of least
+// importance. The reference, with the equations, is actors/policies/activeevict.py; it differs in the last bits of sums.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tiermoe {
+
+struct Importance {
+    std::int64_t layers, experts, window, top_k;
+    double alpha;
+    const double* powers;          // of gamma [2 * window]
+    double* values;                // u [L, E]
+    std::int64_t* picked;          // [L, window, K], a ring of each layer's tokens
+    std::int64_t* seen;            // tokens of each layer [L]
+    double* predicted;             // p-hat [L, E]
+    const std::uint8_t* resident;  // [L * E]
+    const std::int64_t* stamp;     // of the last use [L * E]
+    // of one call
+    std::vector<double> score;
+    std::vector<std::int64_t> order;
+    std::vector<std::uint8_t> named;
+};
+
+// Tokens of a layer picked these experts: ids [n, K], in range.
+void importance_saw(Importance& state, std::int64_t layer, const std::int64_t* ids, std::int64_t n);
+
+// p-hat of a layer from its router's logits [rows, E], and the slots of its release target: the gap and the redundancy.
+// held: experts with a slot [E].
+std::int64_t importance_target(Importance& state, std::int64_t layer, const float* logits, std::int64_t rows,
+                               const std::uint8_t* held, double tau, std::int64_t most);
+
+// The first `count` residents, least important first, then least recently used: keys in state.order.
+std::int64_t importance_lowest(Importance& state, std::int64_t count);
+
+}  // namespace tiermoe
