@@ -25,6 +25,7 @@ setup(
                 "kernels/cpu/neuron_ffn.cpp",
                 "kernels/cpu/neuron_module.cpp",
                 "kernels/cpu/neuron_portable.cpp",
+                "kernels/cpu/rank_module.cpp",
                 "kernels/cpu/resident_module.cpp",
                 "kernels/cpu/threads.cpp",
             ],

@@ -231,9 +231,9 @@ def dense_run(program: Program, segment: int, addresses: tuple[int, ...], /) -> 
     """Raises ValueError: there is no such segment, no step has begun, or an address is missing."""
 
 def router_scores(
-    hidden: int, rows: int, weight: int, width: int, experts: int, bias: int, softmax: bool, out: NDArray[np.float32], /
+    hidden: int, rows: int, weight: int, width: int, outputs: int, bias: int, softmax: int, out: NDArray[np.float32], /
 ) -> None:
-    """Raises ValueError: `out` has another size."""
+    """softmax: over each so many outputs; 0: none. Raises ValueError: `out` has another size."""
 
 def importance(
     layers: int,
@@ -261,3 +261,9 @@ def importance_target(
     """Raises ValueError: no such layer, no rows, or other experts."""
 
 def importance_lowest(state: Importance, count: int, /) -> list[int]: ...
+
+def rank_by_votes(scores: NDArray[np.floating], top: int, base: int, /) -> list[int]:
+    """`predicted_experts` of scores [T, E], float32 or float64, with `base` added to each."""
+
+def rank_by_score(scores: NDArray[np.floating], top: int, base: int, /) -> tuple[list[int], list[float]]:
+    """`by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,23 @@ _MOST_ROWS = 64  # above, BLAS is as fast
 
 
 class LinearRouter:
-    """The linear part of a router.
+    """The linear part of a router, or of the routers of several layers on the same input.
 
     Args:
-        weight: [E, H]. bias: [E], or None.
+        weight: [D*E, H]. bias: [D*E], or None. layers: D.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, layers: int = 1) -> None:
+        self._weight, self._bias, self.layers = weight, bias, layers
         plain = [weight] if bias is None else [weight, bias]
         self._native = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in plain)
-        self._experts, self._width = weight.shape
+        self._outputs, self._width = weight.shape
+        self._experts = self._outputs // layers
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores [T, E] for hidden [T, H], in the weight's dtype, on its device."""
-        return nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)
+        """Scores [T, E], of several layers [T, D, E], for hidden [T, H], in the weight's dtype, on its device."""
+        found = nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)
+        return found if self.layers == 1 else found.view(-1, self.layers, self._experts)
 
     def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
         """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""
@@ -37,7 +40,26 @@ class LinearRouter:
         fits = self._native and 0 < rows <= _MOST_ROWS and width == self._width
         if not (fits and hidden.dtype == torch.float32 and hidden.is_contiguous()):
             return None
-        out = np.empty((rows, self._experts), np.float32)
-        bias: Any = 0 if self._bias is None else self._bias.data_ptr()
-        _cpu.router_scores(hidden.data_ptr(), rows, weight.data_ptr(), width, self._experts, bias, softmax, out)
+        layers, experts = self.layers, self._experts
+        out = np.empty((rows, experts) if layers == 1 else (rows, layers, experts), np.float32)
+        bias, soft = 0 if self._bias is None else self._bias.data_ptr(), experts if softmax else 0
+        _cpu.router_scores(hidden.data_ptr(), rows, weight.data_ptr(), width, self._outputs, bias, soft, out)
         return out
+
+
+def windows(routers: Sequence[Any], ahead: int) -> list[LinearRouter | None]:
+    """For each layer the routers of the `ahead` layers behind it in one, all on the same memory; None: of no layer.
+
+    Without a window where a layer has no linear router.
+    """
+    linear = [router for router in routers if isinstance(router, LinearRouter)]
+    if len(linear) != len(routers):
+        return [None] * len(routers)
+    weights, biases = [r._weight for r in linear], [r._bias for r in linear if r._bias is not None]
+    weight, bias, experts = torch.cat(weights), torch.cat(biases) if biases else None, linear[0]._experts
+    found: list[LinearRouter | None] = []
+    for layer in range(1, len(routers)):
+        stop = min(layer + ahead, len(routers))
+        rows = slice(layer * experts, stop * experts)
+        found.append(LinearRouter(weight[rows], None if bias is None else bias[rows], stop - layer))
+    return [*found, None]

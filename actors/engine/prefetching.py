@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, runs
+from ...kernels import _cpu
+from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
 from .cache.cache import ExpertCache
 from .host_view import Asked, Fetch, LayerView, share
 from .serving.streams import SequenceRows
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
+_NATIVE = Ranking(_cpu.rank_by_votes, _cpu.rank_by_score)
 See = Callable[[int, Sequence[Span], Any], LayerSeen]  # (layer, spans, view) -> the policy's view
 
 
@@ -108,21 +110,31 @@ class Prefetching:
         """
         if not wanted:
             return
-        cache, shards = self._cache, self._shards
-        nearer: set[int] = set()
+        cache, nearer, found = self._cache, set[int](), runs(wanted, self._experts)
         theirs: list[int] = []
-        for source, keys in runs(wanted, self._experts):
-            if shards is not None:
-                later = keys if keys[0] // self._experts >= layer else []
-                theirs += [key for key in later if shards.peer_of(key) is not None]
-                keys = [key for key in keys if shards.peer_of(key) is None]
-            if allowed:
+        if self._shards is not None:
+            found, theirs = self._by_owner(self._shards, layer, found)
+        if allowed:
+            for source, keys in found:
                 cache.prefetch(keys, nearer, source or self.policy.name)
-            nearer.update(keys)
-        if shards is not None and theirs:
-            shards.prefetch(layer, theirs)
+                if len(found) > 1:
+                    nearer.update(keys)
+        if self._shards is not None and theirs:
+            self._shards.prefetch(layer, theirs)
         if allowed and self.policy.synchronous:
             cache.finish_prefetch([want.key for want in wanted], layer)
+
+    def _by_owner(
+        self, shards: Shards, layer: int, found: Sequence[tuple[str, list[int]]]
+    ) -> tuple[list[tuple[str, list[int]]], list[int]]:
+        """The runs of keys that are loaded here, and the keys from `layer` on that shards load."""
+        mine: list[tuple[str, list[int]]] = []
+        theirs: list[int] = []
+        for source, keys in found:
+            if keys[0] // self._experts >= layer:
+                theirs += [key for key in keys if shards.peer_of(key) is not None]
+            mine.append((source, [key for key in keys if shards.peer_of(key) is None]))
+        return mine, theirs
 
 
 class RouterPrefetching(Prefetching):
@@ -146,8 +158,8 @@ class RouterPrefetching(Prefetching):
         fetch: Fetch = share,
     ) -> None:
         super().__init__(policy, cache, len(blocks), experts, self._seen, shards)
-        self._routers, self._gates, self._fetch = [block.router for block in blocks], gates, fetch
-        self._asked: dict[tuple[int, int], Asked | None] = {}  # by layer and distance: of all rows
+        self._routers, self._fetch = [block.router for block in blocks], fetch
+        self._scores = self._ahead(gates)  # of each layer, by distance
         self._rows: Sequence[SequenceRows] = ()
         self._embedded: torch.Tensor | None = None
         self._running = False  # the policy was told of the present forward
@@ -195,34 +207,48 @@ class RouterPrefetching(Prefetching):
 
         def lookahead(distance: int) -> NDArray[np.floating] | None:
             asked = self._lookahead(index, distance, view.tokens)
-            return None if asked is None else view.scores(asked)
+            if asked is None:
+                return None
+            found = view.scores(asked)
+            return found if found.ndim == 2 else found[:, distance - 1]  # of [T, D, E]
 
         if policy.needs_probabilities:
             own = self._own(index)
             probabilities = None if own is None else view.scores(own)
-        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead)
+        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead, _NATIVE)
 
     def _own(self, index: int) -> Asked | None:
         """The probabilities of a layer's own router."""
         router = self._routers[index]
         return None if router is None else Asked(router, softmax=True)
 
+    def _ahead(self, gates: Sequence[RouterProbe] | None) -> list[list[Asked | None]]:
+        """The scores of the later layers on each layer's input, by distance: as one product where it can be."""
+        from ...kernels.router import windows
+
+        policy, layers = self.policy, len(self._routers)
+        distance, found = policy.distance if policy.needs_lookahead else 0, list[list[Asked | None]]()
+        together = windows(self._routers, distance) if distance > 1 else [None] * layers
+        for layer, window in enumerate(together):
+            probes = [window or router for router in self._routers[layer + 1 : layer + 1 + distance]]
+            if gates is not None and probes:
+                probes[0] = gates[layer]
+            found.append([None if p is None else Asked(p, policy.lookahead_softmax) for p in probes])
+        return found
+
     def _lookahead(self, index: int, distance: int, tokens: int) -> Asked | None:
-        """The scores of the layer `distance` after this one. tokens: rows of the forward."""
-        layer = index + distance
-        rows: tuple[int, ...] = ()
+        """The scores that have those of the layer `distance` after this one. tokens: rows of the forward."""
+        found = self._scores[index]
+        if distance <= len(found):
+            return found[distance - 1]
+        layer, policy = index + distance, self.policy
         if layer > self._last:
-            if not self.policy.wraps:
+            if not policy.wraps:
                 return None
             layer %= self._last + 1
-            rows = self._last_rows(tokens)
-        if not rows and (index, distance) in self._asked:
-            return self._asked[index, distance]
-        probe = self._gates[index] if self._gates is not None and distance == 1 else self._routers[layer]
-        found = None if probe is None else Asked(probe, self.policy.lookahead_softmax, rows)
-        if not rows:
-            self._asked[index, distance] = found
-        return found
+        probe = self._routers[layer]
+        rows = self._last_rows(tokens) if index + distance > self._last else ()
+        return None if probe is None else Asked(probe, policy.lookahead_softmax, rows)
 
     def _last_rows(self, tokens: int) -> tuple[int, ...]:
         """The last row of each sequence; empty: each has one row."""

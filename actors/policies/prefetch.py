@@ -6,9 +6,9 @@ One protocol for all executors. The calls of one forward pass:
     observed(seen) per layer    that layer's routing             -> wanted in later layers
     end(sequence)               a sequence is over (between forwards)
 
-Answers are lists of `Wanted`, most wanted first. The executor queues them behind the layer's demand loads while slots
-are available, skips resident experts, and does not repeat a request: a policy asks again. Policies see no cache, link
-or clock.
+Answers are `Wanted`, most wanted first. The executor queues them behind the layer's demand loads while slots are
+available, skips resident experts, and does not repeat a request: a policy asks again. Policies see no cache, link or
+clock.
 
 Here: the protocol, the governor, and the policies that belong to no single paper.
 """
@@ -45,6 +45,65 @@ class Span:
     embedding: Floats | None = None
 
 
+def predicted_experts(logits: NDArray[np.floating], top: int, base: int = 0) -> list[int]:
+    """Experts that a later router would pick, most wanted first.
+
+    Each token votes for its `top` experts; experts are ordered by votes, then highest logit, then number. This is the
+    gate look-ahead of Mixtral-Offloading, AdapMoE and MoEpic, over all tokens of a batch.
+
+    Args:
+        logits: router logits [T, E]. top: experts per token. base: key of the first expert.
+    """
+    tokens, experts = logits.shape
+    top = min(top, experts)
+    if tokens == 1:
+        order = (-logits[0]).argsort(kind="stable")[:top]
+    else:
+        votes = picks(logits, top).sum(axis=0)
+        order = np.lexsort((-logits.max(axis=0), -votes))[: np.count_nonzero(votes)]  # stable: then by number
+    return (order + base).tolist() if base else order.tolist()
+
+
+def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
+    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties: lowest number."""
+    tokens, experts = scores.shape
+    last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
+    picked = scores >= last  # [T, E]
+    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
+        above = scores > last
+        tied = scores == last
+        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
+    return picked
+
+
+def by_score(scores: NDArray[np.floating], top: int, base: int = 0) -> tuple[list[int], list[float]]:
+    """Experts of the rows' `top` highest positive scores [T, E], highest first, ties by number; and their maxima.
+
+    base: key of the first expert.
+    """
+    if len(scores) == 1:
+        best, order = scores[0], (-scores[0]).argsort(kind="stable")[:top]
+    else:
+        named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
+        best = np.where(named, scores.max(axis=0), 0.0)
+        order = np.argsort(-best, kind="stable")
+    order = order[best[order] > 0]
+    return (order + base).tolist(), best[order].tolist()
+
+
+class Ranking(NamedTuple):
+    """The two orders of experts by scores; executors may have native ones with the same results.
+
+    Arguments: scores [T, E], experts that each row names, key of the first expert.
+    """
+
+    by_votes: Callable[[NDArray[np.floating], int, int], list[int]] = predicted_experts
+    by_score: Callable[[NDArray[np.floating], int, int], tuple[list[int], list[float]]] = by_score
+
+
+REFERENCE = Ranking()
+
+
 class LayerSeen(NamedTuple):
     """What is known once a layer's router has run.
 
@@ -52,7 +111,7 @@ class LayerSeen(NamedTuple):
     probabilities: [T, E], softmax of the router's logits; None where the model exposes none. lookahead: distance ->
     scores [T, E] of layer `layer + distance`'s router on this layer's input, None where unavailable. For a policy that
     `wraps`, layers past the last one are those of the next forward; their scores are [S, E], of the last row of each
-    span.
+    span. rank: orders experts by such scores.
     """
 
     layer: int
@@ -60,6 +119,7 @@ class LayerSeen(NamedTuple):
     ids: NDArray[np.integer]
     probabilities: NDArray[np.floating] | None
     lookahead: Lookahead
+    rank: Ranking = REFERENCE
 
 
 class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass takes three times as long
@@ -74,6 +134,32 @@ class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass
 
 
 new_wanted = partial(tuple.__new__, Wanted)  # of (key, priority, source): a third of the time of `Wanted(...)`
+
+
+class WantedKeys(Sequence[Wanted]):
+    """Experts that one source asks for, with an object for each only where somebody reads one.
+
+    Args:
+        layers: keys of each layer, most wanted first. priorities: of all of them in this order.
+    """
+
+    __slots__ = ("layers", "priorities")
+
+    def __init__(self, layers: Sequence[list[int]], priorities: Sequence[float]) -> None:
+        self.layers, self.priorities = layers, priorities
+
+    @property
+    def keys(self) -> list[int]:
+        return self.layers[0] if len(self.layers) == 1 else [key for keys in self.layers for key in keys]
+
+    def __len__(self) -> int:
+        return len(self.priorities)
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(map(Wanted, self.keys, self.priorities))[at]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == other
 
 
 @register("prefetch", "none")
@@ -166,12 +252,12 @@ class PrefetchPolicy(ABC):
         """Farthest `lookahead` that it will probably ask for at the next layer, to prepare for."""
         return self.distance if self.needs_lookahead else 0
 
-    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
+    def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
         """A forward pass begins; unknown sequences begin with it."""
         return []
 
     @abstractmethod
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         """A layer's routing is known; layers come in order, and the last one ends the forward."""
 
     def end(self, sequence: str) -> None:
@@ -181,6 +267,8 @@ class PrefetchPolicy(ABC):
 
 def runs(wanted: Sequence[Wanted], experts: int) -> list[tuple[str, list[int]]]:
     """Neighbours of one layer and source, in order: (source, keys)."""
+    if isinstance(wanted, WantedKeys):
+        return [("", keys) for keys in wanted.layers]
     out: list[tuple[str, list[int]]] = []
     last: tuple[int, str] | None = None
     for key, _, source in wanted:
@@ -254,47 +342,6 @@ class PrefetchGovernor:
         return True
 
 
-def predicted_experts(logits: NDArray[np.floating], top: int) -> list[int]:
-    """Experts that a later router would pick, most wanted first.
-
-    Each token votes for its `top` experts; experts are ordered by votes, then highest logit, then number. This is the
-    gate look-ahead of Mixtral-Offloading, AdapMoE and MoEpic, over all tokens of a batch.
-
-    Args:
-        logits: router logits [T, E]. top: experts per token.
-    """
-    tokens, experts = logits.shape
-    top = min(top, experts)
-    if tokens == 1:
-        return (-logits[0]).argsort(kind="stable")[:top].tolist()
-    votes = picks(logits, top).sum(axis=0)
-    order = np.lexsort((-logits.max(axis=0), -votes))  # stable: then by number
-    return order[: np.count_nonzero(votes)].tolist()
-
-
-def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
-    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties: lowest number."""
-    tokens, experts = scores.shape
-    last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
-    picked = scores >= last  # [T, E]
-    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
-        above = scores > last
-        tied = scores == last
-        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
-    return picked
-
-
-def by_score(scores: NDArray[np.floating], top: int) -> list[tuple[int, float]]:
-    """Experts of the rows' `top` highest positive scores [T, E] with their maxima, highest first, ties by number."""
-    if len(scores) == 1:
-        best, order = scores[0], (-scores[0]).argsort(kind="stable")[:top]
-    else:
-        named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
-        best = np.where(named, scores.max(axis=0), 0.0)
-        order = np.argsort(-best, kind="stable")
-    return [(e, score) for e, score in zip(order.tolist(), best[order].tolist(), strict=True) if score > 0]
-
-
 class LayeredPrefetch(PrefetchPolicy):
     """Base of policies that are made from the shape of the model and the common options alone.
 
@@ -330,18 +377,16 @@ class NextGatePrefetch(LayeredPrefetch):
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
 
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
-        wanted: list[Wanted] = []
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
+        layers: list[list[int]] = []
         self.predicted = None
         for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
             scores = seen.lookahead(layer - seen.layer)
             if scores is not None:
                 if layer == seen.layer + 1:
                     self.predicted = scores
-                picked = predicted_experts(scores, self._top)
-                base, first = layer * self._experts, len(wanted)
-                wanted += [new_wanted((base + e, -float(first + i), "")) for i, e in enumerate(picked)]
-        return wanted
+                layers.append(seen.rank.by_votes(scores, self._top, layer * self._experts))
+        return WantedKeys(layers, range(0, -sum(map(len, layers)), -1))
 
 
 @register("prefetch", "layerwise")
@@ -448,8 +493,8 @@ class RandomPrefetch(LayeredPrefetch):
         super().__init__(layers, experts, top, synchronous=synchronous)
         self._rng = np.random.default_rng(seed)
 
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         rows = len(seen.spans) if seen.layer == self._layers - 1 else len(seen.ids)
         self.predicted = 1.0 - self._rng.random((rows, self._experts))  # (0, 1]
-        base = (seen.layer + 1) % self._layers * self._experts
-        return [Wanted(base + e, score) for e, score in by_score(self.predicted, self._top)]
+        keys, scores = seen.rank.by_score(self.predicted, self._top, (seen.layer + 1) % self._layers * self._experts)
+        return WantedKeys([keys] if keys else [], scores)

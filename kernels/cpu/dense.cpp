@@ -737,10 +737,10 @@ void DenseProgram::run(std::int64_t segment, const std::vector<void*>& io) {
     }
 }
 
-void router_scores(const float* x, std::int64_t rows, const float* weight, std::int64_t width, std::int64_t experts,
-                   const float* bias, bool soft, float* out) {
-    product_f32(x, rows, weight, width, experts, out, experts, bias);
-    if (soft) softmax(out, experts, out, rows * experts);
+void router_scores(const float* x, std::int64_t rows, const float* weight, std::int64_t width, std::int64_t outputs,
+                   const float* bias, std::int64_t soft, float* out) {
+    product_f32(x, rows, weight, width, outputs, out, outputs, bias);
+    if (soft) softmax(out, soft, out, rows * outputs);
 }
 
 }  // namespace tiermoe

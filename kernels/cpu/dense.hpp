@@ -99,9 +99,10 @@ class DenseProgram {
     std::unique_ptr<Threads> threads_;  // null: one thread
 };
 
-// out[r] = x[r] . weight^T + bias, with `soft` its softmax: a router's scores on rows of its input, apart from any
-// program. x [rows, width], weight [experts, width], bias [experts] or null, out [rows, experts].
-void router_scores(const float* x, std::int64_t rows, const float* weight, std::int64_t width, std::int64_t experts,
-                   const float* bias, bool soft, float* out);
+// out[r] = x[r] . weight^T + bias: the scores of one or more routers on rows of their input, apart from any program.
+// soft: each so many outputs become their softmax; 0: none. x [rows, width], weight [outputs, width], bias [outputs] or
+// null, out [rows, outputs].
+void router_scores(const float* x, std::int64_t rows, const float* weight, std::int64_t width, std::int64_t outputs,
+                   const float* bias, std::int64_t soft, float* out);
 
 }  // namespace tiermoe

@@ -161,24 +161,25 @@ PyObject* dense_run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     });
 }
 
-// router_scores(hidden, rows, weight, width, experts, bias or 0, softmax, out: buffer of rows * experts floats)
+// router_scores(hidden, rows, weight, width, outputs, bias or 0, softmax, out: buffer of rows * outputs floats)
 PyObject* router_scores(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect(count, 8)) return nullptr;
     const float* hidden = address<const float>(args[0]);
     const std::int64_t rows = PyLong_AsLongLong(args[1]);
     const float* weight = address<const float>(args[2]);
-    const std::int64_t width = PyLong_AsLongLong(args[3]), experts = PyLong_AsLongLong(args[4]);
+    const std::int64_t width = PyLong_AsLongLong(args[3]), outputs = PyLong_AsLongLong(args[4]);
     const float* bias = address<const float>(args[5]);
-    const int soft = PyObject_IsTrue(args[6]);
+    const std::int64_t soft = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred()) return nullptr;
     Py_buffer out;
     if (PyObject_GetBuffer(args[7], &out, PyBUF_WRITABLE) != 0) return nullptr;
-    if (rows < 1 || width < 1 || experts < 1 || out.len != rows * experts * static_cast<Py_ssize_t>(sizeof(float))) {
+    if (rows < 1 || width < 1 || outputs < 1 || soft < 0 || (soft && outputs % soft) ||
+        out.len != rows * outputs * static_cast<Py_ssize_t>(sizeof(float))) {
         PyBuffer_Release(&out);
         refuse("the scores have another size", static_cast<long long>(out.len));
         return nullptr;
     }
-    tiermoe::router_scores(hidden, rows, weight, width, experts, bias, soft != 0, static_cast<float*>(out.buf));
+    tiermoe::router_scores(hidden, rows, weight, width, outputs, bias, soft, static_cast<float*>(out.buf));
     PyBuffer_Release(&out);
     Py_RETURN_NONE;
 }

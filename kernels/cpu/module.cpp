@@ -120,7 +120,8 @@ PyMODINIT_FUNC PyInit__cpu() {
     PyObject* module = PyModule_Create(&definition);
     for (PyMethodDef* more : {tiermoe::bindings::neuron_methods, tiermoe::bindings::measure_methods,
                                tiermoe::bindings::link_methods, tiermoe::bindings::dense_methods,
-                               tiermoe::bindings::resident_methods, tiermoe::bindings::importance_methods})
+                               tiermoe::bindings::resident_methods, tiermoe::bindings::importance_methods,
+                               tiermoe::bindings::rank_methods})
         if (module && PyModule_AddFunctions(module, more) < 0) Py_CLEAR(module);
     return module;
 }

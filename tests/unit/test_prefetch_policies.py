@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
 
 from tiermoe.actors.policies.baselines import (
     ActivationMatrixPrefetch,
@@ -28,6 +31,7 @@ from tiermoe.actors.policies.prefetch import (
     ranked,
 )
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
+from tiermoe.kernels import _cpu
 
 
 def transcription(logits: np.ndarray, top: int) -> list[int]:
@@ -66,9 +70,11 @@ def test_follows_the_transcription_with_ties(data: st.DataObject) -> None:
     tokens, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 17))
     top = data.draw(st.integers(1, experts))
     logits = data.draw(arrays(np.float32, (tokens, experts), elements=st.integers(-3, 3)))
-    found = predicted_experts(logits, top)
-    assert found == transcription(logits, top)
-    assert all(type(e) is int for e in found)
+    for rank in (predicted_experts, _cpu.rank_by_votes):
+        found = rank(logits, top, 0)
+        assert found == transcription(logits, top)
+        assert all(type(e) is int for e in found)
+        assert rank(logits, top, 40) == [40 + e for e in found]
 
 
 @settings(max_examples=50, deadline=None)
@@ -78,6 +84,18 @@ def test_follows_the_transcription_on_real_logits(seed: int, tokens: int, expert
     logits = rng.standard_normal((tokens, experts)).astype(np.float32)
     for top in {1, min(2, experts), experts}:
         assert predicted_experts(logits, top) == transcription(logits, top)
+        part = np.stack([logits] * 2, axis=1)[:, 1]  # rows apart
+        assert _cpu.rank_by_votes(part, top, 0) == _cpu.rank_by_votes(part.astype(np.float64), top, 0)
+        assert _cpu.rank_by_votes(part, top, 0) == transcription(logits, top)
+
+
+@pytest.mark.parametrize("scores", [np.zeros(4, np.float32), np.zeros((1, 4), np.int64)])
+def test_native_ranking_refuses_what_are_no_scores(scores: NDArray[Any]) -> None:
+    for rank in (_cpu.rank_by_votes, _cpu.rank_by_score):
+        with pytest.raises(ValueError, match="scores"):
+            rank(scores, 2, 0)
+    with pytest.raises(ValueError, match="at least one"):
+        _cpu.rank_by_votes(np.zeros((1, 4), np.float32), 0, 0)
 
 
 def governor(min_useful: float = 0.5) -> PrefetchGovernor:

@@ -49,6 +49,7 @@ from tiermoe.actors.policies.registry import options
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
+from tiermoe.kernels import _cpu
 
 
 @pytest.fixture
@@ -242,9 +243,11 @@ def test_by_score_follows_the_transcription_with_ties(data: st.DataObject) -> No
     tokens, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
     scores = data.draw(arrays(np.float32, (tokens, experts), elements=st.integers(0, 3))) / 4
     top = data.draw(st.integers(1, experts + 1))
-    found = by_score(scores, top)
-    assert [e for e, _ in found] == transcription(scores, top)
-    assert [score for _, score in found] == [scores[:, e].max() for e, _ in found]
+    for rank in (by_score, _cpu.rank_by_score):
+        found, best = rank(scores, top, 0)
+        assert found == transcription(scores, top)
+        assert best == [scores[:, e].max() for e in found]
+        assert rank(scores, top, 40) == ([40 + e for e in found], best)
 
 
 @pytest.mark.parametrize("top", [2, 4])

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..eviction import Entry, EvictionPolicy, ValueOrder
-from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, by_score, new_wanted
+from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, WantedKeys
 from ..registry import PolicyContext, PolicyOptions, register
 from .split import OMEGA, RHO
 
@@ -120,9 +120,9 @@ class SpeculativePrefetch(LayeredPrefetch):
     lookahead_softmax: ClassVar[bool] = True
     wraps: ClassVar[bool] = True
 
-    def observed(self, seen: LayerSeen) -> list[Wanted]:
+    def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         self.predicted = seen.lookahead(1)
         if self.predicted is None:
             return []
-        base = (seen.layer + 1) % self._layers * self._experts
-        return [new_wanted((base + e, score, "")) for e, score in by_score(self.predicted, self._top)]
+        keys, scores = seen.rank.by_score(self.predicted, self._top, (seen.layer + 1) % self._layers * self._experts)
+        return WantedKeys([keys] if keys else [], scores)
